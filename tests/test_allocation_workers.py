@@ -140,7 +140,9 @@ def play(
     return made
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.concurrent
+@pytest.mark.parametrize("seed", range(5))
 def test_as_many_of_ten_schedulers_are_placed_as_fit_on_twenty_workers(seed: int) -> None:
     schedulers = play(seed, 10, 20, role_requests(3, 1))
     placed = [scheduler for scheduler in schedulers if scheduler.held]

@@ -24,6 +24,7 @@ NAMES = (
     "runner",
     "tasks",
     "inference",
+    "isolation",
 )
 
 

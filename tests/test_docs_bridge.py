@@ -41,6 +41,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refu
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.job_storage import JobStorage
@@ -121,7 +122,7 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
             return inbox.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
-        await stack.enter_async_context(open_bridge(backend, socket))
+        await stack.enter_async_context(open_bridge(backend, SocketPlace(socket)))
         transport = httpx.AsyncHTTPTransport(uds=str(socket))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20)

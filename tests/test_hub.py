@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import anyio
 import pytest
-from support.fake_hf_hub import COMMIT, SIGNATURE, Hub, hub_server
+from support.fake_hf_hub import COMMIT, ENDLESS_BYTES, SIGNATURE, Hub, hub_server
 
+from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.job_spec import HuggingFaceReference, PeersReference
+from hypha_proto.transfer import PullRequest
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import open_start_model
-from hypha_scheduler.jobs.config import ModelTable
+from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
+from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.strategies.inference.restore import describe_artifact
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub
+from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 
@@ -45,8 +48,8 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
 
     async def main() -> list[Path]:
         storage = JobStorage(folder, 1 << 26)
-        found = await download_from_hub(reference, folder, AccessPolicy(), storage=storage, timeout=60)
-        return [file.path for file in found]
+        found = await download_from_hub(reference, PurePosixPath(), AccessPolicy(), storage=storage, timeout=60)
+        return [folder / file.path for file in found]
 
     return anyio.run(main, backend="trio")
 
@@ -81,7 +84,9 @@ def test_a_worker_follows_redirects_and_resumes_interrupted_transfers(hub: Hub, 
     assert all("/resolve/v2/" in path for _, path, _, _ in hub.seen if "org/model" in path)
 
 
-def test_a_scheduler_fetches_one_commit_and_no_pickle_files(hub: Hub, tmp_path: Path) -> None:
+def test_a_scheduler_fetches_one_commit_and_no_pickle_files(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reference = by_scheduler(tmp_path / "model", revision="v2")
     names = ("config.json", "model.safetensors", "sub/more.safetensors")
     assert (reference.revision, reference.token) == (COMMIT, TOKEN)
@@ -89,10 +94,62 @@ def test_a_scheduler_fetches_one_commit_and_no_pickle_files(hub: Hub, tmp_path: 
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
     assert not list(tmp_path.rglob("*.bin"))
     assert [asked for asked in hub.ranges if asked != "bytes=0-"], hub.seen_elsewhere
+    assert "Trying to resume download" in caplog.text
+    assert SIGNATURE not in caplog.text
     check_tokens(hub)
     paths = [path for _, path, _, _ in hub.seen]
     assert all(f"/resolve/{COMMIT}/" in path for path in paths if "/resolve/" in path)
     assert all(TOKEN.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def served_by_scheduler(folder: Path, preprocessor: bool = False) -> Artifact:
+    table = {"repository": "org/model", "revision": "v2", "token": TOKEN, "serve": True}
+
+    async def main() -> Artifact | None:
+        if preprocessor:
+            tokenizer = PreprocessorTable.model_validate({**table, "filenames": ["config.json"]})
+            return await open_preprocessor(tokenizer, folder, uuid.UUID(int=5), PEER)
+        model = ModelTable.model_validate({**table, "type": "vision-classification"})
+        return await open_start_model(model, folder, uuid.UUID(int=5), PEER)
+
+    found = anyio.run(main, backend="trio")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("preprocessor", [False, True])
+def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: Path, preprocessor: bool) -> None:
+    found = served_by_scheduler(tmp_path / "copy", preprocessor)
+    reference = found.reference
+    assert isinstance(reference, PeersReference)
+    names = ("config.json",) if preprocessor else ("config.json", "model.safetensors", "sub/more.safetensors")
+    assert (reference.peers, reference.filenames) == ((PEER,), names)
+    for index, name in enumerate(names):
+        if not preprocessor:
+            (tmp_path / "copy" / name).write_bytes(b"trained")
+        source = found.resolve(PullRequest(dataset="", index=index))
+        assert isinstance(source, PullSource)
+        assert isinstance(source.source, Path)
+        assert source.source.read_bytes() == FILES[name], "what is served is not what the job changes"
+    assert found.origin == HuggingFaceReference(repository="org/model", revision=COMMIT, filenames=names)
+    assert TOKEN not in repr(found)
+
+
+def test_a_resumed_job_knows_the_commit_of_a_model_that_is_served(hub: Hub, tmp_path: Path) -> None:
+    names = ["config.json", "model.safetensors", "sub/more.safetensors"]
+    expected = {"repository": "org/model", "revision": COMMIT, "files": names}
+    assert describe_artifact(served_by_scheduler(tmp_path / "served")) == expected
+    assert describe_artifact(Artifact(by_scheduler(tmp_path / "hub", revision="v2"))) == expected
+
+
+def test_a_file_that_the_repository_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
+    table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, "filenames": ["a.json"]}
+
+    async def main() -> None:
+        await open_start_model(ModelTable.model_validate(table), tmp_path, uuid.UUID(int=5), PEER)
+
+    with pytest.raises(JobFailedError, match=r"model\.filenames: org/model has no a\.json"):
+        anyio.run(main, backend="trio")
 
 
 @pytest.mark.parametrize("token", ["hf_WrongToken", None])
@@ -134,6 +191,56 @@ def test_signatures_of_storage_urls_are_not_shown(hub: Hub, tmp_path: Path) -> N
         by_worker(tmp_path, "model.safetensors")
     assert (fault.value.status, "403" in fault.value.detail) == (502, True)
     assert SIGNATURE not in fault.value.detail
+
+
+def test_a_worker_bounds_a_file_whose_size_the_hub_does_not_state(hub: Hub, tmp_path: Path) -> None:
+    hub.endless = ("config.json",)
+    with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
+        by_worker(tmp_path, "config.json")
+    assert fault.value.status == 507
+    assert hub.streamed < ENDLESS_BYTES
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_path: Path) -> None:
+    hub.endless, hub.token = ("config.json",), None
+
+    async def main() -> None:
+        url, access = f"{hub.url}/org/model/resolve/main/config.json", AccessPolicy(hosts=("127.0.0.1",))
+        await download_from_uri(url, tmp_path, access, storage=JobStorage(tmp_path, 1 << 26), timeout=60)
+
+    with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
+        anyio.run(main, backend="trio")
+    assert fault.value.status == 507
+    assert hub.streamed < ENDLESS_BYTES
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scheduler_bounds_files_whose_size_the_hub_does_not_state(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_scheduler.jobs.hub_download.MAX_UNSTATED", 24 << 20)
+    hub.endless = ("config.json", "model.safetensors")
+    with pytest.raises(JobFailedError, match=r"config\.json: the hub states no size, and it has more than \d+ bytes"):
+        by_scheduler(tmp_path / "model")
+    assert hub.streamed < ENDLESS_BYTES
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 24 << 20]
+
+
+def test_a_scheduler_takes_no_more_of_a_file_than_the_hub_stated(hub: Hub, tmp_path: Path) -> None:
+    hub.endless, hub.stated = ("config.json",), 1000
+    with pytest.raises(JobFailedError, match=r"config\.json: the hub stated 1000 bytes, and sends more"):
+        by_scheduler(tmp_path / "model")
+    assert hub.streamed < ENDLESS_BYTES
+
+
+def test_a_scheduler_downloads_nothing_that_its_disk_has_no_room_for(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_scheduler.jobs.hub_download.RESERVE", 1 << 60)
+    with pytest.raises(JobFailedError, match=r"org/model has \d+ bytes, and the disk has room for 0"):
+        by_scheduler(tmp_path / "model")
+    assert not hub.seen_elsewhere
 
 
 def test_an_unreachable_hub_fails_a_job_in_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

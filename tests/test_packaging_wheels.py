@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-scheduler", "hypha-worker"}
 """Packages that need the override."""
-WITH_NUMPY = {"hypha_proto.safetensors_io", "hypha_proto.update_file"}
+WITH_NUMPY = {
+    "hypha_proto.global_model",
+    "hypha_proto.outer_momentum",
+    "hypha_proto.safetensors_io",
+    "hypha_proto.update_file",
+}
 """Modules that need hypha-proto's extra `update`."""
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
 

@@ -9,6 +9,7 @@ from benchmarks.measures import (
     footprint,
     gossip,
     inference,
+    isolation,
     memory,
     placement,
     relay,
@@ -34,4 +35,5 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "runner": runner.measure,
     "tasks": tasks.measure,
     "inference": inference.measure,
+    "isolation": isolation.measure,
 }

@@ -48,9 +48,9 @@ def _graph(count: int) -> list[dict[str, Any]]:
     """Return tasks in chains: each has an output, which the next one reads."""
     tasks = []
     for number in range(count):
-        task: dict[str, Any] = {"name": f"t{number}", "driver": {"shell/pass": {}}, "outputs": {"log": "executor.log"}}
+        task: dict[str, Any] = {"name": f"t{number}", "driver": {"shell/pass": {}}, "outputs": {"out": "job.json"}}
         if number % CHAIN:
-            task["resources"] = [{"name": "before", "result": {"task": f"t{number - 1}", "output": "log"}}]
+            task["resources"] = [{"name": "before", "result": {"task": f"t{number - 1}", "output": "out"}}]
         tasks.append(task | {"keep": []})
     return tasks
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
@@ -19,6 +19,8 @@ from support.fake_http_server import served
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 SIGNATURE = "X-Amz-Signature=5ecret"
+ENDLESS_BYTES = 256 << 20
+"""Bytes of an endless file after which this hub gives up."""
 
 
 @dataclass
@@ -33,6 +35,12 @@ class Hub:
     large: str = ".safetensors"
     break_off: bool = True
     """Whether the first transfer of a large file breaks off half-way."""
+    endless: tuple[str, ...] = ()
+    """Files that are sent without a length and do not end before `ENDLESS_BYTES`."""
+    stated: int | None = None
+    """Length that a HEAD request of an endless file is answered with."""
+    streamed: int = 0
+    """Bytes of endless files that were sent."""
     url: str = ""
     elsewhere: str = ""
     seen: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
@@ -131,6 +139,8 @@ class _Api(_Handler):
         content = self.hub.files.get(name)
         if revision not in self.hub.revisions:
             self.say(404, {"x-error-code": "RevisionNotFound"}, b"", body=body)
+        elif name in self.hub.endless:
+            self.stream(body=body)
         elif content is None:
             self.say(404, {"x-error-code": "EntryNotFound", "x-repo-commit": COMMIT}, b"", body=body)
         elif name.endswith(self.hub.large):
@@ -139,6 +149,22 @@ class _Api(_Handler):
             self.say(302, {**headers, "location": f"{self.hub.elsewhere}/{name}?{SIGNATURE}"}, b"", body=body)
         else:
             self.say(200, {"x-repo-commit": COMMIT, "etag": f'"{_oid(content)}"'}, content, body=body)
+
+    def stream(self, *, body: bool) -> None:
+        """Send a file without a length until the client closes the connection."""
+        hub, block = self.hub, bytes(1 << 20)
+        self.send_response(200)
+        self.send_header("x-repo-commit", COMMIT)
+        self.send_header("etag", '"endless"')
+        self.send_header("connection", "close")
+        if not body and hub.stated is not None:
+            self.send_header("x-linked-size", str(hub.stated))
+        self.end_headers()
+        self.close_connection = True
+        with suppress(ConnectionError):
+            while body and hub.streamed < ENDLESS_BYTES:
+                self.wfile.write(block)
+                hub.streamed += len(block)
 
 
 class _Elsewhere(_Handler):

@@ -113,7 +113,7 @@ class InferenceNetwork(TaskNetwork):
 
     def is_computing(self, name: str) -> bool:
         """Return whether an executor of a worker, whose slices are here, has loaded the model."""
-        logs = (self.folders.work / name).rglob("executor.log")
+        logs = (self.folders.work / name).glob("logs/*/*.log")
         return any("ready after" in path.read_text() for path in logs)
 
     @contextmanager

@@ -140,6 +140,8 @@ class Simulation:
     context: FakeContext
     job: InferenceJobConfig
     now: float = 0.0
+    peers: list[PeerId] = field(default_factory=lambda: list(PEERS))
+    """Workers, those that are leased first at the front."""
     operator: InferenceOperator = field(init=False)
     leases: dict[uuid.UUID, Lease] = field(default_factory=dict)
     running: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
@@ -196,7 +198,15 @@ class Simulation:
                         self.end(task, TaskState.CANCELLED)
         self.release_surplus()
 
+    def unusable(self) -> list[uuid.UUID]:
+        """Return the idle leases of workers that the job excludes."""
+        excluded = {peer for request in self.operator.role_requests() for peer in request.excluded}
+        return [id for id, lease in self.leases.items() if lease.peer in excluded and id not in self.running]
+
     def release_surplus(self) -> None:
+        if len(unusable := self.unusable()) < len(self.leases):
+            for lease in unusable:
+                del self.leases[lease]
         wanted = sum(request.count for request in self.operator.role_requests())
         idle = [lease for lease in self.leases if lease not in self.running]
         for lease in idle[::-1][: max(0, len(self.leases) - wanted)]:
@@ -226,8 +236,10 @@ class Simulation:
     def acquire(self) -> None:
         """Deliver all leases that are wanted."""
         wanted = sum(request.count for request in self.operator.role_requests())
-        free = [peer for peer in PEERS if peer not in {lease.peer for lease in self.leases.values()}]
-        new = [Lease(uuid.uuid4(), peer, "inference", 1.0) for peer in free[: max(0, wanted - len(self.leases))]]
+        excluded = {peer for request in self.operator.role_requests() for peer in request.excluded}
+        free = [peer for peer in self.peers if peer not in {lease.peer for lease in self.leases.values()} | excluded]
+        missing = wanted - len(self.leases) + len(self.unusable())
+        new = [Lease(uuid.uuid4(), peer, "inference", 1.0) for peer in free[: max(0, missing)]]
         if new:
             self.leases |= {lease.id: lease for lease in new}
             self.tell(self.operator.on_leases_acquired, new)

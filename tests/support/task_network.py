@@ -175,10 +175,16 @@ class TaskNetwork(LocalNetwork):
 @contextmanager
 def task_network(root: Path, workers: int = 2, leases: int = 1, *, relayed: bool = False) -> Iterator[TaskNetwork]:
     """Run a healthy network; at the end none of its processes is left."""
-    network = TaskNetwork(root, workers, leases, relayed=relayed)
+    with running(TaskNetwork(root, workers, leases, relayed=relayed)) as network:
+        yield network
+
+
+@contextmanager
+def running(network: TaskNetwork) -> Iterator[TaskNetwork]:
+    """Run a network that is planned, until it is healthy; at the end none of its processes is left."""
     try:
         network.up()
         yield network
     finally:
         network.down()
-    assert processes_of(root) == []
+    assert processes_of(network.folders.root) == []

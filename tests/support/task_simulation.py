@@ -9,7 +9,7 @@ import heapq
 import random
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,8 @@ class Worker:
     slots: int
     is_alive: bool = True
     is_draining: bool = False
+    vice: str | None = None
+    """What it does with every attempt, a field of `Chances`; None if it is healthy."""
     store: dict[str, StoredOutput] = field(default_factory=dict)
 
 
@@ -102,7 +104,15 @@ class Context:
 class Simulation:
     """One job, run to its end."""
 
-    def __init__(self, job: TasksJob, seed: int, chances: Chances, directory: Path, workers: int = 3) -> None:
+    def __init__(
+        self,
+        job: TasksJob,
+        seed: int,
+        chances: Chances,
+        directory: Path,
+        workers: int = 3,
+        vices: Sequence[str] = (),
+    ) -> None:
         self.job, self.chances, self.directory = job, chances, directory
         self.random = random.Random(seed)
         self.now = 0.0
@@ -126,6 +136,8 @@ class Simulation:
         self.workers: dict[PeerId, Worker] = {}
         for _ in range(workers):
             self.add_worker()
+        for vice in vices:
+            self.add_worker(vice)
         self.open: Any = None
 
     # -------------------------------------------------------------------------------------------------------- machinery
@@ -154,9 +166,13 @@ class Simulation:
     def delay(self) -> float:
         return self.random.uniform(0.01, 1.0)
 
-    def add_worker(self) -> None:
+    def add_worker(self, vice: str | None = None) -> None:
         peer = PeerId.from_public_key(self.number().to_bytes(32, "big"))
-        self.workers[peer] = Worker(peer, self.random.randint(1, 2))
+        self.workers[peer] = Worker(peer, self.random.randint(1, 2), vice=vice)
+
+    def fails(self, attempt: Attempt, kind: str) -> bool:
+        """Return whether something goes wrong with an attempt: its worker sees to it, or it happens."""
+        return self.workers[attempt.task.lease.peer].vice == kind or self.strikes(kind)
 
     def has(self, peer: PeerId, dataset: str) -> bool:
         worker = self.workers.get(peer)
@@ -228,6 +244,11 @@ class Simulation:
         requests = {request.role: request for request in self.operator.role_requests()}
         draining = sum(self.workers[lease.peer].is_draining for lease in self.held.values())
         assert sum(request.count for request in requests.values()) <= self.job.workers + draining
+        for request in requests.values():
+            unusable = self._unusable(request)
+            if len(unusable) < sum(lease.role == request.role for lease in self.held.values()):
+                for lease in unusable:
+                    del self.held[lease.id]
         counts = Counter(lease.role for lease in self.held.values())
         for role, count in counts.items():
             wanted = requests[role].count if role in requests else 0
@@ -239,13 +260,19 @@ class Simulation:
             self._acquiring = True
             self.at(self.delay(), self._acquire)
 
+    def _unusable(self, request: base.RoleRequest) -> list[base.Lease]:
+        """Return the idle leases at peers that a role excludes."""
+        at_excluded = [h for h in self.held.values() if h.role == request.role and h.peer in request.excluded]
+        return [lease for lease in at_excluded if lease.id not in self.running]
+
     def _acquire(self) -> None:
         """Find a lease for a role that lacks one."""
         self._acquiring = False
         used = Counter(lease.peer for lease in self.held.values())
         free = [w for w in self.workers.values() if w.is_alive and not w.is_draining and used[w.peer] < w.slots]
         counts = Counter(lease.role for lease in self.held.values())
-        short = [r for r in self.operator.role_requests() if counts[r.role] < r.count]
+        short = [r for r in self.operator.role_requests() if counts[r.role] - len(self._unusable(r)) < r.count]
+        free = [w for w in free if short and w.peer not in short[0].excluded]
         if short and free:
             worker = self.random.choice(free)
             lease = base.Lease(uuid.UUID(int=self.number()), worker.peer, short[0].role, 1.0)
@@ -328,12 +355,15 @@ class Simulation:
     def _started(self, attempt: Attempt) -> None:
         if attempt.is_over:
             return
-        if self.strikes("not_started"):
+        if self.fails(attempt, "not_started"):
             del self.held[attempt.task.lease.id]
             self._update(attempt, base.TaskNotStarted("nobody is there"))
             return
         self.tell(lambda: self.operator.on_task_update(attempt.task, base.TaskStarted(), self.now))
-        self._fetch_next(attempt)
+        if self.workers[attempt.task.lease.peer].vice == "lease_lost":
+            self.lose(attempt.task.lease)
+        else:
+            self._fetch_next(attempt)
 
     def _fetch_next(self, attempt: Attempt) -> None:
         if attempt.is_over:
@@ -423,9 +453,9 @@ class Simulation:
     def _execute(self, attempt: Attempt) -> None:
         if attempt.is_over:
             return
-        if self.strikes("attempt_fails"):
+        if self.fails(attempt, "attempt_fails"):
             self._end(attempt, base.TaskEnded(base.TaskState.FAILED, "it failed", 1, ("a line",)))
-        elif self.strikes("attempt_given_back"):
+        elif self.fails(attempt, "attempt_given_back"):
             self._end(attempt, base.TaskEnded(base.TaskState.CANCELLED, "the disk is full"))
         else:
             self._end(attempt, base.TaskEnded(base.TaskState.FINISHED, outputs=tuple(self._store(attempt))))

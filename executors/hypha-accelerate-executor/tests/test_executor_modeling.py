@@ -19,10 +19,20 @@ from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
 from hypha.accelerate_executor.modeling.hf import auto_class, load_model
-from hypha_proto.job_spec import TASKS
-from hypha_proto.update_file import UpdateMetadata, apply_update, open_update, write_update
+from hypha_proto.global_model import GlobalModel
+from hypha_proto.job_spec import TASKS, Nesterov
+from hypha_proto.update_file import (
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    UpdateMetadata,
+    open_update,
+    write_update,
+)
 
 pytestmark = pytest.mark.timeout(120)
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def test_every_task_has_its_auto_class() -> None:
@@ -55,28 +65,60 @@ def test_tied_weights_are_sent_once_and_stay_tied(make_worker: Callable[..., Any
     assert module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")
 
 
-def test_executors_and_the_schedulers_copy_stay_bit_identical(digit_model: Path, tmp_path: Path) -> None:
-    module = load_model("image-classification", digit_model)
-    replica = Replica(module, digit_model)
+def _stored_as(model: Path, dtype: str, out: Path) -> Path:
+    """Copy a model with its float tensors stored as `dtype`."""
+    out.mkdir()
+    (out / "config.json").write_bytes((model / "config.json").read_bytes())
+    with TensorFile(model / "model.safetensors") as file:
+        infos = {n: TensorInfo(dtype, i.shape) if i.dtype == "F32" else i for n, i in file.tensors.items()}
+        with TensorFileWriter(out / "model.safetensors", infos, file.metadata) as writer:
+            for name in infos:
+                writer.write(name, file.tensor(name))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_executors_and_the_schedulers_weights_stay_bit_identical(digit_model: Path, tmp_path: Path, dtype: str) -> None:
+    folder = _stored_as(digit_model, dtype, tmp_path / "model")
+    module = load_model("image-classification", folder)
+    replica = Replica(module, folder)
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    copy = tmp_path / "model.safetensors"
-    copy.write_bytes((digit_model / "model.safetensors").read_bytes())
+    copy = GlobalModel(folder, tmp_path / "outer-state", Nesterov(learning_rate=0.7, momentum=0.9))
     chance = np.random.default_rng(0)
     path = tmp_path / "outer.safetensors"
-    for count in (3.4, 2.5, 2.5, 1.5):  # the mean of counts over workers is not an integer
+    for number, count in enumerate((3.4, 2.5, 2.5, 1.5), 1):  # the mean of counts over workers is not an integer
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(7.0)  # this worker's local changes are replaced by the global weights
-        change = {name: chance.normal(size=tuple(start[name].shape)).astype("f4") for name in replica.names}
+        change = {name: chance.normal(0, 1e-3, tuple(start[name].shape)).astype("f4") for name in replica.names}
         change = {name: np.float32(count) if name.endswith("tracked") else value for name, value in change.items()}
         write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
         replica.merge(path)
-        apply_update(copy, path, copy)
-    after, stored = module.state_dict(), safetensors.numpy.load_file(copy)
-    assert stored.keys() == replica.names
-    for name, value in stored.items():
-        assert np.array_equal(after[name].numpy(), value)
+        copy.add([path], number)
+    after = module.state_dict()
+    weights = tmp_path / "outer-state" / "weights" / "model.safetensors"
+    with TensorFile(folder / "model.safetensors" if dtype == "F32" else weights) as file:
+        kept = replica.parameters.keys() if dtype != "F32" else replica.names
+        assert kept <= file.tensors.keys() <= replica.names
+        for name in file.tensors:
+            assert np.array_equal(after[name].numpy(), file.tensor(name)), name
     assert {int(value) for name, value in after.items() if name.endswith("tracked")} == {10}
+    for name, value in load_model("image-classification", folder).state_dict().items():
+        assert torch.equal(value, after[name].to(TORCH_DTYPES[dtype]).to(value.dtype)), name
+
+
+def test_an_update_names_statistics_and_integers(digit_model: Path, tmp_path: Path) -> None:
+    module = load_model("image-classification", digit_model)
+    replica = Replica(module, digit_model)
+    for name, buffer in module.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            buffer += 3
+    replica.write_update(tmp_path / "u", 1, 16)
+    file, metadata = open_update(tmp_path / "u")
+    with file:
+        assert metadata.integers == {name for name in replica.names if name.endswith("num_batches_tracked")}
+        assert metadata.integers < metadata.statistics
+        assert {float(file.tensor(name)) for name in metadata.integers} == {3.0}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,33 @@ def test_a_push_is_received_complete(tmp_path: Path, size: int, old: bool) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
+def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
+    """Two pushes at once read it from their own positions."""
+    source, received = tmp_path / "source", list[bytes]()
+    content = bytes(range(256)) * 20_000
+    source.write_bytes(content)
+
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def on_complete(data: bytearray, _digest: str) -> None:
+            received.append(bytes(data))
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryPushTarget:
+            return transfer.MemoryPushTarget(1 << 24, on_complete)
+
+        transfer.serve_pushes(b, accept)
+        with source.open("rb", buffering=0) as file:
+            source.unlink()
+            source.write_bytes(b"other")
+            described = await transfer.describe(file)
+            async with anyio.create_task_group() as tasks:
+                for name in ("first", "second"):
+                    header = _header(Path(name), *described)
+                    tasks.start_soon(transfer.push, a, b.peer_id, file, header)
+
+    run_with_pair(case)
+    assert received == [content] * 2
+
+
 def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"abc" * 1000)

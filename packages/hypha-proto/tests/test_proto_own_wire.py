@@ -31,14 +31,19 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
+    Adam,
     AggregateConfig,
     AggregateJob,
     All,
     Descriptor,
     HuggingFaceReference,
     JobSpec,
+    Model,
     Nesterov,
     PeersReference,
+    TrainConfig,
+    TrainJob,
+    WarmupStableDecay,
 )
 from hypha_proto.leases import (
     CANCEL_JOB,
@@ -151,6 +156,24 @@ JOB = JobSpec(
         ),
     ),
 )
+TRAIN = JobSpec(
+    job_id=ID[7],
+    executor=TrainJob(
+        descriptor=Descriptor(name="diloco-transformer"),
+        config=TrainConfig(
+            model=Model(task="causal-lm", artifact=NO_PEERS, input_names=()),
+            data=NO_PEERS,
+            updates=NO_PEERS,
+            results=NO_PEERS,
+            optimizer=Adam(learning_rate=0.5),
+            batch_size=16,
+            scheduler=WarmupStableDecay(warmup_steps=5, decay_steps=10, training_steps=100),
+            seed=9,
+            member=2,
+            round_steps=12.5,
+        ),
+    ),
+)
 
 LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
 REQUESTS: list[tuple[Any, Any]] = [
@@ -211,6 +234,7 @@ REQUESTS: list[tuple[Any, Any]] = [
         ),
     ),
     (RELEASE_OUTPUTS, ReleaseOutputs(job_id=ID[7], datasets=("unguessable",))),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=TRAIN)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -264,6 +288,7 @@ PUSH = PushHeader(
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
     ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
+    ("PushHeader.scheduler", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER)),
     (
         "PushHeader.delivery",
         PushHeader,

@@ -108,6 +108,8 @@ def test_integers_are_rounded_and_clipped() -> None:
     assert from_float(values, "I64").tolist() == [2, 2, -4, 2**63 - 1, -(2**63), 0]
     assert from_float(values, "U8").tolist() == [2, 2, 0, 255, 0, 0]
     assert from_float(values, "I32").tolist() == [2, 2, -4, 2**31 - 1, -(2**31), 0]
+    scalar = from_float(np.array(2.4), "I64")
+    assert (scalar.shape, int(scalar)) == ((), 2)
 
 
 HOSTILE: dict[str, tuple[Any, bytes]] = {

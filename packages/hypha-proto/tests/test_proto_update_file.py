@@ -23,7 +23,7 @@ from hypha_proto.update_file import (
     write_update,
 )
 
-own = frozenset({"codec", "statistics", "round", "samples"})
+own = frozenset({"codec", "statistics", "integers", "round", "samples"})
 counts = st.none() | st.integers(0, 2**63 - 1)
 
 
@@ -36,8 +36,22 @@ counts = st.none() | st.integers(0, 2**63 - 1)
 def test_metadata_round_trip(
     number: int | None, samples: int | None, statistics: frozenset[str], extra: dict[str, str]
 ) -> None:
-    metadata = UpdateMetadata(round=number, samples=samples, statistics=statistics, extra=extra)
-    assert UpdateMetadata.decode(metadata.encode()) == metadata
+    for integers in (frozenset[str](), frozenset(sorted(statistics)[:1])):
+        metadata = UpdateMetadata(number, samples, statistics, integers=integers, extra=extra)
+        assert UpdateMetadata.decode(metadata.encode()) == metadata
+
+
+def test_metadata_as_text() -> None:
+    names = frozenset({"n.num_batches_tracked", "n.running_mean"})
+    metadata = UpdateMetadata(3, 40, names, integers=frozenset({"n.num_batches_tracked"}))
+    assert metadata.encode() == {
+        "codec": "fp32",
+        "statistics": '["n.num_batches_tracked", "n.running_mean"]',
+        "integers": '["n.num_batches_tracked"]',
+        "round": "3",
+        "samples": "40",
+    }
+    assert UpdateMetadata(3).encode() == {"codec": "fp32", "statistics": "[]", "round": "3"}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,9 @@ def test_metadata_round_trip(
         {"statistics": "[1]"},
         {"statistics": "["},
         {"statistics": "[" * 100_000},
+        {"integers": "[1]"},
+        {"integers": '["a"]'},
+        {"integers": '["a"]', "statistics": '["b"]'},
     ],
 )
 def test_malformed_metadata_is_rejected(texts: dict[str, str]) -> None:

@@ -36,6 +36,7 @@ from hypha_scheduler.strategies.inference.operator import (
     MAX_FAILURES,
     MAX_IN_HAND,
     MAX_LOSSES,
+    PATIENCE,
     REPEAT_AFTER,
 )
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
@@ -542,30 +543,127 @@ def test_an_executor_that_cannot_do_the_job_ends_it(tmp_path: Path) -> None:
     assert "cannot do this job: it ended (exit code 2)" in str(run.ended[0].failure)
 
 
-def test_a_slice_that_fails_three_times_ends_the_job_and_is_named(tmp_path: Path) -> None:
+def test_a_slice_that_fails_at_three_workers_ends_the_job_and_is_named(tmp_path: Path) -> None:
     run = begin(tmp_path, rows=(2, 2, 2, 2, 2, 2))
-    bad = None
-    for _ in range(MAX_FAILURES):
+    bad, tasks = None, run.tasks
+    for task in tasks[:MAX_FAILURES]:
         assert run.ended == []
-        run.acquire()
-        task = next(task for task in run.tasks if not run.in_hand[task.lease.id])
         index = fetched(run, task)
         fetched(run, task)  # the one that it holds beside is not blamed
         assert bad in (None, index)
         bad = index
         run.end(task, TaskState.FAILED, 1)
-        run.pass_deadlines()
     assert str(run.ended[0].failure).startswith("slice 0 of dataset 'questions' failed 3 times; the last: it ended")
 
 
 def test_an_executor_that_never_starts_ends_the_job(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+    run = begin(tmp_path, resources={"num_workers": 1})
     for _ in range(MAX_FAILURES):
         assert run.ended == []
         run.end(run.tasks[0], TaskState.FAILED, 1)
+        let_patience_end(run)
+    assert "failed 3 times before it asked for a slice" in str(run.ended[0].failure)
+
+
+def let_patience_end(run: Simulation) -> None:
+    """Let the time pass in which others are sought than workers at which attempts failed."""
+    for _ in range(8):
+        run.now += PATIENCE / 4
         run.pass_deadlines()
         run.acquire()
-    assert "failed 3 times before it asked for a slice" in str(run.ended[0].failure)
+
+
+def test_an_executor_that_fails_while_another_loads_its_model_does_not_end_the_job(tmp_path: Path) -> None:
+    run = begin(tmp_path, resources={"num_workers": 2})
+    run.peers = [lease.peer for lease in run.leases.values()]
+    bad, good = run.tasks
+    for _ in range(4 * MAX_FAILURES):
+        for task in run.tasks:
+            if task.lease.peer == bad.lease.peer:
+                run.end(task, TaskState.FAILED, 1)
+        run.now += 100.0
+        run.pass_deadlines()
+        run.acquire()
+    assert run.ended == []
+    assert good in run.tasks
+    excluded: Any = run.operator.summary({})["excluded"]
+    assert [found["worker"] for found in excluded] == [str(bad.lease.peer)]
+
+
+VICES = ["fails", "never starts", "is lost", "sends rubbish", "finds no slice"]
+
+
+def misbehave(run: Simulation, task: TaskRef, vice: str) -> None:
+    """Do with an attempt what a bad worker does."""
+    index = None if vice == "never starts" else run.fetch(task)
+    if vice == "is lost":
+        run.lose(task.lease.id)
+    elif vice == "never starts":
+        run.end(task, TaskState.FAILED, 1)
+    elif vice == "sends rubbish" and isinstance(index, int):
+        run.push(task, index, b"")
+        run.in_hand.get(task.lease.id, []).clear()
+    elif vice == "finds no slice" and isinstance(index, int):
+        run.in_hand[task.lease.id].clear()
+        report = UnusableSlice(index=index, failures=(ProviderFailure(provider=task.lease.peer, reason="none"),))
+        run.tell(run.operator.on_slice_unusable, task, "questions", report)
+    elif isinstance(index, int):
+        run.end(task, TaskState.FAILED, 1)
+
+
+@pytest.mark.parametrize(("vice", "workers"), [*((vice, 3) for vice in VICES), *((vice, 1) for vice in VICES[:3])])
+@pytest.mark.parametrize("healthy", range(3))
+def test_a_job_finishes_if_one_worker_is_healthy(tmp_path: Path, vice: str, healthy: int, workers: int) -> None:
+    run = Simulation(context(tmp_path), job_table(resources={"num_workers": workers}))
+    run.peers = run.peers[:3]
+    for second in range(2000):
+        if run.ended:
+            break
+        run.now += 1.0
+        run.acquire()
+        for task in run.tasks:
+            if run.running.get(task.lease.id) != task:
+                continue
+            if task.lease.peer != run.peers[healthy]:
+                misbehave(run, task, vice)
+            elif second % 3 == 0 and run.in_hand[task.lease.id]:
+                run.send_first(task)
+            elif second % 3 == 0:
+                run.fetch(task)
+        run.run_background()
+        run.pass_deadlines()
+    assert run.ended == [EndJob()]
+    assert results(run) == ALL
+
+
+def test_an_executor_that_says_it_cannot_do_the_job_is_not_believed_while_another_does_it(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    one, two, _ = run.tasks
+    fetched(run, one)
+    run.send_first(one)
+    fetched(run, two)
+    run.end(two, TaskState.FAILED, 2)
+    assert run.ended == []
+    run.settle()
+    assert results(run) == ALL
+
+
+def test_a_worker_that_failed_twice_is_not_leased_again_for_a_minute(tmp_path: Path) -> None:
+    run = begin(tmp_path, resources={"num_workers": 2})
+    bad = run.tasks[0].lease.peer
+    for _ in range(2):
+        [task] = [task for task in run.tasks if task.lease.peer == bad]
+        fetched(run, task)
+        run.end(task, TaskState.FAILED, 1)
+    [said] = run.events("worker_excluded")
+    assert (said["worker"], said["failures"], said["seconds"]) == (str(bad), 2, 60.0)
+    run.pass_deadlines()
+    assert run.operator.role_requests()[0].excluded == {bad}
+    run.acquire()
+    assert bad not in {lease.peer for lease in run.leases.values()}
+    run.now += 60.0
+    run.pass_deadlines()
+    assert run.operator.role_requests()[0].excluded == frozenset()
 
 
 def test_a_lease_whose_executor_fails_twice_is_released_and_another_sought(tmp_path: Path) -> None:
@@ -614,8 +712,7 @@ def test_executors_that_are_cancelled_again_and_again_end_the_job(tmp_path: Path
         [task] = run.tasks
         fetched(run, task)
         run.end(task, TaskState.CANCELLED)
-        run.pass_deadlines()
-        run.acquire()
+        let_patience_end(run)
     assert "10 attempts failed one after the other" in str(run.ended[0].failure)
 
 

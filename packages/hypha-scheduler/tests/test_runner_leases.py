@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,55 @@ def test_lease_that_went_with_its_task_is_replaced(tmp_path: Path, monkeypatch: 
         assert isinstance(updates[-1][1], TaskNotStarted if how == "not started" else TaskEnded)
         assert second.id != first.id
         assert operator.told("lost") == []
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_lease_at_an_excluded_peer_is_replaced_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only lease of a role is kept until there is another one; with several it is released at once."""
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        for worker in lab.workers[1:]:
+            worker.cores = 0
+        operator: QuietOperator = await lab.start()
+        [[first]] = await operator.until("acquired")
+        operator.demand = (replace(role(), excluded=frozenset({first.peer})),)
+        operator.refresh()
+        await anyio.sleep(5.0)
+        assert lab.worker(first).released == []
+        lab.workers[1].cores = 1
+        _, [second] = await operator.until("acquired", 2)
+        assert second.peer == lab.workers[1].endpoint.peer_id
+        await lab.worker(first).until(lambda: lab.worker(first).released)
+        operator.demand = (role(count=2),)
+        operator.refresh()
+        _, _, [third] = await operator.until("acquired", 3)
+        assert third.peer == first.peer
+        operator.demand = (replace(role(count=2), excluded=frozenset({first.peer})),)
+        operator.refresh()
+        await lab.worker(first).until(lambda: len(lab.worker(first).released) == 2)
+        await anyio.sleep(5.0)
+        assert len(operator.told("acquired")) == 3
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [[first]] = await operator.until("acquired")
+        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        await operator.until("update")
+        operator.demand = (replace(role(count=2), excluded=frozenset({first.peer})),)
+        operator.refresh()
+        _, [second] = await operator.until("acquired", 2)
+        assert second.peer != first.peer
+        assert lab.worker(first).released == []
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, strategy, case)

@@ -176,11 +176,11 @@ def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch
         await worker.tell(begin, progress=TaskProgress(fraction=0.5, message="half\nway", metrics={"loss": 1.0}))
         progress = TaskProgressed(TaskProgress(fraction=0.5, message="half way", metrics={"loss": 1.0}))
         assert operator.told("notice") == [(operator.task(), TaskReady()), (operator.task(), progress)]
-        failed = TaskFailed(reason="it broke", exit_code=3, last_lines=("x",) * 50, bytes_sent=5, bytes_received=7)
+        failed = TaskFailed(reason="it broke", exit_code=3, last_lines=("x",) * 60, bytes_sent=5, bytes_received=7)
         await worker.tell(begin, failed=failed)
         assert operator.told("update")[-1] == (
             operator.task(),
-            TaskEnded(TaskState.FAILED, "it broke", 3, ("x",) * 40),
+            TaskEnded(TaskState.FAILED, "it broke", 3, ("x",) * 50),
         )
         operator.act(StartTask(operator.task(attempt=1), SPEC))
         again = await worker.until("start", 2)

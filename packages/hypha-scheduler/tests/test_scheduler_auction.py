@@ -23,6 +23,7 @@ from hypha_scheduler.allocation.auction import (
     resource_score,
 )
 from hypha_scheduler.allocation.peer_backoff import FIRST_PAUSE, LONGEST_PAUSE, PeerBackoff
+from hypha_scheduler.allocation.shortage import count_reasons
 
 TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
@@ -329,3 +330,24 @@ def test_pauses_of_a_peer_double_up_to_a_bound() -> None:
     for number, pause in enumerate(pauses):
         assert 0.75 <= pause / min(LONGEST_PAUSE, FIRST_PAUSE * 2**number) <= 1.25
     assert len(set(pauses)) == 10
+
+
+def test_offers_of_excluded_peers_are_ignored_with_a_reason_and_not_waited_for() -> None:
+    request = RoleRequest(
+        "train",
+        WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)),
+        100,
+        120,
+        1,
+        excluded=frozenset(PEERS[:1]),
+    )
+    made = Auction((request,), AuctionSettings(), Random(0))
+    made.register_request(TRAIN, "train")
+    assert not made.add_offer(PEERS[0], offer(0, 1), 1.0)
+    assert made.decide_at(1.0) is None
+    [rejection] = made.rejections[PEERS[0], "train"].rejections or ()
+    assert rejection.code == "excluded"
+    assert count_reasons("train", request.spec.resources, made.rejections, {}).counts == {"excluded": 1}
+    assert made.add_offer(PEERS[1], offer(1, 100), 1.0)
+    assert made.all_offers_in(PEERS[:2], 1.0)
+    assert [bid.peer for bid in made.decide(1.1)] == [PEERS[1]]

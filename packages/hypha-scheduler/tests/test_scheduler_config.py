@@ -116,6 +116,24 @@ def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
     assert "hf_secret" not in str(made.model_dump(mode="json"))
 
 
+def test_a_token_that_workers_would_get_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.toml"
+    file.write_text(DOCUMENTED)
+    [warning] = load_config(SchedulerConfig, file, {}, {}).warnings
+    assert warning.startswith("scheduler.job.model.token is handed to every worker")
+    file.write_text(DOCUMENTED.replace('token = "hf_secret"', 'token = "hf_secret"\nserve = true'))
+    assert load_config(SchedulerConfig, file, {}, {}).warnings == ()
+
+
+def test_a_token_that_no_worker_gets_is_no_warning() -> None:
+    local = {"path": "model", "type": "vision-classification", "token": "hf_secret"}
+    public = {"repository": "org/model", "type": "vision-classification"}
+    assert job(model=local).warnings() == job(model=public).warnings() == []
+    tokenizer = {"repository": "org/tokenizer", "filenames": ["tokenizer.json"], "token": "hf_secret"}
+    [warning] = job(preprocessor=tokenizer).warnings()
+    assert warning.startswith("preprocessor.token is handed")
+
+
 def test_several_jobs_and_shorthand_tables() -> None:
     plain = tomllib.loads(
         """
@@ -206,6 +224,7 @@ def test_job_specs_of_a_placed_job() -> None:
     assert train.model.input_names == ("pixel_values", "labels")
     assert train.data == SchedulerReference(peer=PEERS[0], dataset="digits")
     assert train.scheduler == CosineWithWarmup(warmup_steps=5, training_steps=200)
+    assert train.round_steps == 20.0
     assert isinstance(train.updates, PeersReference)
     assert train.updates.peers == (PEERS[1],)
     aggregate = placed.aggregate_spec().executor.config
@@ -214,6 +233,20 @@ def test_job_specs_of_a_placed_job() -> None:
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
     assert aggregate.members is True
     assert aggregate.optimizer.nesterov is False
+
+
+def test_each_worker_has_a_number_of_its_own() -> None:
+    placed = PlacedJob(
+        uuid.UUID(int=1),
+        job(),
+        PEERS[0],
+        PEERS[1],
+        tuple(PEERS[2:5]),
+        HuggingFaceReference(repository="o/r", filenames=()),
+    )
+    configs = [placed.train_spec(peer).executor.config for peer in PEERS[2:5]]
+    assert [config.member for config in configs if isinstance(config, TrainConfig)] == [0, 1, 2]
+    assert [config.round_steps for config in configs if isinstance(config, TrainConfig)] == [None] * 3  # no schedule
 
 
 def test_auction_settings_reach_the_auction(tmp_path: Path) -> None:

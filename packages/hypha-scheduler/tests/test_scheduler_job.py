@@ -18,6 +18,7 @@ import anyio
 import anyio.abc
 import numpy as np
 import pytest
+from support.fake_hf_hub import hub_server
 
 from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
@@ -84,6 +85,7 @@ from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembe
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import AllocationError, JobFailedError
+from hypha_scheduler.jobs.config import ModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.service import SchedulerService
@@ -428,6 +430,27 @@ def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         assert len(set(shared.given)) == len(shared.given)
 
     run_network(tmp_path, case)
+
+
+def test_a_private_repository_is_served_to_workers_without_its_token(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, token = {path.name: path.read_bytes() for path in model.iterdir()}, "hf_PrivateToken0123456789"
+
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        table = {"repository": "org/model", "type": "vision-classification", "token": token, "serve": True}
+        wanted = job(model).model_copy(update={"model": ModelTable.model_validate(table)})
+        path = await service.run_job(wanted)  # its workers pull the files from the scheduler
+        with TensorFile(path.parent / "model" / "model.safetensors") as trained:
+            assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]
+        assert not (path.parent / ".model-served").exists()
+
+    with hub_server(files, token) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        run_network(tmp_path, case)
+    fetched = [each.read_bytes() for each in tmp_path.glob("12D3Koo*-model.safetensors")]
+    assert fetched == [files["model.safetensors"]] * 3
+    assert all(token.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_a_dataset_of_rows_is_refused_before_any_lease(tmp_path: Path, model: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import PeersReference
+from hypha_proto.job_spec import Nesterov, PeersReference
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
@@ -24,6 +24,7 @@ from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 
 PEER = PeerId.from_public_key(bytes(32))
+OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -122,7 +123,7 @@ def test_outer_updates_are_applied_once_and_in_order(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
 
     async def case() -> None:
-        result = ResultModel(folder, every=2)
+        result = ResultModel(folder, OUTER, every=2)
         await result.apply_update(update(tmp_path / "u1", 1), 1)
         assert weights(folder) == [1.0] * 3
         await result.apply_update(update(tmp_path / "again", 1), 1)
@@ -134,7 +135,7 @@ def test_outer_updates_are_applied_once_and_in_order(tmp_path: Path) -> None:
         assert result.round == 3
 
     run(case)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "outer-state"]
 
 
 def test_trained_model_is_synced_before_the_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_trained_model_is_synced_before_the_result_is_written(tmp_path: Path, mo
     monkeypatch.setattr("os.fsync", lambda fd: kept.append(os.fstat(fd).st_ino))
 
     async def case() -> None:
-        result = ResultModel(folder)
+        result = ResultModel(folder, OUTER)
         await result.apply_update(update(tmp_path / "u1", 1), 1)
         await result.finish()
         write_result(tmp_path / "result.json", {"rounds": 1})
@@ -158,31 +159,31 @@ def test_mismatched_update_fails_the_job(tmp_path: Path) -> None:
 
     async def case() -> None:
         with pytest.raises(JobFailedError, match="cannot be added to the model"):
-            await ResultModel(folder).apply_update(update(tmp_path / "u1", 1, "stranger"), 1)
+            await ResultModel(folder, OUTER).apply_update(update(tmp_path / "u1", 1, "stranger"), 1)
 
     run(case)
 
 
 def test_update_is_refused_for_want_of_room_or_of_the_directory(tmp_path: Path) -> None:
-    result = ResultModel(make_model(tmp_path / "model"))
+    result = ResultModel(make_model(tmp_path / "model"), OUTER)
     assert result.lacks_room(1) is None
     lacking = result.lacks_room(1 << 62)
     assert lacking is not None
     assert lacking.startswith(f"{tmp_path}: ")
     assert f"an outer update has {1 << 62} bytes" in lacking
-    gone = ResultModel(tmp_path / "gone" / "model").lacks_room(1)
+    gone = ResultModel(tmp_path / "gone" / "model", OUTER).lacks_room(1)
     assert gone is not None
     assert f"No such file or directory: '{tmp_path / 'gone' / 'model'}'" in gone
 
 
 def test_error_while_an_update_is_applied_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_directory: Path, _update: Path) -> None:
+    def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def case() -> None:
         with pytest.raises(JobFailedError) as caught:
-            await ResultModel(make_model(tmp_path / "model")).apply_update(update(tmp_path / "u1", 1), 1)
+            await ResultModel(make_model(tmp_path / "model"), OUTER).apply_update(update(tmp_path / "u1", 1), 1)
         assert f"No space left on device: '{tmp_path / 'model'}'; free space on that disk" in str(caught.value)
 
-    monkeypatch.setattr("hypha_proto.update_file.apply_update_to_dir", fail)
+    monkeypatch.setattr("hypha_proto.global_model.GlobalModel.add", fail)
     run(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -33,6 +34,15 @@ def test_events_are_complete_json_lines(tmp_path: Path) -> None:
         events.write("round", round=1, loss=float("nan"), counts={"a": 1})
         [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) | {"time": 0} == {"event": "round", "time": 0, "round": 1, "loss": None, "counts": {"a": 1}}
+
+
+def test_events_show_no_secret_parts_of_urls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with EventFile(tmp_path / "metrics.jsonl") as events:
+        events.write("task_ended", reason=f"{'x' * 280} https://user:5ec2e7@host/a?X-Amz-Signature=5ec2e7: no")
+    for text in ((tmp_path / "metrics.jsonl").read_text(), caplog.text):
+        assert "https://***@host" in text
+        assert "5ec2e7" not in text
 
 
 class _Bridge(BaseHTTPRequestHandler):

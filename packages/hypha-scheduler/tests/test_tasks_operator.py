@@ -110,6 +110,17 @@ def done(task: TaskRef, *, files: int = 1) -> TaskEnded:
     )
 
 
+def until_started(op: TasksOperator, effects: Effects, name: str = "a") -> tuple[TaskRef, float]:
+    """Let time pass until a task starts; return the attempt and the time, 0 if it starts at once."""
+    now = 0.0
+    while name not in started(effects):
+        at = op.next_deadline()
+        assert at is not None
+        now = at
+        effects = op.on_deadline(now)
+    return started(effects)[name], now
+
+
 def finish(op: TasksOperator, task: TaskRef, now: float = 1.0) -> Effects:
     return op.on_task_update(task, done(task), now)
 
@@ -124,6 +135,18 @@ def locate(op: TasksOperator, task: TaskRef, resource: str, *failed: FailedHolde
         failures=failed,
     )
     return op.on_locate(task, request, 2.0)
+
+
+def unavailable(
+    op: TasksOperator, task: TaskRef, resource: str, *failed: FailedHolder
+) -> tuple[ResourceLocation, Effects]:
+    """Report that holders lack a result, which the scheduler finds, too; return what it then says and does."""
+    answer, effects = locate(op, task, resource, *failed)
+    for fetch in of_kind(RunInBackground, effects):
+        effects += op.on_effect_result(fetch.tag, RequestError("it has no such file"), 2.0)
+        answer, more = locate(op, task, resource)
+        effects += more
+    return answer, effects
 
 
 def pulled_from(answer: ResourceLocation) -> list[tuple[str, tuple[PeerId, ...]]]:
@@ -220,10 +243,10 @@ def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines(
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     end = TaskEnded(TaskState.FAILED, "exit code 1", 1, ("Traceback", "ValueError: x"))
     effects = op.on_task_update(task, end, 1.0)
-    again = started(effects)["a"]
-    assert again.attempt == task.attempt + 1
     assert [event.name for event in of_kind(EmitEvent, effects)] == ["task_retry"]
-    effects = op.on_task_update(again, end, 2.0)
+    again, _ = until_started(op, effects)
+    assert again.attempt == task.attempt + 1
+    effects = op.on_task_update(again, end, 5.0)
     assert of_kind(EmitEvent, effects) == [], "it is not tried again"
     said = failure(effects)
     assert said == "task a failed after 2 attempts: exit code 1; last lines: Traceback; ValueError: x"
@@ -258,7 +281,7 @@ def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> Non
             begun = started(op.on_deadline(now))
         pauses.append(now - ended)
         task = begun["a"]
-    assert pauses == [1.0, 1.0, 2.0, 4.0]
+    assert pauses == [3.5, 1.0, 2.0, 4.0], "at first another worker is sought after it"
 
 
 def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
@@ -303,7 +326,7 @@ def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_lo
     first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
     op.on_task_notice(first["c"], TaskReady(), 5.0)
     b = started(finish(op, first["a"]))["b"]
-    locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
+    unavailable(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
     assert of_kind(StopTask, op.on_deadline(55.0)) == []
     [stop] = of_kind(
         StopTask, finish(op, started(op.on_leases_acquired([a_lease(3)], 60.0))["a"]) + op.on_deadline(110.0)
@@ -333,13 +356,168 @@ def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() 
 def test_what_is_said_about_an_older_attempt_changes_nothing() -> None:
     op = operator(a_task("a"))
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
-    again = started(op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))["a"]
+    again, _ = until_started(op, op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))
     assert finish(op, task) == ()
     answer, effects = locate(op, task, "x")
     assert answer.gone is not None
     assert effects == ()
     finish(op, again)
     assert op.instances.by_name["a"].worker == a_peer(1)
+
+
+# ------------------------------------------------------------------------------------------- workers on which all fails
+
+
+FAILED = TaskEnded(TaskState.FAILED, "exit code 1", 1)
+GIVEN_BACK = TaskEnded(TaskState.CANCELLED, "its disk is full")
+
+
+def excluded(op: TasksOperator) -> set[PeerId]:
+    return {peer for request in op.role_requests() for peer in request.excluded}
+
+
+def events(effects: Effects, name: str) -> list[Any]:
+    return [event.fields for event in of_kind(EmitEvent, effects) if event.name == name]
+
+
+@pytest.mark.parametrize("end", [FAILED, GIVEN_BACK, TaskNotStarted("no answer")])
+def test_what_failed_starts_at_another_worker_that_is_held_however_long_that_is_busy(end: Any) -> None:
+    op = operator(a_task("a"), a_task("b"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    assert not started(op.on_task_update(first["a"], end, 1.0))
+    for hour in range(1, 5):
+        assert not started(op.on_deadline(3600.0 * hour))
+    assert started(finish(op, first["b"], 20_000.0))["a"].lease == a_lease(2)
+
+
+def test_what_failed_waits_until_another_worker_is_sought_and_no_longer() -> None:
+    op = operator(a_task("a"), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    effects = op.on_task_update(task, FAILED, 1.0)
+    assert not started(effects)
+    assert excluded(op) == {a_peer(1)}
+    assert demand(op) == {"x": 1}
+    again, at = until_started(op, effects)
+    assert (again.lease, at) == (a_lease(1), 4.0), "there is nobody else"
+    assert excluded(op) == set()
+    last, _ = until_started(op, op.on_task_update(again, FAILED, 5.0))
+    assert last.lease == a_lease(1), "and nobody is sought again at once"
+
+
+def test_what_failed_starts_at_the_worker_that_is_found() -> None:
+    op = operator(a_task("a"), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(task, FAILED, 1.0)
+    again = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
+    assert again.lease == a_lease(2)
+    op.on_task_update(again, FAILED, 3.0)
+    assert excluded(op) == {a_peer(1), a_peer(2)}
+
+
+def test_nobody_is_sought_before_the_only_lease_that_the_job_may_have_is_free() -> None:
+    op = operator(a_task("a"), a_task("b", timeout=None), workers=1)
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    b = started(op.on_task_update(a, FAILED, 1.0))["b"]
+    for second in range(2, 20):
+        op.on_deadline(second)
+    effects = finish(op, b, 20.0)
+    assert not started(effects)
+    assert until_started(op, effects)[1] == 23.0
+
+
+def test_a_worker_at_which_three_tasks_fail_in_a_row_is_excluded_for_a_minute() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(9)))
+    running = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    at_bad = next(task for task in running.values() if task.lease == a_lease(1))
+    said: list[Any] = []
+    for now in (1.0, 2.0, 3.0):
+        effects = op.on_task_update(at_bad, FAILED, now)
+        said += events(effects, "worker_excluded")
+        if begun := started(effects):
+            [at_bad] = begun.values()
+    assert said == [{"worker": str(a_peer(1)), "role": "x", "failures": 3, "seconds": 60.0, "reason": "exit code 1"}]
+    assert not begun, "though its lease is free and there is work"
+    assert excluded(op) == {a_peer(1)}
+    [found] = op.summary({})["excluded"]  # type: ignore[misc]
+    assert found == {"worker": str(a_peer(1)), "role": "x", "times": 1, "reason": "exit code 1"}
+    assert op.next_deadline() == 63.0
+    op.on_deadline(63.0)
+    assert excluded(op) == set()
+    [again] = started(op.on_leases_acquired([a_lease(3, peer=1)], 64.0)).values()
+    [exclusion] = events(op.on_task_update(again, FAILED, 65.0), "worker_excluded")
+    assert exclusion["seconds"] == 120.0, "one more failure excludes it again"
+
+
+def test_a_success_in_between_clears_a_worker() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(9)))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    said: list[Any] = []
+    for end in (FAILED, FAILED, None, FAILED, FAILED):
+        effects = op.on_task_update(task, end or done(task), 1.0)
+        said += events(effects, "worker_excluded")
+        [task] = started(effects).values()
+    assert said == []
+
+
+def test_a_worker_that_fails_again_and_again_at_what_another_can_do_is_excluded() -> None:
+    op = operator(a_task("a", retries=9), workers=1)
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    for _ in range(3):
+        effects = op.on_task_update(task, FAILED, 1.0)
+        assert events(effects, "worker_excluded") == [], "the task may be at fault"
+        task, _ = until_started(op, effects)
+    op.on_lease_lost(a_lease(1), "no answer", 30.0)
+    op.on_task_update(task, LOST, 30.0)
+    task = started(op.on_leases_acquired([a_lease(2)], 31.0))["a"]
+    [said] = events(finish(op, task, 32.0), "worker_excluded")
+    assert (said["worker"], said["failures"]) == (str(a_peer(1)), 4)
+
+
+def test_an_excluded_worker_is_used_if_there_is_nobody_else() -> None:
+    op = operator(*(a_task(f"t{n}") for n in range(4)))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    for now in (1.0, 2.0, 3.0):
+        effects = op.on_task_update(task, FAILED, now)
+        task = next(iter(started(effects).values()), task)
+    assert not started(effects)
+    at = op.next_deadline()
+    assert at == 4.0, "another one is sought since the first failure"
+    effects = op.on_deadline(at)
+    assert [task.lease for task in started(effects).values()] == [a_lease(1)]
+    [used] = events(effects, "excluded_worker_used")
+    assert used["worker"] == str(a_peer(1))
+
+
+def test_a_search_that_times_out_while_workers_are_avoided_does_not_fail_the_job() -> None:
+    op = operator(a_task("a"))
+    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(task, FAILED, 1.0)
+    effects = op.on_allocation_timeout("x", "0 of 1 suitable: 1 excluded", 2.0)
+    assert started(effects)["a"].lease == a_lease(1)
+
+
+def test_failures_at_different_workers_use_up_the_retries() -> None:
+    op = operator(a_task("a", retries=1))
+    first = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_task_update(first, FAILED, 1.0)
+    second = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
+    assert "task a failed after 2 attempts: exit code 1" in failure(op.on_task_update(second, FAILED, 3.0))
+
+
+@pytest.mark.parametrize("fails_again", [True, False])
+def test_a_task_that_failed_only_where_all_fails_gets_one_more_attempt_where_others_finish(fails_again: bool) -> None:
+    op = operator(a_task("a", retries=0), a_task("b"), a_task("c"))
+    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    b = started(finish(op, first["b"], 1.0))["c"]
+    effects = op.on_task_update(first["a"], FAILED, 2.0)
+    assert not of_kind(EndJob, effects)
+    again = started(finish(op, b, 3.0))["a"]
+    assert again.lease == a_lease(2)
+    if fails_again:
+        assert "task a failed after 2 attempts" in failure(op.on_task_update(again, FAILED, 4.0))
+    else:
+        finish(op, again, 4.0)
+        assert op.instances.unfinished == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs
@@ -462,7 +640,7 @@ def test_what_else_could_start_waits_when_its_input_is_lost() -> None:
     a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     b = started(finish(op, a))["b"]
     permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
-    assert locate(op, b, "a", permanent)[0].not_yet is not None
+    assert unavailable(op, b, "a", permanent)[0].not_yet is not None
     assert list(started(op.on_leases_acquired([a_lease(2), a_lease(3)], 2.0))) == ["a"]
 
 
@@ -470,11 +648,11 @@ def test_an_output_that_is_lost_again_and_again_fails_the_job() -> None:
     op, b, _ = chain(a_lease())
     permanent = FailedHolder(peer=a_peer(1), reason="a false digest", is_permanent=True)
     for _ in range(MAX_LOSSES):
-        [stop] = of_kind(StopTask, locate(op, b, "a", permanent)[1])
+        [stop] = of_kind(StopTask, unavailable(op, b, "a", permanent)[1])
         a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
         b = started(finish(op, a))["b"]
-    said = failure(locate(op, b, "a", permanent)[1])
-    assert said == f"output o of task a was lost 11 times: {a_peer(1)}: a false digest"
+    said = failure(unavailable(op, b, "a", permanent)[1])
+    assert said == "output o of task a was lost 11 times: it has no such file"
 
 
 def test_a_consumer_stays_if_there_is_a_lease_for_what_it_waits_for() -> None:
@@ -485,7 +663,10 @@ def test_a_consumer_stays_if_there_is_a_lease_for_what_it_waits_for() -> None:
     finish(op, TaskRef("c", a_lease(3), 1))
     op.on_leases_acquired([a_lease(4)], 1.7)
     permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
-    answer, effects = locate(op, b, "a", permanent)
+    locate(op, b, "a", permanent)
+    effects = op.on_effect_result("fetch:1", RequestError("it has no such file"), 2.0)
+    answer, more = locate(op, b, "a")
+    effects += more
     assert answer.not_yet is not None
     assert started(effects)["a"].attempt == 2
     assert not of_kind(StopTask, effects)
@@ -545,15 +726,10 @@ def test_a_result_of_several_instances_is_a_folder_with_an_entry_for_each() -> N
 
 def test_a_task_that_cannot_be_given_a_result_has_not_failed_and_the_result_is_suspect() -> None:
     op, b, _ = chain(a_lease())
-    for expected in ("b", "a"):  # tried once more, then made again
-        end = TaskEnded(TaskState.FAILED, "a cannot be fetched", resource="a")
-        effects = op.on_task_update(b, end, 2.0)
-        while not started(effects):
-            at = op.next_deadline()
-            assert at is not None
-            effects = op.on_deadline(at)
-        assert list(started(effects)) == [expected]
-        b = started(effects).get("b", b)
+    effects = op.on_task_update(b, TaskEnded(TaskState.FAILED, "a cannot be fetched", resource="a"), 2.0)
+    [check] = of_kind(RunInBackground, effects)
+    effects = op.on_effect_result(check.tag, RequestError("it has no such file"), 2.1)
+    assert until_started(op, effects)[0].attempt == 2, "it is made again"
     assert op.instances.by_name["b"].failures == 0
 
 
@@ -580,6 +756,52 @@ def test_other_resources_are_not_located_here() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- drain
+
+
+def test_a_result_is_not_made_again_because_one_worker_says_that_it_cannot_be_had() -> None:
+    op, b, begun = chain(a_lease(1), a_lease(2))
+    false = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    answer, effects = locate(op, b, "a", false)
+    assert answer.not_yet is not None
+    assert not started(effects)
+    [check] = of_kind(RunInBackground, begun)  # the worker drains: it is fetched anyway
+    effects = op.on_effect_result(check.tag, 10, 3.0)
+    assert [said["count"] for said in events(effects, "false_report")] == [1]
+    assert locate(op, b, "a")[0].pushed is not None
+    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1), op.context.scheduler))], "or from the copy"
+    assert op.instances.by_name["a"].attempts == 1
+
+
+def test_a_result_that_two_workers_cannot_get_is_made_again_at_once() -> None:
+    op = operator(a_task("a"), a_task("b", "a"), a_task("c", "a"))
+    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op.on_lease_draining(a_lease(1), 100.0, 0.5)
+    finish(op, a)
+    op.collection.end("fetch:1")
+    first = started(op.on_leases_acquired([a_lease(2), a_lease(3)], 1.0))
+    failed = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
+    assert not events(locate(op, first["b"], "a", failed)[1], "output_lost")
+    assert events(locate(op, first["c"], "a", failed)[1], "output_lost")
+
+
+def test_a_worker_that_reports_falsely_three_times_is_believed_no_more_and_excluded() -> None:
+    makers = [f"m{n}" for n in range(4)]
+    op = operator(*(a_task(name) for name in makers), a_task("b", *makers))
+    [task] = started(op.on_leases_acquired([a_lease(1)], 0.0)).values()
+    begun: dict[str, TaskRef] = {}
+    while "b" not in begun:
+        begun = started(finish(op, task))
+        task = begun.get("b") or next(iter(begun.values()))
+    said: list[Any] = []
+    for name in makers:
+        answer, effects = locate(op, task, name, FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
+        for check in of_kind(RunInBackground, effects):
+            said += op.on_effect_result(check.tag, 10, 3.0)
+    assert [exclusion["worker"] for exclusion in events(tuple(said), "worker_excluded")] == [str(a_peer(1))]
+    assert answer.pull is not None
+    [stop] = of_kind(StopTask, effects)
+    assert (stop.task, stop.keep_lease) == (task, False)
+    assert not events(tuple(said) + effects, "output_lost")
 
 
 def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here(tmp_path: Path) -> None:

@@ -82,3 +82,27 @@ def test_every_task_finishes_and_what_is_kept_is_here(faults: str, seed: int, tm
     assert not list((tmp_path / "incoming").glob("*"))
     if faults == "none":
         assert set(simulation.finished.values()) == {1}
+
+
+VICES = {
+    "attempts fail": ["attempt_fails"] * 3,
+    "attempts are given back": ["attempt_given_back"] * 3,
+    "attempts do not start": ["not_started"] * 3,
+    "leases are lost": ["lease_lost"] * 3,
+    "each another": ["attempt_fails", "attempt_given_back", "lease_lost"],
+}
+
+
+@pytest.mark.parametrize("vices", VICES)
+@pytest.mark.parametrize("seed", range(25))
+def test_a_job_finishes_if_one_worker_is_healthy(vices: str, seed: int, tmp_path: Path) -> None:
+    job = random_job(seed)
+    simulation = Simulation(job, seed, Chances(), tmp_path, workers=1, vices=VICES[vices])
+    run_simulation(simulation)
+    assert simulation.ended is not None
+    assert simulation.ended.failure is None
+    names = {name for task in simulation.operator.graph.tasks.values() for name in task.names}
+    assert set(simulation.finished) == names
+    excluded: Any = simulation.operator.summary({})["excluded"]
+    healthy = next(str(worker.peer) for worker in simulation.workers.values() if worker.vice is None)
+    assert healthy not in [found["worker"] for found in excluded]

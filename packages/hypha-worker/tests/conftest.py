@@ -74,6 +74,8 @@ from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRef
 from hypha_proto.tasks import task_executor
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.config import WorkerConfig
+from hypha_worker.connectors import peer_files
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.service import Worker, open_worker
 
 settings.register_profile("hypha-worker", deadline=None, max_examples=60, derandomize=True)
@@ -110,6 +112,18 @@ def anyio_backend() -> str:
 def no_retries_for_unavailable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at once when no peer provides a file; tests of the retries set their own delays."""
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", ())
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry transfers after a twentieth of the usual pauses; do not wait for peers that list no protocols."""
+    usual = peer_files.retry
+
+    async def retry(what: str, attempt: Any, delays: Any = RETRY_DELAYS, final: Any = ()) -> Any:
+        return await usual(what, attempt, [delay / 20 for delay in delays], final)
+
+    monkeypatch.setattr(peer_files, "retry", retry)
+    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
 
 
 @dataclass
@@ -294,8 +308,8 @@ class Lab:
         return lease
 
     def left_behind(self) -> list[str]:
-        """Return the names in the work directory."""
-        return sorted(path.name for path in (self.folder / "work").iterdir())
+        """Return the names in the work directory, without the logs, which stay."""
+        return sorted(path.name for path in (self.folder / "work").iterdir() if path.name != "logs")
 
 
 def worker_config(folder: Path, **changes: Any) -> WorkerConfig:

@@ -219,7 +219,8 @@ def test_a_lease_gets_whole_devices() -> None:
     assert (small.devices, small.resources.gpu) == ((Device(0, 24.0),), 24.0)
     left = machine.without([small])
     assert left.resources.gpu == 104.0
-    both = left.fit(Resources(gpu=100.0))
+    assert left.fit(Resources(gpu=100.0)) is None
+    both = left.fit(Resources(gpu=100.0), sharded=True)
     assert both is not None
     assert both.devices == (Device(1, 80.0), Device(2, 24.0))
     assert left.without([both]).resources.gpu == 0.0
@@ -227,20 +228,90 @@ def test_a_lease_gets_whole_devices() -> None:
     assert machine.fit(Resources(cpu=1.0)).devices == ()  # type: ignore[union-attr]
 
 
+TWO_CARDS = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0)))
+
+
+def test_a_requirement_for_one_gpu_is_never_two_smaller_ones() -> None:
+    worker, made = arbiter(TWO_CARDS), request(cpu=1.0, gpu=40.0)
+    assert worker.decide([received(made)], TWO_CARDS, 0.0) == []
+    [reason] = worker.rejection_reasons(PEERS[0], made, TWO_CARDS)
+    assert reason.rejection == Rejection(code="gpu", required=40.0, available=24.0)
+    assert "the largest GPU of this worker has 24" in reason.text
+    assert "sharded = true" in reason.text
+    assert "train/diloco-transformer" in reason.text
+
+
+def test_an_executor_that_spreads_models_gets_several_gpus() -> None:
+    capabilities = Capabilities(TWO_CARDS, frozenset({TRAIN}), sharded=frozenset({TRAIN}))
+    [offer] = Arbiter(OfferPolicy(), capabilities).decide([received(request(cpu=1.0, gpu=40.0))], TWO_CARDS, 0.0)
+    assert offer.allocation.devices == (Device(0, 24.0), Device(1, 24.0))
+
+
+def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() -> None:
+    other = TrainExecutor(name="other")
+    worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN, other}), sharded=frozenset({other})))
+    spec = WorkerSpec(resources=Resources(gpu=40.0), executor=(TRAIN, other))
+    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout=Timestamp.of(0), bid=100.0)
+    [reason] = worker.rejection_reasons(PEERS[0], made, TWO_CARDS)
+    assert reason.rejection.code == "gpu"
+
+
+def test_a_larger_gpu_that_is_leased_makes_the_worker_busy() -> None:
+    machine = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0), Device(2, 48.0)))
+    left = machine.without([Allocation(Resources(gpu=48.0), (Device(2, 48.0),))])
+    [reason] = arbiter(machine).rejection_reasons(PEERS[0], request(gpu=40.0), left)
+    assert reason.rejection == Rejection(code="busy")
+
+
+@pytest.mark.parametrize(("default", "given"), [(8.0, 24.0), (40.0, 24.0)])
+def test_a_default_of_gpu_memory_is_at_most_one_gpu(default: float, given: float) -> None:
+    worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN}), Resources(gpu=default)))
+    [offer] = worker.decide([received(request(cpu=1.0))], TWO_CARDS, 0.0)
+    assert (offer.allocation.resources.gpu, offer.allocation.devices) == (given, (Device(0, 24.0),))
+
+
+def test_gpus_that_are_not_known_one_by_one_go_to_one_lease_at_a_time() -> None:
+    machine = Capacity(Resources(cpu=4.0, gpu=24.0))
+    worker = arbiter(machine)
+    batch = [received(request(0, cpu=1.0, gpu=8.0)), received(request(1, cpu=1.0, gpu=8.0), received_at=0.1)]
+    [offer] = worker.decide(batch, machine, 0.2)
+    assert offer.allocation.resources.gpu == 24.0
+    left = machine.without([offer.allocation])
+    [reason] = worker.rejection_reasons(PEERS[0], batch[1].request, left)
+    assert reason.rejection == Rejection(code="busy")
+    [without] = worker.decide([received(request(2, cpu=1.0))], left, 0.2)
+    assert without.allocation.resources == Resources(cpu=1.0)
+
+
+def test_gpu_memory_without_devices_is_no_more_than_the_largest_gpu() -> None:
+    machine = Capacity(Resources(cpu=4.0, gpu=40.0), largest_gpu=25.7)
+    [reason] = arbiter(machine).rejection_reasons(PEERS[0], request(gpu=40.0), machine)
+    assert reason.rejection == Rejection(code="gpu", required=40.0, available=25.7)
+    [offer] = arbiter(machine).decide([received(request(gpu=24.0))], machine, 0.0)
+    assert offer.allocation.resources.gpu == 40.0
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 300), st.floats(0, 10), st.floats(0, 90)), max_size=12),
     st.sampled_from(["profit", "utilization", "affinity"]),
     st.sampled_from(["flexible", "whole"]),
     st.booleans(),
-    st.sampled_from([Resources(), Resources(cpu=1.0, gpu=4.0)]),
+    st.booleans(),
+    st.sampled_from([Resources(), Resources(cpu=1.0, gpu=4.0), Resources(gpu=50.0)]),
 )
 def test_offers_of_a_batch_fit_the_machine_and_the_policy(
-    wanted: list[tuple[int, float, float, float]], evaluation: str, strategy: str, devices: bool, defaults: Resources
+    wanted: list[tuple[int, float, float, float]],
+    evaluation: str,
+    strategy: str,
+    devices: bool,
+    sharded: bool,
+    defaults: Resources,
 ) -> None:
     owned = (Device(0, 24.0), Device(1, 48.0)) if devices else ()
     machine = Capacity(Resources(cpu=8.0, memory=32.0, gpu=72.0), owned)
     policy = OfferPolicy(evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)  # type: ignore[arg-type]
-    worker = Arbiter(policy, Capabilities(machine, frozenset({TRAIN}), defaults))
+    spreading = frozenset({TRAIN}) if sharded else frozenset()
+    worker = Arbiter(policy, Capabilities(machine, frozenset({TRAIN}), defaults, spreading))
     batch = [
         received(request(n, bid=bid, cpu=cpu, gpu=gpu), peer=peer) for n, (peer, bid, cpu, gpu) in enumerate(wanted)
     ]
@@ -254,6 +325,7 @@ def test_offers_of_a_batch_fit_the_machine_and_the_policy(
         asked = offer.received_request.request
         assert offer.allocation.resources.covers(asked.spec.resources)
         assert offer.price >= max(asked.bid, 60.0)
+        assert sharded or strategy == "whole" or len(offer.allocation.devices) <= 1
     assert len({offer.received_request.request.id for offer in offers}) == len(offers)
     left = machine.without(taken)
     refused = [ad for ad in batch if ad.request.id not in {o.received_request.request.id for o in offers}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -10,13 +11,14 @@ import stat
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import httpx
 import msgspec
 import pytest
@@ -47,7 +49,9 @@ from hypha_proto.job_spec import (
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT, DeliveryQueue
-from hypha_worker.bridge.server import BridgeStartError, open_bridge
+from hypha_worker.bridge.http_server import MAX_CONNECTIONS
+from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.unix_socket import BridgeStartError, SocketPlace, bind_socket, choose_place
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.job_storage import JobStorage
@@ -150,7 +154,7 @@ async def open_test_bridge(
 
         transfer.serve_pushes(worker, accept)
         path = short / "b.sock"
-        await stack.enter_async_context(open_bridge(backend, path))
+        await stack.enter_async_context(open_bridge(backend, SocketPlace(path)))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
         )
@@ -264,6 +268,7 @@ def test_peers_outside_the_job_cannot_be_reached(with_bridge: WithBridge) -> Non
     with_bridge(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
         for index, content in enumerate((b"{}", b"weights")):
@@ -625,7 +630,7 @@ def test_a_bridge_whose_clients_are_gone_closes_at_once(short: Path) -> None:
 
     async def close_used() -> float:
         path = short / "b.sock"
-        async with open_bridge(cast(Any, None), path):
+        async with open_bridge(cast(Any, None), SocketPlace(path)):
             async with await anyio.connect_unix(path) as client:
                 await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
                 assert (await client.receive()).startswith(b"HTTP/1.1 404")
@@ -668,7 +673,7 @@ def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> N
         with anyio.fail_after(5):
             for delay in (0.0, 0.001, 0.01, 0.1):
                 with anyio.move_on_after(delay):
-                    async with open_bridge(None, short / "b.sock"):  # type: ignore[arg-type]
+                    async with open_bridge(None, SocketPlace(short / "b.sock")):  # type: ignore[arg-type]
                         await anyio.sleep_forever()
 
     anyio.run(main, backend="trio")
@@ -741,7 +746,7 @@ def test_a_server_that_ends_by_itself_ends_the_job(
     async def main() -> None:
         with anyio.fail_after(30):
             path = short / "b.sock"
-            async with open_bridge(cast(Any, None), path), await anyio.connect_unix(path):
+            async with open_bridge(cast(Any, None), SocketPlace(path)), await anyio.connect_unix(path):
                 await anyio.sleep_forever()
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -753,11 +758,106 @@ def test_a_server_that_ends_by_itself_ends_the_job(
 
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     async def main() -> None:
-        async with open_bridge(None, tmp_path / ("x" * 120)):  # type: ignore[arg-type]
+        async with open_bridge(None, SocketPlace(tmp_path / ("x" * 120))):  # type: ignore[arg-type]
             pass
 
     with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):
         anyio.run(main, backend="trio")
+
+
+def connect(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(str(path))
+    client.settimeout(10)
+    return client
+
+
+def ask(client: socket.socket, *, close: bool = False) -> int:
+    """Send a request; return the status of the answer."""
+    ending = b"connection: close\r\n" if close else b""
+    client.sendall(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n" + ending + b"\r\n")
+    return read_answer(client)[0]
+
+
+def read_answer(client: socket.socket) -> tuple[int, Any]:
+    """Return the status and the body of an answer."""
+    with http.client.HTTPResponse(client) as answer:
+        answer.begin()
+        return answer.status, json.loads(answer.read())
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_job_has_a_limited_number_of_connections(with_bridge: WithBridge) -> None:
+    """Idle ones count, those that are there go on, and however many come at once, few are open at the worker."""
+
+    def use(path: Path) -> None:
+        with ExitStack() as stack:
+            first = stack.enter_context(connect(path))
+            assert ask(first) == 404
+            before = open_files()
+            idle = [stack.enter_context(connect(path)) for _ in range(MAX_CONNECTIONS - 1)]
+            further = [stack.enter_context(connect(path)) for _ in range(200)]
+            for client in further:
+                status, answer = read_answer(client)
+                assert (status, answer["error"]) == (503, "too-many-connections")
+                assert client.recv(1) == b""
+            assert open_files() - before <= len(idle) + len(further) + MAX_CONNECTIONS + 2
+            assert ask(first) == 404
+            assert all(ask(client) == 404 for client in idle)
+            assert ask(idle.pop(), close=True) == 404  # makes room for another
+            assert ask(stack.enter_context(connect(path))) == 404
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        await anyio.to_thread.run_sync(use, bridge.socket)
+
+    with_bridge(case)
+
+
+def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge: WithBridge) -> None:
+    async def case(bridge: BridgeUnderTest) -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_CONNECTIONS):
+                await stack.enter_async_context(await anyio.connect_unix(bridge.socket))
+            status, answer = await bridge.post("/resources/fetch", bridge.results)
+            assert (status, answer["error"]) == (503, "too-many-connections")
+            assert "64 connections" in answer["detail"]
+        with anyio.fail_after(10):
+            while (await bridge.client.get("/openapi.json")).status_code != 200:
+                await anyio.lowlevel.checkpoint()
+
+    with_bridge(case)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_socket_lies_in_the_jobs_folder_or_is_linked_there(tmp_path: Path, short: Path, long: bool) -> None:
+    (work_dir := short / ("job" * 40 if long else "job")).mkdir()
+    place = choose_place(work_dir, short)
+    with bind_socket(place):
+        found = work_dir / "bridge.sock"
+        assert stat.S_IMODE(found.stat().st_mode) == 0o600
+        assert found.is_symlink() is long
+        assert place.path.resolve() == found.resolve()
+        connect(place.path).close()
+    assert not place.path.exists()
+
+
+@pytest.mark.parametrize("put", ["link", "folder", "nothing"])
+def test_what_a_job_puts_in_the_place_of_its_socket_is_not_followed(tmp_path: Path, short: Path, put: str) -> None:
+    (outside := tmp_path / "outside").mkdir()
+    (outside / "bridge.sock").write_text("kept")
+    (work_dir := short / "job").mkdir()
+    place = choose_place(work_dir, short)
+    with bind_socket(place):
+        place.path.unlink()
+        if put == "link":
+            place.path.symlink_to(outside / "bridge.sock")
+        elif put == "folder":
+            work_dir.rename(short / "moved")
+            work_dir.symlink_to(outside)
+    assert (outside / "bridge.sock").read_text() == "kept"
 
 
 def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Path) -> None:

@@ -236,6 +236,8 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ("[offer]\nidle_lease = 0\n", "offer.idle_lease"),
         ("[offer]\ntemporary_lease = 2.5\n", "offer.temporary_lease"),
         ("[resources.default]\nstorage = -1\n", "resources.default.storage"),
+        ('[isolation]\nrequire = ["bwrap"]\n', "'cgroup', 'bubblewrap'"),
+        ('[isolation]\nrequire = ["cgroup"]\ndisable = ["cgroup"]\n', "cgroup is both required and disabled"),
         ('[cache]\npath = "/x"\n', "not yet"),
         ('[connectors]\nbuckets = ["b"]\n', "not yet"),
     ],

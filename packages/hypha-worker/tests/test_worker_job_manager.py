@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -39,9 +43,11 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import substitute
 from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext
+from hypha_worker.leasing import retention
 
 InLab = Callable[..., None]
 
@@ -66,8 +72,14 @@ def pids_of(lines: tuple[str, ...]) -> list[int]:
     return [int(word) for line in lines if line.startswith("pids") for word in line.split()[1:]]
 
 
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+def alive(work_dir: Path) -> list[psutil.Process]:
+    """Return the processes of jobs in `work_dir`; the ids that they know may be those of their namespace."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME", "").startswith(str(work_dir)):
+                found.append(process)
+    return found
 
 
 async def push_result(lab: Any, spec: Any, number: int, content: bytes) -> None:
@@ -294,7 +306,7 @@ def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab:
     script = f"""
 print("ERROR hypha.training: an older one")
 print("ERROR hypha.training: no Pillow")
-for number in range(45):
+for number in range(55):
     print("traceback", number)
 print("Command", ["--job", sys.argv[3]], "failed")
 sys.exit({code})
@@ -304,7 +316,7 @@ sys.exit({code})
         await lab.start(script)
         lines = (await lab.scheduler.ended()).last_lines
         assert lines[-1] == "Command ['--job', '{JOB_JSON}'] failed"
-        assert len(lines) == 40
+        assert len(lines) == 50
         if code:
             assert lines[:2] == ("ERROR hypha.training: no Pillow", "traceback 7")
         else:
@@ -331,7 +343,7 @@ def test_processes_left_by_an_executor_are_ended_with_it(in_lab: InLab) -> None:
         assert end.outcome == "finished"
         pids = pids_of(end.last_lines)
         assert len(pids) == 3
-        assert alive(pids) == []
+        assert alive(lab.folder / "work") == []
 
     in_lab(case)
 
@@ -341,6 +353,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how
     async def case(lab: Any) -> None:
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
+        assert len(alive(lab.folder / "work")) >= 3
         if how == "expiry":
             [held] = lab.worker.lease_manager.leases
             held.expires = anyio.current_time()
@@ -356,7 +369,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how
         assert {"release": "released", "cancel": "enough", "expiry": "not renewed in time"}[how] in end.reason
         pids = pids_of(end.last_lines)
         assert len(pids) == 3
-        assert alive(pids) == []
+        assert alive(lab.folder / "work") == []
         assert lab.left_behind() == []
         if how == "cancel":
             assert lab.worker.lease_manager.free.resources.cpu == 1.0
@@ -383,8 +396,8 @@ def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tm
     [end] = seen[0].ends
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
-    assert alive(pids_of(end.last_lines)) == []
-    assert list((tmp_path / "work").iterdir()) == []
+    assert alive(tmp_path / "work") == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["logs"]
 
 
 def test_a_worker_that_shuts_down_starts_no_job(in_lab: InLab) -> None:
@@ -516,6 +529,34 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
     in_lab(case, executors=[executor], resources={"cpu": 4.0, "devices": devices})
 
 
+USES_SOCKET = """
+path, link = sys.argv[1], os.path.join(work_dir, "bridge.sock")
+print(os.path.samefile(path, link), os.path.islink(link), oct(os.stat(link).st_mode & 0o777), len(path) < 108)
+print(post("/telemetry/spans", {"spans": []})[0], flush=True)
+try:
+    os.remove(link)
+    os.symlink(os.path.join(work_dir, "..", "kept"), link)
+except OSError:  # a sandbox may have mounted it
+    pass
+"""
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(in_lab: InLab, long: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as short:
+        (work_dir := Path(short) / ("x" * 60 if long else "w")).mkdir(mode=0o750)
+        (kept := work_dir / "kept").write_text("kept")
+
+        async def case(lab: Any) -> None:
+            await lab.start(USES_SOCKET)
+            end = await lab.scheduler.ended()
+            assert (end.outcome, end.last_lines) == ("finished", (f"True {long} 0o600 True", "200")), end
+            assert sorted(path.name for path in work_dir.iterdir()) == ["kept", "logs"]
+            assert kept.read_text() == "kept"
+
+        in_lab(case, work_dir=work_dir)
+
+
 def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:
     words = {"{A}": "{B}", "{B}": "b", "{C}": "{A}"}
     assert substitute("-{A}-{B}-{C}-{D}-{}", words) == "-{B}-b-{A}-{D}-{}"
@@ -531,11 +572,11 @@ def test_two_jobs_run_concurrently_and_end_separately(in_lab: InLab) -> None:
         first = await lab.start(WAITS)
         second = await lab.start(WAITS)
         await lab.scheduler.until(lambda: len(lab.scheduler.reports) == 2)
-        assert len(lab.left_behind()) == 2
+        assert len(lab.left_behind()) == 4, "each has a folder, and one for incoming files"
         assert await lab.scheduler.release(lab.peer, first)
         assert (await lab.scheduler.ended()).lease == first
         assert [job.lease for job in lab.worker.jobs.running] == [second]
-        assert len(lab.left_behind()) == 1
+        assert len(lab.left_behind()) == 2
         assert isinstance(await lab.scheduler.renew(lab.peer, second), Renewed)
 
     in_lab(case)
@@ -573,3 +614,37 @@ def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
             await lab.scheduler.release(lab.peer, lease)
 
     in_lab(case)
+
+
+@pytest.mark.parametrize("how", ["ended", "cancelled"])
+def test_resources_stay_taken_while_a_process_survives_sigkill(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch, recorded: Any, how: str
+) -> None:
+    """After 30 s they counted as free before, and a further job ran beside the process."""
+    monkeypatch.setattr(process_runner, "TERM_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
+    monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
+    monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
+
+    async def case(lab: Any) -> None:
+        manager, kill = lab.worker.lease_manager, os.kill
+        before = manager.free.resources.cpu
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda *_: None)
+            patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+            lease = await lab.start(SLEEPER if how == "ended" else WAITS)
+            await lab.scheduler.until(lambda: lab.scheduler.reports)
+            if how == "cancelled":
+                await lab.scheduler.release(lab.peer, lease)
+            await lab.scheduler.ended()
+            left = alive(lab.folder / "work")
+            assert len(left) >= 2
+            await lab.scheduler.until(lambda: manager.leases == ())
+        assert manager.free.resources.cpu == before - 1.0
+        assert recorded.total("hypha.worker.leases.retained") == 1
+        for process in left:
+            kill(process.pid, signal.SIGKILL)
+        await lab.scheduler.until(lambda: manager.free.resources.cpu == before)
+        assert recorded.total("hypha.worker.leases.retained") == 0
+
+    in_lab(case, isolation={"disable": ["bubblewrap", "supervisor", "cgroup"]})

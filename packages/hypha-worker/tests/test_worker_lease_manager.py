@@ -89,6 +89,28 @@ def test_resources_are_free_only_after_the_processes_have_ended(how: str) -> Non
     assert manager.leases == ()
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is_released: bool) -> None:
+    manager = offered()
+    manager.attach_job(ID, MINE, 0.1)
+    freed: list[float] = []
+    manager.on_freed = lambda: freed.append(manager.free.resources.cpu)
+    if is_released:
+        manager.release(ID, MINE)
+    manager.retain(ID)
+    manager.detach_job(ID, keep=True)
+    assert manager.free.resources.cpu == 1.0
+    with pytest.raises(LeaseError):
+        manager.attach_job(ID, MINE, 0.2)
+    manager.sweep(0.3)
+    assert manager.leases == ()
+    with pytest.raises(LeaseError, match="it was released" if is_released else "processes of its job cannot be ended"):
+        manager.renew(ID, MINE, 0.4)
+    assert manager.free.resources.cpu == 1.0
+    manager.free_retained(ID)
+    assert (manager.free.resources.cpu, freed[-1]) == (4.0, 4.0)
+
+
 def test_a_lease_is_spent_when_its_job_ends_but_still_confirmed() -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)

@@ -26,8 +26,8 @@ from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
-ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
-"""Tested in test_worker_nvml."""
+ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage", "hypha.worker.leases.retained"}
+"""Tested in test_worker_nvml and test_worker_job_manager."""
 
 TASKS: dict[str, list[dict[str, str | bool]]] = {
     "hypha.worker.tasks.started": [{}],
@@ -99,10 +99,10 @@ def written(recorded: Any) -> float:
 
 async def train(lab: Any, recorded: Any) -> None:
     await serve_slices(lab)
-    seen = lab.folder / "seen"
-    lease = await lab.start(f"seen = {str(seen)!r}\n{WORKS}")
+    lease = await lab.start(f"seen = 'seen'\n{WORKS}")
     await lab.scheduler.until(lambda: written(recorded) >= WRITTEN, 40)
-    seen.touch()
+    [work_dir] = (lab.folder / "work").glob("hypha-*")
+    (work_dir / "seen").touch()
     end = await lab.scheduler.ended()
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)

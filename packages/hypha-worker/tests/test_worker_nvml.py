@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from hypha_net.node.config.loader import load_config
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware import usage
+from hypha_worker.hardware.devices import device_nodes, find_devices
 from hypha_worker.hardware.nvml import Gpu, read_gpus
+from hypha_worker.leasing.capacity import Device
 
 OK, NOT_SUPPORTED, DRIVER_NOT_LOADED = 0, 3, 9
 
@@ -32,6 +35,9 @@ class FakeNvml:
     """Bytes of each GPU."""
     busy: list[int | None]
     """Percent; None where it is not reported."""
+    uuids: list[str | None] = field(default_factory=lambda: ["GPU-aaaa0000", "GPU-bbbb0001"])
+    minors: list[int] = field(default_factory=lambda: [1, 0])
+    """Numbers of the device nodes, which need not be in the order of the PCI bus."""
     init: int = OK
     opened: int = 0
     handles: dict[int, int] = field(default_factory=dict)
@@ -69,6 +75,17 @@ class FakeNvml:
         rates._obj.gpu, rates._obj.memory = busy, 1
         return OK
 
+    def nvmlDeviceGetUUID(self, device: Any, uuid: Any, _size: Any) -> int:
+        known = self.uuids[self._index(device)]
+        if known is None:
+            return NOT_SUPPORTED
+        uuid.value = known.encode()
+        return OK
+
+    def nvmlDeviceGetMinorNumber(self, device: Any, minor: Any) -> int:
+        minor._obj.value = self.minors[self._index(device)]
+        return OK
+
     def nvmlErrorString(self, _code: int) -> bytes:
         return b"of the fake"
 
@@ -85,8 +102,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 def test_gpus_are_read_and_nvml_is_closed_again(nvml: FakeNvml) -> None:
     first, second = read_gpus()
-    assert first == Gpu(0, 85_899_345_920, 21_474_836_480, 0.87)
-    assert second == Gpu(1, 25_769_803_776, 6_442_450_944, None)
+    assert first == Gpu(0, 85_899_345_920, 21_474_836_480, 0.87, "GPU-aaaa0000", 1)
+    assert second == Gpu(1, 25_769_803_776, 6_442_450_944, None, "GPU-bbbb0001", 0)
 
 
 def test_a_machine_without_a_driver_has_no_gpus(
@@ -141,4 +158,138 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
     assert set(shares) == {(0.87, "0")}
     assert used == {(21_474_836_480, "0")}
     assert {"hw.gpu.utilization", "hw.gpu.memory.usage"} <= recorded.gone
-    assert "['0', '0', 'PCI_BUS_ID']" in caplog.text
+    assert "['GPU-aaaa0000', '', 'PCI_BUS_ID']" in caplog.text
+
+
+VARIABLES = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
+
+
+def seen_by_a_job(
+    in_lab: Callable[..., None], caplog: pytest.LogCaptureFixture, resources: dict[str, Any], **wanted: float
+) -> list[str | None]:
+    """Run a job on a lease for `wanted`; return the variables of its process."""
+    caplog.set_level(logging.INFO)
+    seen: list[list[str | None]] = []
+
+    async def case(lab: Any) -> None:
+        lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
+        lease = await lab.scheduler.hire(cpu=1.0, **wanted)
+        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        assert (await lab.scheduler.ended()).outcome == "finished"
+        [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
+        seen.append(json.loads(line.partition("seen ")[2]))
+
+    in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources})
+    [found] = seen
+    return found
+
+
+LISTED = {"devices": [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}]}
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpu", "seen"),
+    [
+        (LISTED, 20.0, ["GPU-bbbb0001", "", "", "PCI_BUS_ID"]),
+        (LISTED, 0.0, ["", "", "", "PCI_BUS_ID"]),
+        ({"gpu": 104.0}, 20.0, ["GPU-bbbb0001", "", "", "PCI_BUS_ID"]),
+        ({"gpu": 104.0}, 0.0, ["", "", "", "PCI_BUS_ID"]),
+        ({"gpu": 48.0}, 20.0, [None, None, None, None]),
+        ({"gpu": 48.0}, 0.0, ["", "", "", "PCI_BUS_ID"]),
+        ({"gpu": 0.0}, 0.0, [None, None, None, None]),
+    ],
+    ids=["listed", "listed-none", "detected", "detected-none", "undivided", "undivided-none", "not-offered"],
+)
+def test_a_job_sees_the_gpus_of_its_lease_only(
+    nvml: FakeNvml,
+    in_lab: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    resources: dict[str, Any],
+    gpu: float,
+    seen: list[str | None],
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert seen_by_a_job(in_lab, caplog, resources, gpu=gpu) == seen
+
+
+def test_without_uuids_gpus_are_visible_by_index(
+    nvml: FakeNvml, in_lab: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml.uuids = ["GPU-aaaa0000", None]
+    assert seen_by_a_job(in_lab, caplog, LISTED, gpu=20.0) == ["1", "1", "0", "PCI_BUS_ID"]
+
+
+@pytest.mark.parametrize(("gpu", "shares"), [(104.0, [80.0, 24.0]), (111.7, [85.92, 25.78]), (120.0, [92.31, 27.69])])
+def test_gpus_are_detected_if_their_sum_is_what_the_owner_offers(
+    nvml: FakeNvml, gpu: float, shares: list[float]
+) -> None:
+    found = find_devices((), gpu)
+    assert [round(device.memory, 2) for device in found.devices] == shares
+    assert [(device.index, device.uuid, device.minor) for device in found.devices] == [
+        (0, "GPU-aaaa0000", 1),
+        (1, "GPU-bbbb0001", 0),
+    ]
+
+
+def test_gpus_whose_sum_differs_are_not_leased_one_by_one(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+    found = find_devices((), 48.0)
+    assert (found.devices, found.largest) == ((), pytest.approx(85.9, abs=0.01))
+    assert "resources.gpu is 48 GB, and the GPUs of this machine have 111.7 GB in all" in caplog.text
+    assert "list the GPUs in [[resources.devices]]" in caplog.text
+
+
+def test_a_listed_gpu_that_the_driver_does_not_report_is_a_warning(
+    nvml: FakeNvml, caplog: pytest.LogCaptureFixture
+) -> None:
+    [device] = find_devices((Device(7, 24.0),), 0.0).devices
+    assert (device, device.uuid) == (Device(7, 24.0), None)
+    assert "the driver reports no GPU with index 7, only 0, 1" in caplog.text
+
+
+def test_a_worker_that_offers_no_gpu_does_not_open_nvml(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+    nvml.init = DRIVER_NOT_LOADED
+    assert find_devices((), 0.0).devices == ()
+    assert caplog.records == []
+
+
+def make_nodes(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_the_device_nodes_of_a_lease_are_those_of_its_gpus(tmp_path: Path) -> None:
+    make_nodes(
+        tmp_path, "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1", "nvidia10", "nvidia-caps/cap1"
+    )
+    first, second = Device(0, 80.0, "GPU-aaaa0000", 1), Device(1, 24.0, "GPU-bbbb0001", 0)
+
+    def names(devices: tuple[Device, ...] | None) -> list[str]:
+        return [path.relative_to(tmp_path).as_posix() for path in device_nodes(devices, folder=tmp_path)]
+
+    control = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"]
+    assert names((first,)) == [*control, "nvidia1"]
+    assert names((first, second)) == [*control, "nvidia1", "nvidia0"]
+    assert names((Device(10, 24.0),)) == [*control, "nvidia10"]
+    assert names(()) == []
+    assert names(None) == [*control, "nvidia0", "nvidia1", "nvidia10"]
+    assert names((Device(7, 24.0, None, 7),)) == [], "without its node, the others are of no use"
+
+
+def test_the_device_nodes_of_amd_gpus_follow_the_drivers_topology(tmp_path: Path) -> None:
+    folder, topology = tmp_path / "dev", tmp_path / "nodes"
+    make_nodes(folder, "kfd", "dri/renderD128", "dri/renderD129")
+    for node, minor in (("0", 0), ("1", 129), ("10", 128)):  # node 0 is the processor
+        make_nodes(topology, f"{node}/properties")
+        (topology / node / "properties").write_text(f"simd_count 4\ndrm_render_minor {minor}\nunique_id 7\n")
+
+    def names(devices: tuple[Device, ...] | None) -> list[str]:
+        found = device_nodes(devices, folder=folder, topology=topology)
+        return [path.relative_to(folder).as_posix() for path in found]
+
+    assert names((Device(0, 24.0),)) == ["kfd", "dri/renderD129"]
+    assert names((Device(1, 24.0),)) == ["kfd", "dri/renderD128"]
+    assert names((Device(1, 24.0, "GPU-bbbb0001"),)) == [], "NVIDIA's"
+    assert names(None) == ["kfd", "dri/renderD129", "dri/renderD128"]

@@ -73,6 +73,35 @@ def test_the_weighted_mean_is_exact_to_float32_rounding(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, np.asarray(exact, dtype=np.float32), err_msg=name)
 
 
+COUNTS = UpdateMetadata(statistics=frozenset({"mean", "count"}), integers=frozenset({"count"}))
+
+
+def write_counts(path: Path, count: float, metadata: UpdateMetadata = COUNTS) -> Path:
+    return write(path, {"count": np.array(count, "f4"), "mean": np.full(3, count, "f4")}, metadata)
+
+
+def step_counts(folder: Path, files: list[tuple[Path, float]]) -> Arrays:
+    outer_step(files, folder / "m", folder / "result", OuterOptimizer(0.7, 0.9), COUNTS)
+    return read(folder / "result")
+
+
+def test_integers_are_those_of_the_first_member_that_counts(tmp_path: Path) -> None:
+    files = [(write_counts(tmp_path / f"{n}", n), weight) for n, weight in ((9, 0.0), (5, 4.0), (12, 1.0), (3, 3.0))]
+    for _ in range(2):  # no momentum
+        found = step_counts(tmp_path, files)
+        assert float(found["count"]) == 5.0
+        assert found["mean"].tolist() == [(5 * 4 + 12 + 3 * 3) / 8] * 3
+    idle = [(path, 0.0) for path, _ in files]
+    assert float(step_counts(tmp_path, idle)["count"]) == 9.0
+
+
+def test_integers_that_not_every_member_declares_are_averaged(tmp_path: Path) -> None:
+    silent = UpdateMetadata(statistics=COUNTS.statistics)
+    files = [(write_counts(tmp_path / "1", 5), 3.0), (write_counts(tmp_path / "2", 1, silent), 1.0)]
+    assert float(step_counts(tmp_path, files)["count"]) == 4.0
+    assert float(step_counts(tmp_path, files[::-1])["count"]) == 4.0
+
+
 def test_all_zero_weights_count_equally(tmp_path: Path) -> None:
     files = [(write(tmp_path / f"{n}", {"a": np.full(3, n, np.float32)}, UpdateMetadata()), 0.0) for n in (1, 3)]
     outer_step(files, tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.0), UpdateMetadata())

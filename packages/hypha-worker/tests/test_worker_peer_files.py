@@ -263,6 +263,7 @@ def test_another_error_of_the_system_is_not_blamed_on_the_disk(
     with_nodes(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: Any) -> None:
     empty = b"\x02\0\0\0\0\0\0\0{}"
 

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import anyio
 import psutil
 import pytest
 
-from hypha_worker.executors.process import process_tree
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, terminate_tree
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -52,44 +51,93 @@ def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, siz
             os.kill(left, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("dies_late", [False, True])
-def test_processes_that_survive_sigkill_are_waited_for_and_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dies_late: bool
-) -> None:
-    monkeypatch.setattr(process_tree, "KILL_GRACE", 0.1)
-    kill, deliver = os.killpg, anyio.Event()
+def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows() -> None:
+    """``env -i setsid`` was not found before: it outlived its job."""
 
-    def hold_back(group: int, number: int) -> None:
-        if number == signal.SIGKILL:
-            deliver.set()
+    class Layer:
+        known: Sequence[int] = ()
+        kills = 0
+
+        def pids(self) -> list[int]:
+            return [pid for pid in self.known if psutil.pid_exists(pid)]
+
+        def kill(self) -> bool:
+            self.kills += 1
+            return False
+
+    async def main() -> int:
+        layer = Layer()
+        with anyio.fail_after(30):
+            environment = os.environ | {TOKEN_VARIABLE: "t"}
+            process = await anyio.open_process(
+                ["env", "-i", sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
+            )
+            assert process.stdout is not None
+            left = int(await process.stdout.receive())
+            layer.known = [left]
+            await process.wait()
+            assert await terminate_tree(process, "t", 5.0, confined=layer) is None
+            assert layer.kills == 0, "SIGTERM was enough"
+            await process.aclose()
+            return left
+
+    left = anyio.run(main, backend="trio")
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+
+    class Layer:
+        killed: int | None = None
+
+        def pids(self) -> None:
+            return None
+
+        def kill(self) -> bool:
+            assert self.killed is not None
+            os.kill(self.killed, signal.SIGKILL)
+            return True
+
+    async def main() -> None:
+        layer = Layer()
+        with anyio.fail_after(30):
+            process = await anyio.open_process(
+                [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+            )
+            assert process.stdout is not None
+            await process.stdout.receive()
+            layer.killed = process.pid
+            assert await terminate_tree(process, "t", 0.1, confined=layer) is None
+            assert process.returncode == -signal.SIGKILL
+            await process.aclose()
+
+    anyio.run(main, backend="trio")
+
+
+def test_processes_that_survive_sigkill_are_named_and_returned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill = os.killpg
 
     async def main() -> int:
         with anyio.fail_after(30):
             process = await anyio.open_process(
                 SLEEPER, env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True, stdin=None
             )
-
-            async def die_late() -> None:
-                await deliver.wait()
-                while "of a job live" not in caplog.text:
-                    await anyio.sleep(0.01)
-                if dies_late:
-                    kill(process.pid, signal.SIGKILL)
-
-            monkeypatch.setattr(os, "killpg", hold_back)
-            monkeypatch.setattr(psutil.Process, "send_signal", lambda *_: None)
             try:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(die_late)
-                    await terminate_tree(process, "t", 0.05, 20.0 if dies_late else 0.5)
-                    ended: Any = process.returncode is not None
-                    assert ended is dies_late
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "killpg", lambda *_: None)
+                    patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+                    tree = await terminate_tree(process, "t", 0.05, 0.3)
+                assert tree is not None
+                assert await tree.pids() == [process.pid]
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
                 await process.wait()
+            assert await tree.pids() == []
             return process.pid
 
     pid = anyio.run(main, backend="trio")
-    assert re.search(rf"processes {pid} of a job live 0.1 s after SIGKILL", caplog.text)
-    assert ("are given up" in caplog.text) is not dies_late
+    assert re.search(rf"processes {pid} of a job live 0.3 s after SIGKILL", caplog.text)

@@ -24,7 +24,7 @@ from hypha_worker.jobs.execution import ExecutionTrace, JobContext, TaskMethod
 LEAN = """
 import sys
 import hypha_worker.config
-loaded = {name for name in sys.modules if name.startswith("hypha_worker.executors.")}
+loaded = {name for name in sys.modules if name.startswith("hypha_worker.executors.") and ".isolation" not in name}
 assert loaded == {"hypha_worker.executors.runtimes"}, loaded
 hypha_worker.config.ExecutorSection.model_validate({"class": "train", "name": "x", "cmd": "y"})
 heavy = {"uvicorn", "fastapi", "numpy", "hypha_worker.bridge", "hypha_worker.jobs"} & set(sys.modules)

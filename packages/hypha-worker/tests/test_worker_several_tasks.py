@@ -121,28 +121,46 @@ class Lab:
             while not condition():
                 await self._changed.wait()
 
-    def hire(self) -> uuid.UUID:
-        """Lease a core to the scheduler."""
+    def hire(self, scheduler: MemoryEndpoint | None = None) -> uuid.UUID:
+        """Lease a core to the scheduler, or to another one."""
+        holder = (scheduler or self.scheduler).peer_id
         allocation = self.leases.free.fit(Resources(cpu=1.0, storage=0.001))
         assert allocation is not None
         made = uuid.uuid4()
-        self.leases.offer(made, self.scheduler.peer_id, made, allocation, 1.0, anyio.current_time(), (TRAIN,))
-        self.leases.renew(made, self.scheduler.peer_id, anyio.current_time())
+        self.leases.offer(made, holder, made, allocation, 1.0, anyio.current_time(), (TRAIN,))
+        self.leases.renew(made, holder, anyio.current_time())
         return made
 
     def state(self, lease: uuid.UUID) -> LeaseState | None:
         found = self.leases.find(lease, self.scheduler.peer_id)
         return found and found.state
 
-    async def dispatch(self, lease: uuid.UUID, spec: JobSpec, **fields: Any) -> str:
+    async def dispatch(
+        self, lease: uuid.UUID, spec: JobSpec, *, scheduler: MemoryEndpoint | None = None, **fields: Any
+    ) -> str:
         """Dispatch over the network; return the name of the answer."""
         message = DispatchJob(id=lease, spec=spec, **fields)
-        return type(await rpc.call(self.scheduler, self.worker.peer_id, DISPATCH_JOB, message)).__name__
+        return type(await rpc.call(scheduler or self.scheduler, self.worker.peer_id, DISPATCH_JOB, message)).__name__
 
-    async def push(self, sender: MemoryEndpoint, kind: str = OUTER_UPDATE, number: int = 1) -> str:
-        """Push a file for the job; return why it was refused, empty if it was not."""
+    async def push(
+        self,
+        sender: MemoryEndpoint,
+        kind: str = OUTER_UPDATE,
+        number: int = 1,
+        scheduler: MemoryEndpoint | None = None,
+    ) -> str:
+        """Push a file for the job, of a scheduler if one is given; return why it was refused, empty if it was not."""
         content = b"%d" % number
-        header = PushHeader(job_id=JOB, round=number, kind=kind, name="u", size=len(content), digest="", samples=1)
+        header = PushHeader(
+            job_id=JOB,
+            round=number,
+            kind=kind,
+            name="u",
+            size=len(content),
+            digest="",
+            samples=1,
+            scheduler=None if scheduler is None else scheduler.peer_id,
+        )
         _, digest = await transfer.describe(content)
         try:
             await transfer.push(sender, self.worker.peer_id, content, msgspec.structs.replace(header, digest=digest))
@@ -321,6 +339,38 @@ def test_a_request_reaches_the_task_that_handles_it_from_its_scheduler_only(in_l
     in_lab(case)
 
 
+def test_jobs_of_two_schedulers_with_one_id_do_not_disturb_each_other(in_lab: Callable[[Case], None]) -> None:
+    """The other scheduler has learnt the job's id, and names the same peers."""
+
+    async def case(lab: Lab) -> None:
+        sender, other = lab.peers
+        for scheduler in (other, lab.scheduler):
+            for spec in (train(lab, sender), aggregate(lab, sender)):
+                assert await lab.dispatch(lab.hire(scheduler), spec, scheduler=scheduler) == "Dispatched"
+        await lab.running(4)
+
+        def received(scheduler: MemoryEndpoint) -> list[Any]:
+            return [
+                (found.round, getattr(found, "kind", None))
+                for execution in lab.started
+                for found in execution.received
+                if execution.context.scheduler == scheduler.peer_id
+            ]
+
+        assert await lab.push(sender, number=1, scheduler=lab.scheduler) == ""
+        assert await lab.push(sender, PSEUDO_GRADIENT, 2, lab.scheduler) == ""
+        members = RoundMembers(job_id=JOB, round=3, members=(), deadline_ms=1)
+        assert (await rpc.call(lab.scheduler, lab.worker.peer_id, ROUND_MEMBERS, members)).accepted
+        assert sorted(received(lab.scheduler)) == [(1, OUTER_UPDATE), (2, PSEUDO_GRADIENT), (3, None)]
+        assert received(other) == []
+        assert await lab.push(sender, number=4, scheduler=other) == ""
+        assert received(other) == [(4, OUTER_UPDATE)]
+        assert "no job here accepts" in await lab.push(sender, number=5, scheduler=sender)
+        assert "matches 2 jobs" in await lab.push(sender, number=6)  # an older peer, which names no scheduler
+
+    in_lab(case)
+
+
 # ------------------------------------------------------------------------------------------ what tasks send and ask for
 
 
@@ -380,6 +430,7 @@ def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
             leases = {backend.lease for backend in both}
         assert {request.lease for request in asked} == leases
         assert {(header.lease, header.kind) for header in pushed if header} == {(x, PSEUDO_GRADIENT) for x in leases}
+        assert {header.scheduler for header in pushed if header} == {lab.scheduler.peer_id}
         gauges = [about for name, _, about in recorded.values if name == "hypha.worker.prefetch.depth"]
         assert {about["hypha.lease.id"] for about in gauges} == {str(lease) for lease in leases}
 

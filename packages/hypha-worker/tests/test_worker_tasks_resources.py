@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anyio
@@ -44,6 +44,7 @@ from hypha_proto.tasks import (
     task_executor,
 )
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
 
 InTaskLab = Callable[..., None]
@@ -139,6 +140,7 @@ def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
     in_task_lab(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab: InTaskLab) -> None:
     """The scheduler is asked only if the result cannot be had there."""
 
@@ -189,6 +191,7 @@ def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_con
     in_task_lab(case)
 
 
+@pytest.mark.usefixtures("quick_retries")
 def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTaskLab) -> None:
     """The scheduler hears who has no such file or a false one, and who cannot be reached."""
 
@@ -324,13 +327,15 @@ def test_a_token_reaches_neither_process_nor_reports(
 ) -> None:
     used: list[str | None] = []
 
-    async def download(reference: HuggingFaceReference, folder: Path, *_: Any, **__: Any) -> list[Any]:
+    async def download(
+        reference: HuggingFaceReference, folder: PurePosixPath, *_: Any, storage: JobStorage
+    ) -> list[Any]:
         used.append(reference.token)
         if reference.repository == "org/bad":
             from hypha_worker.errors import peer_failed
 
             raise peer_failed(f"the Hub says: no {reference.token}")
-        (folder / "config.json").write_text("{}")
+        storage.files.write_file(str(folder / "config.json"), b"{}")
         return []
 
     monkeypatch.setattr("hypha_worker.tasks.resource_fetcher.download_from_hub", download)

@@ -17,6 +17,8 @@ from typing import Final, Literal, Protocol, TypeVar
 
 import msgspec
 
+from hypha_net.redaction import redact_urls
+
 Value = str | int | float | bool
 Attributes = Mapping[str, Value]
 SpanKind = Literal["internal", "client", "server", "producer", "consumer"]
@@ -106,7 +108,7 @@ class Span:
             return
         opened, self._open = self._open, None
         if isinstance(error, Exception):
-            opened.end(str(error)[:_REASON_LIMIT], type(error).__name__)
+            opened.end(redact_urls(str(error))[:_REASON_LIMIT], type(error).__name__)
             return
         if error is not None:
             opened.set({"hypha.cancelled": True})
@@ -158,7 +160,7 @@ def record(
     if parent is None or not _TRACEPARENT.fullmatch(parent) or _recorder is None:
         return parent
     opened = _recorder.start_span(name, "internal", parent, attributes, ago)
-    opened.end(error and error[:_REASON_LIMIT], error and "executor", max(0.0, ago - seconds))
+    opened.end(error and redact_urls(error)[:_REASON_LIMIT], error and "executor", max(0.0, ago - seconds))
     return opened.traceparent
 
 

@@ -11,7 +11,7 @@ import uuid
 from typing import Annotated, Final, get_args
 
 from hypha_proto.ids import PeerId
-from hypha_proto.wire_schema import OMIT, U32, U64, Message
+from hypha_proto.wire_schema import OMIT, U32, U64, Amount, Message
 
 TASKS: Final = (
     "auto", "causal-lm", "image-classification", "masked-lm", "seq2-seq-lm", "sequence-classification",
@@ -173,11 +173,16 @@ class TrainConfig(Message, frozen=True):
     preprocessor: Annotated[Preprocessor | None, OMIT] = None
     scheduler: Annotated[LearningRateSchedule | None, OMIT] = None
     seed: Annotated[U64 | None, OMIT] = None
-    """Seed of the sample order within a slice."""
+    """Seed of the sample order within a slice, and with `member` of the random layers in each round."""
+    member: Annotated[U32 | None, OMIT] = None
+    """Number of this worker in the job, from 0; no two workers of a job have the same."""
+    round_steps: Annotated[Amount | None, OMIT] = None
+    """Steps of the learning-rate schedule in a round; None means that a worker counts its own steps, in all rounds."""
     first_round: Annotated[U32 | None, OMIT] = None
     """Number of the round in which this worker starts; None means 1. Executors read it, no scheduler sends it yet."""
     first_step: Annotated[U64 | None, OMIT] = None
-    """Inner steps already taken in the learning-rate schedule; None means 0. Read by executors, not sent yet."""
+    """Inner steps already taken in the learning-rate schedule; None means 0. Read by executors without `round_steps`,
+    not sent yet."""
     evaluation: Annotated[Evaluation | None, OMIT] = None
 
 

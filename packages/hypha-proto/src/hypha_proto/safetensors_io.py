@@ -123,8 +123,7 @@ def _to_integers(values: Array, stored: np.dtype[Any]) -> Array:
     rounded = np.rint(np.nan_to_num(values.astype(np.float64), nan=0.0))
     # float64 cannot represent the upper limit of 64-bit integers: clip below it, then set values at or above it
     whole = np.clip(rounded, float(limits.min), np.nextafter(float(limits.max) + 1.0, 0.0)).astype(stored)
-    whole[rounded >= float(limits.max)] = limits.max
-    return whole
+    return np.where(rounded >= float(limits.max), stored.type(limits.max), whole)
 
 
 class TensorFile:

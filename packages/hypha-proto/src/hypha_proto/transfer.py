@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.ids import PeerId
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
 
 MAX_HEADER: Final = 1 << 20
@@ -83,6 +84,8 @@ class PushHeader(Message, frozen=True):
     """Lease of the task that sends the file; distinguishes several tasks of a job on one peer."""
     delivery: Annotated[uuid.UUID | None, OMIT] = None
     """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
+    scheduler: Annotated[PeerId | None, OMIT] = None
+    """Scheduler of the job: ids of jobs are its own, and another one may have the same. Older peers do not state it."""
 
 
 class GoOn(Message, frozen=True, tag="GoOn"):

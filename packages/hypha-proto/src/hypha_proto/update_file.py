@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -41,9 +42,11 @@ __all__ = [
     "UpdateMetadata",
     "apply_update",
     "apply_update_to_dir",
+    "check_fit",
     "from_float",
     "model_files",
     "open_update",
+    "stage_files",
     "to_float32",
     "write_update",
 ]
@@ -52,7 +55,7 @@ CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _BLOCK: Final = 1 << 18
-_OWN_KEYS: Final = frozenset({"codec", "statistics", "round", "samples"})
+_OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "round", "samples"})
 _COUNT_LIMIT: Final = 1 << 63
 
 
@@ -66,6 +69,8 @@ class UpdateMetadata:
     """Number of samples behind the update, its weight in the mean; None if the writer did not state it."""
     statistics: frozenset[str] = frozenset()
     """Names of the tensors that are running statistics, which are averaged and added without momentum."""
+    integers: frozenset[str] = frozenset()
+    """Names of the statistics that are integers in the model, such as counts: taken from one member, not averaged."""
     codec: str = CODEC_FP32
     """Encoding of the numbers; always ``fp32`` so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +79,8 @@ class UpdateMetadata:
     def encode(self) -> dict[str, str]:
         """Return the metadata as the header's `__metadata__`."""
         texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
+        if self.integers:
+            texts["integers"] = json.dumps(sorted(self.integers))
         if self.round is not None:
             texts["round"] = str(self.round)
         if self.samples is not None:
@@ -90,10 +97,14 @@ class UpdateMetadata:
         codec = texts.get("codec", CODEC_FP32)
         if codec != CODEC_FP32:
             raise TensorFileError(f"metadata codec: {codec[:40]!r} is unknown; expected {CODEC_FP32!r}")
+        statistics, integers = _decode_names(texts, "statistics"), _decode_names(texts, "integers")
+        if not integers <= statistics:
+            raise TensorFileError(f"metadata integers: {min(integers - statistics)[:80]!r} is not among the statistics")
         return cls(
             round=_decode_count(texts, "round"),
             samples=_decode_count(texts, "samples"),
-            statistics=_decode_names(texts.get("statistics", "[]")),
+            statistics=statistics,
+            integers=integers,
             codec=codec,
             extra={key: text for key, text in texts.items() if key not in _OWN_KEYS},
         )
@@ -108,13 +119,13 @@ def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
     return int(text)
 
 
-def _decode_names(text: str) -> frozenset[str]:
+def _decode_names(texts: Mapping[str, str], key: str) -> frozenset[str]:
     try:
-        names = parse_json(text)
+        names = parse_json(texts.get(key, "[]"))
     except DecodeError as error:
-        raise TensorFileError(f"metadata statistics: not JSON: {str(error)[:120]}") from None
+        raise TensorFileError(f"metadata {key}: not JSON: {str(error)[:120]}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TensorFileError("metadata statistics: not a list of tensor names")
+        raise TensorFileError(f"metadata {key}: not a list of tensor names")
     return frozenset(names)
 
 
@@ -199,7 +210,8 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """Add every tensor of an update to the tensor of the same name in a model file.
 
     Computes in float32 (in float64 for F64 and integer tensors; integers are rounded) and stores the result in the
-    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only.
+    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only. For the updates of
+    many rounds see `global_model`: here each sum is rounded to the dtype of the model.
 
     Args:
         model_in: the model file.
@@ -212,7 +224,7 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """
     change, _ = open_update(update)
     with change, TensorFile(model_in) as model:
-        _check_fit(change, model.tensors)
+        check_fit(change, model.tensors)
         _write_sum(model, change, model_out)
 
 
@@ -226,26 +238,43 @@ def apply_update_to_dir(model_dir: Path, update: Path) -> None:
         OSError: a file cannot be read or written.
     """
     paths = model_files(model_dir)
-    ending = f".{secrets.token_hex(4)}.new"
     change, _ = open_update(update)
     with change:
         known: dict[str, TensorInfo] = {}
         for path in paths:
             with TensorFile(path) as shard:
                 known |= shard.tensors
-        _check_fit(change, known)
-        try:
+        check_fit(change, known)
+        with stage_files(paths) as new:
             for path in paths:
                 with TensorFile(path) as shard:
-                    _write_sum(shard, change, path.with_name(path.name + ending))
-            for path in paths:
-                os.replace(path.with_name(path.name + ending), path)
-        finally:
-            for path in paths:
-                path.with_name(path.name + ending).unlink(missing_ok=True)
+                    _write_sum(shard, change, new[path])
 
 
-def _check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+@contextmanager
+def stage_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
+    """Yield a temporary path beside each path; at the end all are moved into place, after an error none is.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    ending = f".{secrets.token_hex(4)}.new"
+    staged = {path: path.with_name(path.name + ending) for path in paths}
+    try:
+        yield staged
+        for path, new in staged.items():
+            os.replace(new, path)
+    finally:
+        for new in staged.values():
+            new.unlink(missing_ok=True)
+
+
+def check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+    """Check that a model has every tensor of an update, in its shape.
+
+    Raises:
+        TensorFileError: it does not.
+    """
     for name, info in change.tensors.items():
         if name not in model:
             raise TensorFileError(f"{change.path.name}: the model has no tensor {name[:200]!r}")

@@ -66,6 +66,8 @@ def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> N
                 raise click.ClickException(answer["error"]) if accepted else JobFileError(f"{job}: {answer['error']}")
             accepted = True
             click.echo(json.dumps(answer))
+            for warning in answer.get("warnings", ()):
+                click.echo(f"warning: {warning}", err=True)
     except NoSchedulerError as error:
         raise UnreachableNetworkError(str(error)) from None
     except JobFileError as error:

@@ -109,6 +109,16 @@ class SchedulerConfig(NodeConfig):
         """Absolute path of the directory in which jobs leave their results."""
         return (self.scheduler.output_dir or self.output_dir).resolve()
 
+    def config_warnings(self) -> list[str]:
+        """See `NodeConfig.config_warnings`."""
+        own = [f"scheduler.job.{line}" for line in (self.scheduler.job.warnings() if self.scheduler.job else ())]
+        numbered = enumerate(self.scheduler.jobs)
+        return [
+            *super().config_warnings(),
+            *own,
+            *(f"scheduler.jobs[{number}].{line}" for number, job in numbered for line in job.warnings()),
+        ]
+
     @classmethod
     def for_document(cls, data: dict[str, Any]) -> type[SchedulerConfig]:
         """Return the model that also knows the job tables of third parties' strategies that a file uses."""

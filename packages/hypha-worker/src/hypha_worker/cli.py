@@ -1,8 +1,11 @@
-"""The command ``hypha-worker``: the commands of every daemon, ``init`` with this machine's resources, and ``drain``."""
+"""The command ``hypha-worker``: the commands of every daemon, ``init`` with this machine's resources, and its own."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +16,17 @@ from hypha_net.node.cli import ConfigurationError, UnreachableNetworkError, conf
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import load_config
 from hypha_worker.config import WorkerConfig
+from hypha_worker.errors import IsolationError
 from hypha_worker.leasing.terms import MAX_DRAIN
 
 if TYPE_CHECKING:
     from hypha_net.node.lifecycle import Node
+    from hypha_worker.executors.isolation.assessment import Examination
+    from hypha_worker.logs.reader import StoredLog
 
 WORK_DIR = "hypha-work"
+FOLLOW_PAUSE = 0.25
+"""Seconds between looking for further output."""
 
 
 async def _serve(config: WorkerConfig, node: Node) -> None:
@@ -59,7 +67,26 @@ def _trainer() -> list[str]:
     return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python", *module]
 
 
-main = daemon_cli("hypha-worker", WorkerConfig, _serve, role="worker", example=example)
+def _examine(config: WorkerConfig | None) -> Examination:
+    from hypha_worker.executors.isolation.assessment import Examination
+    from hypha_worker.executors.isolation.stack import make_stack
+
+    with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
+        work_dir = Path(folder) if config is None else config.work_dir
+        disabled = () if config is None else config.isolation.disable
+        findings = make_stack(work_dir, disabled=disabled).findings
+    return Examination(findings, () if config is None else config.isolation.require)
+
+
+main = daemon_cli(
+    "hypha-worker",
+    WorkerConfig,
+    _serve,
+    role="worker",
+    example=example,
+    expected=(IsolationError,),
+    examine=_examine,
+)
 
 
 @main.command()
@@ -93,6 +120,62 @@ def drain(file: Path | None, socket: Path | None, timeout: float | None) -> None
         raise click.ClickException(str(error)) from None
     if answer.get("cancelled"):
         raise click.ClickException(f"{len(answer['cancelled'])} jobs did not end in time and were cancelled")
+
+
+@main.command()
+@click.argument("job", required=False)
+@config_option
+@click.option("--follow", is_flag=True, help="Print further output as it comes, until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), default=None, help="Print only so many of the last lines.")
+def logs(job: str | None, file: Path | None, tail: int | None, *, follow: bool) -> None:
+    """Print the output of a job on this machine, whether the worker runs or not.
+
+    JOB is the beginning of the job's id, or JOB/TASK with a task's name or the beginning of a lease; without it, all
+    logs are listed, the latest last. Of several attempts at a task the latest is printed. Exit codes: 0 printed, 1 the
+    logs cannot be read, 2 there is no such log, or JOB means several.
+    """
+    import time
+    from functools import partial
+
+    from hypha_worker.logs.reader import LogNotFoundError, find_log, follow_log, list_logs, read_log
+
+    folder = _load(file).log_folder().folder
+    try:
+        if job is None:
+            click.echo(describe_logs(list_logs(folder)), nl=False)
+            return
+        path = find_log(folder, job).path
+        wait = partial(time.sleep, FOLLOW_PAUSE)
+        for part in follow_log(path, wait, tail) if follow else read_log(path, tail):
+            click.echo(printable(part) if sys.stdout.isatty() else part, nl=False)
+    except LogNotFoundError as error:
+        raise ConfigurationError(f"{error}\n{describe_logs(error.matches)}".rstrip()) from None
+    except OSError as error:
+        raise click.ClickException(f"the logs cannot be read: {error}; run this as the user of the worker") from None
+
+
+def describe_logs(logs: Sequence[StoredLog]) -> str:
+    """Return a line for each log: its name, when it was last written, and whether its job still runs."""
+    return "".join(
+        f"{log}  {datetime.fromtimestamp(log.written).astimezone():%Y-%m-%d %H:%M:%S}"
+        f"{'' if log.has_ended else '  running'}\n"
+        for log in logs
+    )
+
+
+def printable(output: bytes) -> str:
+    """Return a job's output for a terminal, with control characters escaped but tabs and line endings."""
+    text = output.decode(errors="replace")
+    return "".join(char if char.isprintable() or char in "\t\r\n" else f"\\x{ord(char):02x}" for char in text)
+
+
+def _load(file: Path | None) -> WorkerConfig:
+    import os
+
+    try:
+        return load_config(WorkerConfig, file, os.environ, {}).config
+    except ConfigError as error:
+        raise ConfigurationError(f"name the worker by --config with its file\n{error}") from None
 
 
 def _configured_socket(file: Path | None) -> Path:

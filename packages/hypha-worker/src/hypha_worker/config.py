@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -25,6 +25,7 @@ from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.logs.run_log import LOGS, LogFolder
 
 
 def _peer(text: str) -> str:
@@ -64,6 +65,7 @@ def _executor_class(name: str) -> str:
     return name
 
 
+LayerName = Literal["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
 _PEER_ID_START: Final = "12D3Koo"
 _EXECUTOR_CLASS: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -99,7 +101,11 @@ class ResourcesSection(Section):
     cpu: Amount = Field(default=0.0, description="Cores.")
     memory: Amount = Field(default=0.0, description="RAM, GB.")
     storage: Amount = Field(default=0.0, description="Disk, GB.")
-    gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
+    gpu: Amount = Field(
+        default=0.0,
+        description="GPU memory, GB. Without resources.devices the GPUs that NVML finds are leased if their memory "
+        "sums up to it, within 10 %; otherwise one lease at a time gets all of it.",
+    )
     devices: list[DeviceSection] = Field(
         default=[], description="One table per GPU. With them, a lease gets whole GPUs, and a job sees only its own."
     )
@@ -201,7 +207,24 @@ class ExecutorSection(Section):
         default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
     )
     env: dict[str, str] = Field(
-        default={}, description="Environment variables of a process, in addition to this worker's own."
+        default={}, description="Environment variables of a process, in addition to those that it gets in any case."
+    )
+    network: bool = Field(
+        default=True, description="Whether a process may use the network; it reaches its job bridge in any case."
+    )
+    readable: list[Path] = Field(
+        default=[],
+        description="Files and folders that a process may read, in addition to the system's, its program's and those "
+        "that args and env name by absolute paths.",
+    )
+    writable: list[Path] = Field(
+        default=[], description="Files and folders that a process may also change, such as ~/.cache/uv."
+    )
+
+    sharded: bool = Field(
+        default=False,
+        description="Whether it distributes one model over several GPUs, as with device_map or FSDP. Only then may a "
+        "lease for it have the GPU memory that was requested on several GPUs.",
     )
 
     @model_validator(mode="after")
@@ -212,7 +235,14 @@ class ExecutorSection(Section):
     @property
     def settings(self) -> ExecutorSettings:
         """The keys that its runtime interprets."""
-        return ExecutorSettings(self.cmd, tuple(self.args), self.env)
+        return ExecutorSettings(
+            self.cmd,
+            tuple(self.args),
+            self.env,
+            self.network,
+            tuple(path.expanduser().absolute() for path in self.readable),
+            tuple(path.expanduser().absolute() for path in self.writable),
+        )
 
     @property
     def kind(self) -> str:
@@ -252,6 +282,19 @@ class CacheSection(Section):
     max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
 
 
+class LogsSection(Section):
+    """``[logs]``."""
+
+    max_size: float = Field(
+        default=10.0,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="Size of one log, the output of a job's or task's process, MB. Newer output replaces the older "
+        "half of it.",
+    )
+    keep: int = Field(default=100, ge=0, description="Number of logs of ended jobs and tasks that are kept.")
+
+
 _UNSUPPORTED_KEYS = {
     "connectors.buckets": "resources are not fetched from S3 yet",
     "connectors.s3_endpoint": "resources are not fetched from S3 yet",
@@ -260,6 +303,25 @@ _UNSUPPORTED_KEYS = {
     "cache.path": "slices and models are not kept between jobs yet",
     "cache.max_size": "slices and models are not kept between jobs yet",
 }
+
+
+class IsolationSection(Section):
+    """``[isolation]``."""
+
+    require: list[LayerName] = Field(
+        default=[],
+        description="Layers without which the worker does not start: cgroup, bubblewrap, own-uid, landlock, "
+        "supervisor, rlimits. hypha-worker probe tells which work.",
+    )
+    disable: list[LayerName] = Field(
+        default=[], description="Layers that are not used, for a machine on which one causes trouble."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> IsolationSection:
+        if both := sorted(set(self.require) & set(self.disable)):
+            raise ValueError(f"{both[0]} is both required and disabled: remove it from require or from disable")
+        return self
 
 
 class WorkerConfig(NodeConfig):
@@ -280,6 +342,10 @@ class WorkerConfig(NodeConfig):
     executors: list[ExecutorSection] = Field(default=[], description="The executors that run jobs.")
     connectors: ConnectorsSection = Field(default=ConnectorsSection(), description="What jobs may access.")
     cache: CacheSection = Field(default=CacheSection(), description="What is kept between jobs.")
+    isolation: IsolationSection = Field(
+        default=IsolationSection(), description="The layers that keep jobs from the machine and from each other."
+    )
+    logs: LogsSection = Field(default=LogsSection(), description="The output of jobs, in work_dir/logs.")
 
     @field_validator("executors")
     @classmethod
@@ -293,12 +359,23 @@ class WorkerConfig(NodeConfig):
         """Return what this worker can offer."""
         owned = self.resources
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
-        devices = tuple(Device(device.index, device.memory) for device in owned.devices)
         given = owned.default
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
-        executors = [(entry.descriptor, *entry.task_descriptors) for entry in self.executors]
-        announced = frozenset(descriptor for each in executors for descriptor in each if descriptor is not None)
-        return Capabilities(Capacity(amounts, devices), announced, defaults)
+        sharded: dict[ExecutorDescriptor, bool] = {}
+        for entry in self.executors:
+            for descriptor in (entry.descriptor, *entry.task_descriptors):
+                if descriptor is not None:
+                    sharded.setdefault(descriptor, entry.sharded)  # the first of a name runs its tasks
+        spreading = frozenset(descriptor for descriptor, is_sharded in sharded.items() if is_sharded)
+        return Capabilities(Capacity(amounts, self.listed_devices()), frozenset(sharded), defaults, spreading)
+
+    def listed_devices(self) -> tuple[Device, ...]:
+        """Return the GPUs that the configuration lists."""
+        return tuple(Device(device.index, device.memory) for device in self.resources.devices)
+
+    def log_folder(self) -> LogFolder:
+        """Return where the output of processes is stored."""
+        return LogFolder(self.work_dir / LOGS, int(self.logs.max_size * 1e6), self.logs.keep)
 
     def config_warnings(self) -> list[str]:
         """See `NodeConfig.config_warnings`."""

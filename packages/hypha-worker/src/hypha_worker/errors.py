@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError
+from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId
 
 _DISK_FAULTS: Final = frozenset(
@@ -20,11 +21,15 @@ _DISK_FAULTS: Final = frozenset(
 
 
 class ExecutionError(Exception):
-    """A job cannot continue; its scheduler reads the message as the reason."""
+    """A job cannot continue; its scheduler reads the message, without secret parts of URLs, as the reason."""
 
 
 class WorkReturnedError(ExecutionError):
     """This worker cannot continue a job, for a reason of its own: the job may go on without it."""
+
+
+class IsolationError(Exception):
+    """A layer of isolation that the owner requires does not work."""
 
 
 class StorageExceededError(TransferRefusedError):
@@ -36,7 +41,7 @@ class StorageExceededError(TransferRefusedError):
 
 
 class BridgeError(Exception):
-    """A request to the bridge that failed, as the executor reads it.
+    """A request to the bridge that failed, as the executor reads it: without secret parts of URLs.
 
     Attributes:
         status: the HTTP status.
@@ -45,10 +50,10 @@ class BridgeError(Exception):
     """
 
     def __init__(self, status: int, kind: str, detail: str) -> None:
-        super().__init__(detail)
         self.status = status
         self.kind = kind
-        self.detail = detail
+        self.detail = redact_urls(detail)
+        super().__init__(self.detail)
 
 
 class UnusableFileError(BridgeError):

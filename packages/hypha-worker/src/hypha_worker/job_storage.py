@@ -1,15 +1,18 @@
-"""The storage and the threads of one job: all bytes of its work directory together stay within its lease.
+"""The storage and the threads of one job: all bytes of its folders together stay within its lease.
 
 Called by everything that writes files for a job: `connectors`, `bridge`, the parameter server, and `hypha_net.transfer`
-through `StorageQuota`. What an executor's own processes write is counted when the next file is announced: a job that
-has used up its storage gets no further file, and its executor the reason.
+through `StorageQuota`. What an executor's own processes write is counted when the next file is announced, which a job
+that has used up its storage does not get, and regularly by `JobStorage.watch`, which ends the job.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -17,16 +20,27 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_worker.errors import StorageExceededError
+from hypha_worker.errors import ExecutionError, StorageExceededError
+from hypha_worker.job_files import JobFiles
+from hypha_worker.openat import walk
 
 GIGABYTE: Final = 10**9
 DEFAULT_STORAGE: Final = 10.0
 """GB of a job whose lease states none."""
 MAX_ENTRIES: Final = 100_000
 """Files and folders of a work directory that are looked at; with more the job gets no further file."""
+MAX_PATH: Final = 4096
+"""Characters of a path in a work directory; a job with longer ones gets no further file."""
 MAX_TRANSFERS: Final = 8
 """Fetches of one job that run at once; further ones wait."""
 _THREADS: Final = 8
+_OWN_FILES: Final = 1_000_000
+"""Bytes in the work directory that are not counted against a job while it runs: its specification, above all."""
+_WATCH_INTERVAL: Final = 0.5
+"""Seconds between two looks at a work directory, at least."""
+_WATCH_SHARE: Final = 20
+"""The pause is that many times as long as the look has taken, up to `_LONGEST_WATCH_INTERVAL`."""
+_LONGEST_WATCH_INTERVAL: Final = 30.0
 _BLOCK: Final = 512
 """Bytes in the unit of `st_blocks`, on every file system."""
 
@@ -53,6 +67,7 @@ class JobStorage:
             limit: bytes that the job may store in it.
         """
         self.limit = limit
+        self.files: Final = JobFiles(work_dir)
         self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
         self._root = os.path.realpath(work_dir)
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -70,6 +85,33 @@ class JobStorage:
             abandon: do not wait for the thread when the caller is cancelled; it may finish on deleted files.
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
+
+    async def watch(self) -> None:
+        """Look at the work directory until cancelled, and end the job if its processes have written too much.
+
+        Space on the disk counts, so that a sparse file takes what it has. Files that are open but have no name any
+        more are not seen.
+
+        Raises:
+            ExecutionError: the job stores more than its lease allows.
+        """
+        while True:
+            started = time.monotonic()
+            # a thread of its own: it must not wait for the job's transfers
+            used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
+            if used > self.limit + _OWN_FILES:
+                raise ExecutionError(
+                    f"the job stores {used} bytes, more than the {self.limit} of its lease (storage): request more, or "
+                    "raise [resources.default] storage of this worker"
+                )
+            pause = _WATCH_SHARE * (time.monotonic() - started)
+            await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
+
+    def _measure_space(self) -> int:
+        try:
+            return self._measure(set(), space=True)
+        except StorageExceededError as error:
+            raise ExecutionError(str(error)) from None
 
     def reserve(self, path: Path, size: int) -> None:
         """See `StorageQuota.reserve`; `path` may also be a folder, for all files in it.
@@ -101,47 +143,52 @@ class JobStorage:
             if known is not None:
                 self._present += known.size  # until it is looked at
 
-    def _measure(self, reserved: set[str]) -> int:
-        """Return the bytes of all files under the work directory but those in `reserved`; links are not followed.
+    def _measure(self, reserved: set[str], *, space: bool = False) -> int:
+        """Return the bytes of all files of the job but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
-        a transfer broke off.
+        a transfer broke off; with `space`, every file does.
         """
         total = count = 0
-        linked: set[tuple[int, int]] = set()
-        folders = [self._root]
-        while folders:
-            for entry in _list(folders.pop()):
-                count += 1
-                if count > MAX_ENTRIES:
-                    raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
-                if entry.path in reserved:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    total += _size(entry, linked)
+        seen: set[tuple[int, int]] = set()
+        for is_staged, path, about in self._walk(reserved):
+            count += 1
+            if count > MAX_ENTRIES:
+                raise StorageExceededError(f"the job's work directory holds more than {MAX_ENTRIES} files")
+            if len(path) > MAX_PATH:
+                raise StorageExceededError("the job's folders are nested deeper than a path may be long")
+            if stat.S_ISDIR(about.st_mode):
+                continue
+            key = about.st_dev, about.st_ino
+            if key in seen:
+                continue
+            if is_staged or about.st_nlink > 1:  # a staged file may be published meanwhile, and be met again
+                seen.add(key)
+            total += _size(path, about, space=space)
         return total
 
+    def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
+        """Yield everything in the staging folder, then in the job's, but for what is reserved."""
+        staging = os.path.realpath(self.files.staging)
+        for path, about in _walk_staging(staging, lambda path: f"{staging}/{path}" in reserved):
+            yield True, path, about
+        with suppress(FileNotFoundError):  # the job has not begun
+            for path, about in self.files.walk("", lambda path: f"{self._root}/{path}" in reserved):
+                yield False, path, about
 
-def _list(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-        return []
+
+def _walk_staging(folder: str, skip: Callable[[str], bool]) -> Iterator[tuple[str, os.stat_result]]:
+    with suppress(FileNotFoundError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield from walk(descriptor, "", skip)
+        finally:
+            os.close(descriptor)
 
 
-def _size(entry: os.DirEntry[str], linked: set[tuple[int, int]]) -> int:
-    """Return the bytes of a file; 0 for a further link of one in `linked`, or if it was removed meanwhile."""
-    try:
-        about = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return 0
-    if about.st_nlink > 1:
-        if (about.st_dev, about.st_ino) in linked:
-            return 0
-        linked.add((about.st_dev, about.st_ino))
-    if entry.name.startswith(".") and entry.name.endswith(".part"):
+def _size(path: str, about: os.stat_result, *, space: bool) -> int:
+    """Return the bytes of a file; with `space`, those that it takes on the disk."""
+    name = path.rpartition("/")[2]
+    if space or (name.startswith(".") and name.endswith(".part")):
         return min(about.st_size, about.st_blocks * _BLOCK)
     return about.st_size

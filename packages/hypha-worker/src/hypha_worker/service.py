@@ -10,7 +10,8 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,9 +54,13 @@ from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.control.server import ControlServer
 from hypha_worker.draining import Draining, Work
+from hypha_worker.executors.isolation.assessment import check_required, summarize
+from hypha_worker.executors.process.process_tree import end_left_processes
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
+from hypha_worker.hardware.devices import find_devices
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
 from hypha_worker.jobs.job_manager import JobManager
+from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
     Lease,
@@ -66,6 +71,7 @@ from hypha_worker.leasing.lease_manager import (
     UnknownLeaseError,
 )
 from hypha_worker.leasing.terms import LeaseUsage
+from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.execution import TaskExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
@@ -74,6 +80,7 @@ from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_wo
 
 if TYPE_CHECKING:
     from hypha_net.node.lifecycle import Node
+    from hypha_worker.executors.isolation.stack import IsolationStack
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +98,7 @@ _RENEWALS: Final = instrumentation.Counter(
 _ENDS: Final = instrumentation.Counter(
     "hypha.worker.lease.ends",
     "{lease}",
-    "Leases that ended, by how: expired, idle or released; stranger: releases by peers that have no such lease.",
+    "Leases that ended, by how: expired, idle, released or stuck; stranger: releases by peers that have no such lease.",
 )
 
 
@@ -150,17 +157,24 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
 
     Raises:
         OSError: the work directory cannot be used.
+        IsolationError: a required layer of isolation does not work.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
-    with open_socket_folder() as sockets, ExitStack() as stack:
-        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack)
+    with ExitStack() as stack:
+        isolation = await anyio.to_thread.run_sync(make_isolation, config)
+        end_processes = partial(_end_left, config.work_dir, isolation)
+        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack, end_processes)
+        sockets = stack.enter_context(open_socket_folder(config.work_dir))
+        logs = config.log_folder()
+        await anyio.to_thread.run_sync(logs.open)
+        settings = _host_settings(config, sockets, logs, isolation)
         async with anyio.create_task_group() as tasks:
-            capabilities = config.capabilities()
+            capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
             jobs = JobManager(
                 endpoint,
                 lease_manager,
-                make_factories(config, sockets),
+                make_factories(config, settings),
                 config.work_dir,
                 tasks,
                 default_storage=config.resources.default.storage,
@@ -172,7 +186,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, sockets),
+                make_task_factories(config, settings),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
             )
@@ -207,19 +221,49 @@ def _runtimes(config: WorkerConfig) -> list[Runtime]:
     return [find_runtime(name) for name in sorted({executor.runtime for executor in config.executors})]
 
 
+def find_capabilities(config: WorkerConfig) -> Capabilities:
+    """Return what this worker can offer, with the GPUs that the driver reports. Takes up to a second."""
+    capabilities = config.capabilities()
+    found = find_devices(config.listed_devices(), config.resources.gpu)
+    return replace(capabilities, capacity=Capacity(capabilities.capacity.resources, found.devices, found.largest))
+
+
 def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     """Return the owner's policy on what jobs may access."""
     connectors = config.connectors
     return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
 
 
-def _host_settings(config: WorkerConfig, sockets: Path) -> HostSettings:
-    return HostSettings(make_access_policy(config), sockets, has_devices=bool(config.resources.devices))
+def make_isolation(config: WorkerConfig) -> IsolationStack:
+    """Return the layers that confine processes on this machine, and log them; blocks for some hundred milliseconds.
+
+    Raises:
+        IsolationError: a layer that the owner requires does not work.
+    """
+    from hypha_worker.executors.isolation.stack import make_stack
+
+    work_dir = config.work_dir.absolute()
+    private = (work_dir, config.key_pem.absolute())
+    stack = make_stack(work_dir, private=private, disabled=config.isolation.disable)
+    check_required(stack.findings, config.isolation.require)
+    is_sandboxed, text = summarize(stack.findings)
+    _log.log(logging.INFO if is_sandboxed else logging.WARNING, "%s", text)
+    return stack
 
 
-def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, TaskExecutionFactory]:
+def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
+    """End what the runs of a killed worker have left."""
+    end_left_processes(work_dir)
+    isolation.sweep()
+
+
+def _host_settings(config: WorkerConfig, sockets: Path, logs: LogFolder, stack: IsolationStack) -> HostSettings:
+    has_devices = bool(config.resources.devices) or config.resources.gpu > 0
+    return HostSettings(make_access_policy(config), sockets, has_devices=has_devices, logs=logs, stack=stack)
+
+
+def make_task_factories(config: WorkerConfig, host: HostSettings) -> Mapping[str, TaskExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
-    host = _host_settings(config, sockets)
     made: dict[str, TaskExecutionFactory] = {}
     for executor in config.executors:
         runtime = find_runtime(executor.runtime)
@@ -229,9 +273,8 @@ def make_task_factories(config: WorkerConfig, sockets: Path) -> Mapping[str, Tas
     return made
 
 
-def make_factories(config: WorkerConfig, sockets: Path) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
+def make_factories(config: WorkerConfig, host: HostSettings) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
     """Return, for each configured executor, the function that makes an execution of a job."""
-    host = _host_settings(config, sockets)
     return {
         descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
         for executor in config.executors

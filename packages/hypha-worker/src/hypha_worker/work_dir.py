@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
+
+from hypha_worker.job_files import JobFiles
 
 _log = logging.getLogger(__name__)
 
 SOCKET_FOLDER_LIMIT: Final = 90
 """Bytes of the folder's path that leave enough space for the name of a socket."""
-_JOB_FOLDER: Final = re.compile(r"(hypha|outputs)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_JOB_FOLDER: Final = re.compile(r"(hypha|outputs|incoming)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def prepare_work_dir(folder: Path) -> None:
@@ -33,24 +36,43 @@ def prepare_work_dir(folder: Path) -> None:
         _log.warning("work_dir %s has mode %04o, wider than 0750: run chmod 750 %s", folder, mode, folder)
 
 
-def clear_work_dir(folder: Path, stack: ExitStack) -> None:
-    """Remove folders of jobs and outputs left by a killed worker, unless another worker uses the work directory.
+def work_dir_key(folder: Path) -> str:
+    """Return a name for a work directory by which what its worker has left elsewhere is found: 12 hex digits."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]
+
+
+def clear_work_dir(folder: Path, stack: ExitStack, end_processes: Callable[[], None] = lambda: None) -> None:
+    """Remove what a killed worker has left, unless another worker uses the work directory.
 
     The folder stays locked until `stack` is closed, so that no other worker removes this one's jobs.
+
+    Args:
+        folder: the work directory.
+        stack: holds the lock.
+        end_processes: ends the processes that the worker has left; called first.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in [path for path in folder.iterdir() if _JOB_FOLDER.fullmatch(path.name)]:
+        end_processes()
+        found = [path for path in folder.iterdir() if _JOB_FOLDER.fullmatch(path.name)]
+        for path in [*found, *_left_socket_folders(folder)]:
             _log.warning("removing %s, left by a worker that was killed", path)
             remove_folder(path)
     except BlockingIOError:
-        _log.info("work_dir %s is used by another worker: job folders of killed workers are not removed", folder)
+        _log.info("work_dir %s is used by another worker: what killed workers left is not removed", folder)
     except OSError as error:
-        _log.warning("work_dir %s cannot be locked, job folders of killed workers are not removed: %s", folder, error)
+        _log.warning("work_dir %s cannot be locked, what killed workers left is not removed: %s", folder, error)
         return
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def remove_job_files(files: JobFiles) -> None:
+    """Close a job's files and remove both of its folders, as `remove_folder` does."""
+    files.close()
+    remove_folder(files.work_dir)
+    remove_folder(files.staging)
 
 
 def remove_folder(folder: Path) -> None:
@@ -139,11 +161,29 @@ def _collecting(errors: list[OSError]) -> Iterator[None]:
             errors.append(error)
 
 
-@contextmanager
-def open_socket_folder() -> Iterator[Path]:
-    """Create a private folder whose path is short enough for Unix sockets; remove it on exit."""
+def _socket_base() -> str:
+    """Return a folder for temporary files whose path is short enough."""
     base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > SOCKET_FOLDER_LIMIT - len("/hypha-12345678"):
-        base = "/tmp"
-    with tempfile.TemporaryDirectory(prefix="hypha-", dir=base, ignore_cleanup_errors=True) as folder:
+    return "/tmp" if len(os.fsencode(base)) > SOCKET_FOLDER_LIMIT - len("/hypha-0123456789ab-12345678") else base
+
+
+def _left_socket_folders(work_dir: Path) -> list[Path]:
+    return [path for path in Path(_socket_base()).glob(f"hypha-{work_dir_key(work_dir)}-*") if _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def open_socket_folder(work_dir: Path) -> Iterator[Path]:
+    """Create a private folder whose path is short enough for Unix sockets; remove it on exit.
+
+    Its name tells whose it is, so that a worker with the same work directory removes what a killed one has left.
+    """
+    prefix = f"hypha-{work_dir_key(work_dir)}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_socket_base(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.data.preprocess import load_preprocessor, preprocessed_columns
 from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.diloco.replica import Replica
+from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generators
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
 from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
@@ -41,6 +43,8 @@ class Setup:
     group: ProcessGroup
     measure: Callable[[Sequence[Path], int], Evaluation] | None
     """Evaluates the model on files with a batch size; None if this process cannot compute the model alone."""
+    begin_round: Callable[[int], None]
+    """Seeds the random generators for a round, by its number from 1, and sets the learning-rate schedule to it."""
 
 
 def build_setup(
@@ -62,7 +66,9 @@ def build_setup(
     )  # afterwards no process has whole tensors
     placed, optimizer = device.prepare(
         model,
-        lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler, config.first_step or 0),
+        lambda parameters: InnerOptimizer(
+            parameters, config.optimizer, config.scheduler, config.first_step or 0, config.round_steps
+        ),
     )
     replica = before or Replica(model, files.model, group.leads)
     weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, group)
@@ -79,7 +85,12 @@ def build_setup(
     trainer = Trainer(placed, inputs, optimizer, device, preprocess, limits)
     whole = group.leads and not device.is_sharded
     measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
-    return Setup(trainer, replica, weights, group, measuring)
+    return Setup(trainer, replica, weights, group, measuring, partial(_begin_round, config, optimizer))
+
+
+def _begin_round(config: TrainConfig, optimizer: InnerOptimizer, number: int) -> None:
+    seed_generators(round_seed(config.seed or 0, config.member, number))
+    optimizer.begin_round(number)
 
 
 def _measuring(

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -32,6 +32,29 @@ UNREACHABLE: Final = 3
 
 C = TypeVar("C", bound=NodeConfig)
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+
+class Examination(Protocol):
+    """What a program finds out about its own machine, for ``probe`` without an address."""
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The result for people."""
+        ...
+
+    @property
+    def value(self) -> Any:
+        """The result as JSON."""
+        ...
+
+    @property
+    def passed(self) -> bool:
+        """Whether the machine has what the configuration requires."""
+        ...
+
+
+Examine = Callable[[C | None], Examination]
+"""Examines the machine; gets the configuration if one is named."""
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -99,6 +122,7 @@ def daemon_cli(
     role: str,
     example: Values | None = None,
     expected: tuple[type[Exception], ...] = (),
+    examine: Examine[C] | None = None,
 ) -> DaemonGroup:
     """Build the command line of a daemon.
 
@@ -109,8 +133,9 @@ def daemon_cli(
         role: role in its health answer; ``gateway`` also makes its endpoint a gateway's.
         example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
         expected: errors of the program that are logged in one line, without traceback.
+        examine: what ``probe`` does without an address; by default it needs one.
     """
-    program = _Program(name, config, serve, role, example or {}, expected)
+    program = _Program(name, config, serve, role, example or {}, expected, examine)
 
     @click.group(
         name,
@@ -166,6 +191,7 @@ class _Program:
         role: str,
         example: Values,
         expected: tuple[type[Exception], ...],
+        examine: Examine[Any] | None,
     ) -> None:
         self.name = name
         self.config = config
@@ -173,6 +199,7 @@ class _Program:
         self.role = role
         self.example = example
         self.expected = expected
+        self.examine = examine
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""
@@ -264,17 +291,16 @@ def _example(program: _Program, *, lan: bool) -> dict[str, Any]:
 
 
 def _probe(program: _Program) -> click.Command:
-    @click.command("probe")
-    @click.argument("address")
+    @click.command("probe", help=_PROBE_HELP + (_EXAMINE_HELP if program.examine is not None else ""))
+    @click.argument("address", required=program.examine is None)
     @config_option
     @set_option
     @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True)
     @format_option
-    def probe(address: str, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
-        """Ask the node at ADDRESS, a multiaddr, for its health and identity.
-
-        Exit code 0: healthy; 1: not healthy; 3: not reachable.
-        """
+    def probe(address: str | None, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
+        if address is None:
+            _examine(program, file, settings, form)
+            return
         answer = _ask(program, address, file, settings, timeout)
         if form == "json":
             click.echo(json.dumps(answer))
@@ -286,6 +312,26 @@ def _probe(program: _Program) -> click.Command:
         click.get_current_context().exit(DONE if answer["healthy"] else FAILED)
 
     return probe
+
+
+_PROBE_HELP: Final = """Ask the node at ADDRESS, a multiaddr, for its health and identity.
+
+Exit code 0: healthy; 1: not healthy; 3: not reachable."""
+_EXAMINE_HELP: Final = """
+
+Without ADDRESS, tell how well this machine contains jobs; with --config, as that
+configuration has it. Exit code 1: it lacks what the configuration requires."""
+
+
+def _examine(program: _Program, file: Path | None, settings: tuple[str, ...], form: str) -> None:
+    assert program.examine is not None
+    found = program.examine(program.load(file, settings).config if file or settings else None)
+    if form == "json":
+        click.echo(json.dumps(found.value))
+    else:
+        for line in found.lines:
+            click.echo(line)
+    click.get_current_context().exit(DONE if found.passed else FAILED)
 
 
 def _ask(

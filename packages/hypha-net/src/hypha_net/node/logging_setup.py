@@ -1,4 +1,4 @@
-"""Logging of a daemon: text lines or JSON on stderr; stdout is reserved for data."""
+"""Logging of a daemon: text lines or JSON on stderr, without secret parts of URLs; stdout is reserved for data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Final, Literal, TextIO
+
+from hypha_net.redaction import redact_urls
 
 LogFormat = Literal["text", "json"]
 
@@ -76,8 +78,9 @@ class _TextFormatter(logging.Formatter):
     """Text lines such as ``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(record.getMessage())}"
-        return f"{text}\n  {_escape(self.formatException(record.exc_info))}" if record.exc_info else text
+        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(redact_urls(record.getMessage()))}"
+        exception = redact_urls(self.formatException(record.exc_info)) if record.exc_info else ""
+        return f"{text}\n  {_escape(exception)}" if exception else text
 
 
 class _JsonFormatter(logging.Formatter):
@@ -88,8 +91,8 @@ class _JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": redact_urls(record.getMessage()),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = redact_urls(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)

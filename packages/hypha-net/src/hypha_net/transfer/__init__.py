@@ -14,7 +14,7 @@ receives their headers. `push_target` and `push_slots` say where a push may be w
 from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
-from hypha_net.transfer.io.sources import Buffer, describe
+from hypha_net.transfer.io.sources import Buffer, Content, describe
 from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.pull_client import PullResult, pull, pull_bytes
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
@@ -27,6 +27,7 @@ __all__ = [
     "MIN_RATE",
     "BandwidthLimits",
     "Buffer",
+    "Content",
     "FilePushTarget",
     "MemoryPushTarget",
     "PullResult",

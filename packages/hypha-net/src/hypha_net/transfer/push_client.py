@@ -6,7 +6,6 @@ Called through `hypha_net.transfer.push`; the other side is `push_server`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import anyio
@@ -21,7 +20,7 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
-from hypha_net.transfer.io.sources import Buffer, Source, make_source
+from hypha_net.transfer.io.sources import Content, Source, make_source
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
@@ -36,7 +35,7 @@ END_TIMEOUT: Final = 5.0
 
 
 async def push(
-    endpoint: Endpoint, peer: PeerId, content: Path | Buffer, header: PushHeader, *, timeout: float = 600.0
+    endpoint: Endpoint, peer: PeerId, content: Content, header: PushHeader, *, timeout: float = 600.0
 ) -> int:
     """Push a file or a buffer to `peer` and wait for its receipt; return the bytes sent, repeated ones included.
 

@@ -23,6 +23,8 @@ DECISION_WINDOW: Final = 0.25
 """Seconds between the first acceptable offer and the decision: half the life of a nearby worker's offer."""
 DENIED: Final = "denied"
 """Code of a peer that did not grant the lease that it had offered; not sent, unlike `REJECTION_CODES`."""
+EXCLUDED: Final = "excluded"
+"""Code of a peer that the job excludes (`RoleRequest.excluded`); not sent."""
 _DECISION_MARGIN: Final = 0.025
 """Seconds between a decision and the last moment at which an offer can be accepted, for delays on this machine."""
 _ACCEPT_MARGIN: Final = 0.01
@@ -77,6 +79,9 @@ class RoleRequest:
     starts_at_minimum: bool = False
     """Whether the job starts once it holds the minimum, and gets each further lease as it is found. Otherwise the first
     search delivers its leases together at its end."""
+    excluded: frozenset[PeerId] = frozenset()
+    """Peers whose offers are ignored, as work has failed there. A lease of one of them without a task is released once
+    the role has another lease; until then it is kept, and another is sought beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ class Auction:
         role = self._request_roles.get(offer.request_id)
         if role is None or self._backoff.is_left_out(peer, now):
             return False
-        if (reasons := self._reasons_against(offer, self._requests[role])) is not None:
+        if (reasons := self._reasons_against(peer, offer, self._requests[role])) is not None:
             self._offers.pop((peer, role), None)
             self._record_rejection(peer, role, reasons)
             return False
@@ -196,8 +201,11 @@ class Auction:
         self.rejections.pop((peer, role), None)
         return True
 
-    def _reasons_against(self, offer: WorkerOffer, role_request: RoleRequest) -> Reasons | None:
+    def _reasons_against(self, peer: PeerId, offer: WorkerOffer, role_request: RoleRequest) -> Reasons | None:
         role, wanted = role_request.role, role_request.spec.resources
+        if peer in role_request.excluded:
+            text = f"is excluded for {role}: attempts of this job failed there"
+            return Reasons(reasons=(text,), rejections=(Rejection(code=EXCLUDED),))
         if offer.price > role_request.max_price:
             text = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
             return Reasons(reasons=(text,), rejections=(Rejection(code="price"),))
@@ -291,6 +299,8 @@ class Auction:
     def all_offers_in(self, candidates: Collection[PeerId] | None, now: float) -> bool:
         """Return whether waiting cannot improve the choice: every candidate has made an offer for every open role.
 
+        Those that a role excludes are not waited for.
+
         Args:
             candidates: all peers that may make offers, or None if there may be others than those that are known.
             now: the local monotonic clock, seconds.
@@ -301,7 +311,11 @@ class Auction:
         bidders = {(offer.peer, offer.role) for offer in self._usable(now)}
         taken = self._taken_peers()
         waited_for = (peer for peer in candidates if peer not in taken and not self._backoff.is_left_out(peer, now))
-        return all((peer, role) in bidders for peer in waited_for for role in open_roles)
+        return all(
+            (peer, role) in bidders or peer in self._requests[role].excluded
+            for peer in waited_for
+            for role in open_roles
+        )
 
     def decide(self, now: float) -> tuple[AcceptedOffer, ...]:
         """Select the best offers; the caller renews each and passes it to `confirm` or `deny`."""

@@ -14,14 +14,26 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import Reasons, Rejection
 from hypha_proto.resources import Resources
-from hypha_scheduler.allocation.auction import DENIED
+from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 
 TAKEN: Final = "taken"
 """Code of a peer that already has another role of this job."""
 UNKNOWN: Final = "unknown"
 """Code of a worker that gives its reasons in words only, as older ones do."""
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
-_ORDER: Final = ("draining", "not-allowed", "executor", *_UNITS, "price", "quota", "busy", DENIED, TAKEN, UNKNOWN)
+_ORDER: Final = (
+    "draining",
+    "not-allowed",
+    "executor",
+    *_UNITS,
+    "price",
+    "quota",
+    "busy",
+    DENIED,
+    EXCLUDED,
+    TAKEN,
+    UNKNOWN,
+)
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
 _PERMANENT: Final = ("draining", "not-allowed", "executor", "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""

@@ -7,12 +7,14 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
+from msgspec.structs import replace
 
 from hypha_net.transfer import PullSource, describe
 from hypha_proto.errors import TensorFileError
@@ -20,7 +22,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError, files_unusable
-from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.hub_download import HubSource, download
 from hypha_scheduler.jobs.model_files import MODEL_PATTERNS, model_names, preprocessor_names
 
 _log = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ class Artifact:
 
     reference: Reference
     files: tuple[ArtifactFile, ...] = ()
+    origin: HuggingFaceReference | None = None
+    """Repository and commit of `files`, without a token, if they are from a hub."""
 
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return the requested file, or a refusal."""
@@ -56,24 +61,29 @@ def artifact_dataset(job_id: uuid.UUID, name: str) -> str:
 async def open_preprocessor(
     table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str = "preprocessor"
 ) -> Artifact | None:
-    """Copy a local preprocessor to `copy` and return it for serving as `name`; None if executors fetch it from the hub.
+    """Copy a preprocessor to `copy` and return it for serving as `name`; None if executors fetch it from the hub.
 
     Raises:
-        JobFailedError: the directory does not exist or holds no preprocessor files.
+        JobFailedError: the directory or repository does not exist or holds no preprocessor files.
     """
-    if table is None or table.path is None:
+    if table is None or (table.path is None and not table.serve):
         return None
-    names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
-    files = [ArtifactFile(file, PullSource(copy / file, (await describe(copy / file))[1])) for file in names]
-    return _served_artifact(scheduler, artifact_dataset(job_id, name), files)
+    origin: HuggingFaceReference | None = None
+    if table.path is not None:
+        names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
+    else:
+        origin = await anyio.to_thread.run_sync(_download, "preprocessor", table, copy, abandon_on_cancel=True)
+        names = list(origin.filenames)
+    return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
 
 
-def _served_artifact(scheduler: PeerId, dataset: str, files: list[ArtifactFile]) -> Artifact:
-    names = tuple(file.name for file in files)
+async def _served_artifact(
+    scheduler: PeerId, dataset: str, folder: Path, names: Sequence[str], origin: HuggingFaceReference | None = None
+) -> Artifact:
+    files = [ArtifactFile(name, PullSource(folder / name, (await describe(folder / name))[1])) for name in names]
     resource = SliceAddress(dataset=dataset, index=0)
-    return Artifact(
-        PeersReference(peers=(scheduler,), strategy=One(), resource=resource, filenames=names), tuple(files)
-    )
+    reference = PeersReference(peers=(scheduler,), strategy=One(), resource=resource, filenames=tuple(names))
+    return Artifact(reference, tuple(files), None if origin is None else replace(origin, token=None))
 
 
 def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
@@ -100,19 +110,26 @@ async def open_start_model(
 ) -> Artifact:
     """Copy a start model to `copy` and return where executors fetch it: from its hub, or served here as `name`.
 
-    Files that an earlier run of the job has left in `copy` are overwritten.
+    A model of a hub that is served has another copy in `served_copy`, since `copy` gets the job's updates. Files that
+    an earlier run of the job has left in `copy` are overwritten.
 
     Raises:
         JobFailedError: the directory or repository does not exist or holds no model.
     """
-    if model.path is None:
-        return Artifact(await anyio.to_thread.run_sync(_download, model, copy, abandon_on_cancel=True))
-    names = await anyio.to_thread.run_sync(_copy_model, model.path, model.filenames, copy)
-    files = []
-    for file in names:
-        path = model.path / file
-        files.append(ArtifactFile(file, PullSource(path, (await describe(path))[1])))
-    return _served_artifact(scheduler, artifact_dataset(job_id, name), files)
+    source, origin = model.path, None
+    if source is None:
+        source = served_copy(copy) if model.serve else copy
+        origin = await anyio.to_thread.run_sync(_download, "model", model, source, abandon_on_cancel=True)
+        if not model.serve:
+            return Artifact(origin)
+    wanted = model.filenames if origin is None else origin.filenames
+    names = await anyio.to_thread.run_sync(_copy_model, source, wanted, copy)
+    return await _served_artifact(scheduler, artifact_dataset(job_id, name), source, names, origin)
+
+
+def served_copy(copy: Path) -> Path:
+    """Return the directory from which a start model of a hub is served while its job runs, beside the job's `copy`."""
+    return copy.with_name(f".{copy.name}-served")
 
 
 def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
@@ -127,28 +144,12 @@ def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str
     return names
 
 
-def _download(model: ModelTable, target: Path) -> HuggingFaceReference:
+def _download(key: str, table: ArtifactTable, target: Path) -> HuggingFaceReference:
     """Download a repository's files and return a reference to the same commit for the workers."""
-    from huggingface_hub import HfApi, snapshot_download  # imported late: takes 0.5 s
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    repository = str(model.repository)
-    token = model.token.get_secret_value() if model.token else None
-    endpoint = os.environ.get("HF_ENDPOINT")
-    try:
-        commit = HfApi(endpoint=endpoint, token=token).model_info(repository, revision=model.revision).sha
-        snapshot_download(
-            repository, revision=commit, token=token, local_dir=target, endpoint=endpoint,
-            allow_patterns=list(model.filenames or MODEL_PATTERNS),
-            max_workers=1,  # threads share one client, which huggingface_hub closes for all of them when one fails
-        )  # fmt: skip
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error}") from None
-    except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
-        raise JobFailedError(f"model.repository: {repository} cannot be fetched: {error!r:.400}") from error
-    shutil.rmtree(target / ".cache", ignore_errors=True)
-    names = model.filenames or tuple(sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file()))
-    return HuggingFaceReference(repository=repository, revision=commit, filenames=names, token=token)
+    token = table.token.get_secret_value() if table.token else None
+    source = HubSource(key, str(table.repository), table.revision, token, table.filenames, MODEL_PATTERNS)
+    commit, names = download(source, target)
+    return HuggingFaceReference(repository=source.repository, revision=commit, filenames=names, token=token)
 
 
 async def add_update(model: Path, update: Path) -> None:
@@ -159,8 +160,19 @@ async def add_update(model: Path, update: Path) -> None:
     """
     from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
 
-    try:
+    with translate_update_errors(model, update):
         await anyio.to_thread.run_sync(partial(apply_update_to_dir, model, update))
+
+
+@contextmanager
+def translate_update_errors(model: Path, update: Path) -> Iterator[None]:
+    """Translate errors while an update file is added to the model in a directory.
+
+    Raises:
+        JobFailedError: the update does not match the model, or a file cannot be used.
+    """
+    try:
+        yield
     except OSError as error:
         if error.filename is None:
             error = OSError(error.errno, error.strerror, str(model))

@@ -70,10 +70,27 @@ class JobTable(Table):
         """Return what is wrong with the local files that the job names, one line each."""
         return []
 
+    def warnings(self) -> list[str]:
+        """Return what the job's owner should know before it runs, one line each: which secrets its workers get."""
+        tables = {name: getattr(self, name) for name in type(self).model_fields}
+        return [
+            token_warning(f"{name}.token", f"set {name}.serve = true, so that this scheduler serves the files, or ")
+            for name, table in tables.items()
+            if isinstance(table, ArtifactTable) and table.repository and table.token is not None and not table.serve
+        ]
+
     @property
     def allocation_timeout(self) -> float:
         """Seconds to find the workers without which the job cannot begin."""
         return ALLOCATION_TIMEOUT
+
+
+def token_warning(key: str, remedy: str = "") -> str:
+    """Return the warning about a hub token that workers get."""
+    return (
+        f"{key} is handed to every worker that this job leases, whoever owns it, since any worker that this network's "
+        f"certificates admit may make the best offer: {remedy}use a token that reads this repository only"
+    )
 
 
 class ArtifactTable(Table):
@@ -83,7 +100,14 @@ class ArtifactTable(Table):
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
     filenames: tuple[str, ...] = Field(default=(), description="Files to use; if empty, all that a model needs.")
-    token: SecretStr | None = Field(default=None, description="Access token of the hub.")
+    token: SecretStr | None = Field(
+        default=None, description="Access token of the hub. Workers get it, unless serve = true."
+    )
+    serve: bool = Field(
+        default=False,
+        description="Whether this scheduler downloads the files of repository and serves them to the workers, which "
+        "then need no access to the hub and get no token. The files of path are always served.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ArtifactTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from hypha_scheduler.jobs.artifacts import (
     hub_reference,
     open_preprocessor,
     open_start_model,
+    served_copy,
 )
 from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.output_download import download_output
@@ -47,6 +49,7 @@ class RunnerContext:
     _datasets: dict[str, tuple[Dataset, Providers]] = field(default_factory=dict)
     _artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By the name of the dataset under which they are served."""
+    _served_copies: list[Path] = field(default_factory=list)
 
     @property
     def scheduler(self) -> PeerId:
@@ -83,6 +86,7 @@ class RunnerContext:
         Raises:
             JobFailedError: it does not exist or has no usable files.
         """
+        self._served_copies.append(served_copy(copy))
         artifact = await self._open_artifact(table, name, copy)
         self._artifacts[artifact_dataset(self.job_id, name)] = artifact
         return artifact
@@ -100,6 +104,11 @@ class RunnerContext:
         self.on_notice(name, message)
 
     # ------------------------------------------------------------------------------------------------- for the runner
+
+    def remove_served_copies(self) -> None:
+        """Remove the files that were only there to be served while the job ran."""
+        for folder in self._served_copies:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def has_dataset(self, name: str) -> bool:
         """Return whether the job has opened a dataset."""

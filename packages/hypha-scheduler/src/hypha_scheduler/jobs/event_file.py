@@ -1,4 +1,7 @@
-"""Event file: what happens in a job, as JSON lines in ``metrics.jsonl`` and in the log. Called by `events`."""
+"""Event file: what happens in a job, as JSON lines in ``metrics.jsonl`` and in the log. Called by `events`.
+
+Secret parts of URLs are hidden.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from hypha_net.redaction import redact_urls
 from hypha_scheduler.jobs.json_lines import JsonLinesFile, cut_last_line
 
 _log = logging.getLogger(__name__)
@@ -57,8 +61,10 @@ def _readable(event: str, fields: Mapping[str, object]) -> str:
 def _short(value: int | float | str) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value).partition("\n")[0][:_MAX_TEXT]
+    return redact_urls(str(value)).partition("\n")[0][:_MAX_TEXT]
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, str):
+        return redact_urls(value)  # workers' reasons
     return None if isinstance(value, float) and not math.isfinite(value) else value

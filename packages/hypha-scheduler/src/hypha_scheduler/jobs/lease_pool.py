@@ -135,7 +135,8 @@ class LeasePool:
         self._is_stale = True
 
     def _missing(self) -> tuple[RoleRequest, ...]:
-        held = Counter(lease.role for lease in self._held.values())
+        unusable = {lease.id for request in self._wanted for lease in self._unusable(request)}
+        held = Counter(lease.role for lease in self._held.values() if lease.id not in unusable)
         short = ((request, request.count - held[request.role]) for request in self._wanted)
         return tuple(
             replace(request, count=count, minimum=max(0, request.minimum - held[request.role]))
@@ -144,11 +145,21 @@ class LeasePool:
         )
 
     def _release_surplus(self) -> None:
+        for request in self._wanted:
+            unusable = self._unusable(request)
+            if len(unusable) < sum(lease.role == request.role for lease in self._held.values()):
+                for lease in unusable:
+                    self.release(lease.id, "attempts of this job failed at its worker")
         wanted = {request.role: request.count for request in self._wanted}
         for role, count in Counter(lease.role for lease in self._held.values()).items():
             idle = [lease for lease in self.held if lease.role == role and not self.has_task(lease.id)]
             for lease in idle[::-1][: max(0, count - wanted.get(role, 0))]:  # the newest first
                 self.release(lease.id, "the job needs it no longer")
+
+    def _unusable(self, request: RoleRequest) -> list[Lease]:
+        """Return the leases of a role at peers that it excludes on which no task runs."""
+        at_excluded = (lease for lease in self.held if lease.role == request.role and lease.peer in request.excluded)
+        return [lease for lease in at_excluded if not self.has_task(lease.id)]
 
     def _start_search(self) -> None:
         missing = self._missing()
@@ -228,6 +239,7 @@ class LeasePool:
         self._began = True
         leases = tuple(Lease(offer.lease, offer.peer, offer.role, offer.price) for offer in offers)
         self._held |= {lease.id: lease for lease in leases}
+        self._is_stale = True  # they may take the place of others
         self.observer.on_acquired(leases, seconds)
 
     # --------------------------------------------------------------------------------------------------------- events

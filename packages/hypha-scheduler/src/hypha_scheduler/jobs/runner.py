@@ -97,7 +97,7 @@ _CHECK_INTERVAL: Final = 0.5
 _MIN_RETRY: Final = 0.05
 """Shortest time in seconds after which an operator is asked again for a slice."""
 _MAX_LINE: Final = 500
-_MAX_LINES: Final = 40
+_MAX_LINES: Final = 50
 _MAX_REASON: Final = 1000
 _MAX_TEXT: Final = 400
 """Characters of a peer's reason in an event."""
@@ -233,6 +233,7 @@ class JobRunner:
                 self._effects.close()
                 with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
                     await self._pool.close("the job is over")
+                self._context.remove_served_copies()  # also when the job is cancelled, so not in a thread
             self._tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -759,7 +760,8 @@ class JobRunner:
             _log.warning("push of %s refused: %s", peer, target.reason)
             return target
         on_complete = partial(self._push_complete, task, header, target)
-        return FilePushTarget(target.path, target.max_bytes, on_complete, slot=f"{self.directory}/{task.lease.id}")
+        slot = f"{self.directory}/{task.lease.id}/{target.slot}"
+        return FilePushTarget(target.path, target.max_bytes, on_complete, slot=slot)
 
     async def _push_complete(
         self, task: TaskRef, header: PushHeader | None, target: PushTarget, _size: int, digest: str

@@ -37,7 +37,7 @@ MAX_OUTPUT_BYTES: Final = 1 << 40
 """Largest size in bytes of all outputs of one attempt."""
 MAX_REASON: Final = 1000
 MAX_LINE: Final = 500
-MAX_LINES: Final = 40
+MAX_LINES: Final = 50
 _MAX_MESSAGE: Final = 400
 _MAX_DATASET: Final = 200
 _MAX_METRICS: Final = 100

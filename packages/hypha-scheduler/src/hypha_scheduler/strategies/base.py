@@ -269,6 +269,8 @@ class PushTarget:
     max_bytes: int
     prepare: Callable[[Path], Awaitable[None]] | None = None
     """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` fails the job."""
+    slot: str = ""
+    """Of one lease's pushes into one slot only the last is received: a repeated push takes over from one that hangs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Submission server: accepts jobs from `hypha-scheduler submit` over a Unix socket that only its owner can open.
 
 Each connection carries one job: a JSON object ``{"job": {…}}``, or ``{"resume": directory, "job": {…}}`` for one that
-was interrupted, answered by JSON lines that say that it was accepted, with its id and directory, and how it ended.
-Closing the connection does not stop the job. Called by `service`.
+was interrupted, answered by JSON lines that say that it was accepted, with its id, directory and warnings, and how it
+ended. Closing the connection does not stop the job. Called by `service`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +32,7 @@ SOCKET_NAME: Final = "scheduler.sock"
 _MAX_JOB_BYTES: Final = 16 << 20
 """Enough for 10,000 tasks."""
 _READ_TIMEOUT: Final = 10.0
+_MAX_WARNINGS: Final = 10
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 
 
@@ -107,11 +108,22 @@ class SubmissionServer:
                 assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
                 await self._run(stream, self.resume_job, job.job, job.job_id)
             else:
-                await self._run(stream, self.run_job, job, uuid.uuid4())
+                await self._run(stream, self.run_job, job, uuid.uuid4(), job.warnings()[:_MAX_WARNINGS])
 
-    async def _run(self, stream: anyio.abc.SocketStream, run_job: RunJob, job: JobTable, job_id: uuid.UUID) -> None:
+    async def _run(
+        self,
+        stream: anyio.abc.SocketStream,
+        run_job: RunJob,
+        job: JobTable,
+        job_id: uuid.UUID,
+        warnings: Sequence[str] = (),
+    ) -> None:
         directory = str((self.runs / str(job_id)).absolute())
-        await _answer(stream, {"accepted": True, "job_id": str(job_id), "directory": directory})
+        accepted: dict[str, Any] = {"accepted": True, "job_id": str(job_id), "directory": directory}
+        if warnings:
+            _log.warning("job %s: %s", job_id, "; ".join(warnings))
+            accepted["warnings"] = list(warnings)
+        await _answer(stream, accepted)
         try:
             result = await run_job(job, job_id)
         except JobFailedError as error:

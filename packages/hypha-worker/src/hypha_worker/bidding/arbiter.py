@@ -129,4 +129,6 @@ class Arbiter:
     def _allocate(self, request: WorkerRequest, free: Capacity) -> Allocation | None:
         if self.policy.strategy == "whole":
             return free.whole()
-        return free.fit(self.capabilities.with_defaults(request.spec.resources, free.resources))
+        sharded = self.capabilities.is_sharded(request.spec.executor)
+        wanted = self.capabilities.with_defaults(request.spec.resources, free.available(sharded=sharded))
+        return free.fit(wanted, sharded=sharded)

@@ -5,7 +5,7 @@ Pure; called by `arbiter`. Of other schedulers' leases a reason reveals only tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,19 +61,30 @@ def resource_reasons(
     policy: OfferPolicy, capabilities: Capabilities, request: WorkerRequest, free: Capacity
 ) -> Iterator[RejectionReason]:
     """Yield the resources of which the machine has too little, or too little at present."""
-    wanted, total = request.spec.resources, capabilities.capacity.resources
+    wanted, sharded = request.spec.resources, capabilities.is_sharded(request.spec.executor)
+    total = capabilities.capacity.available(sharded=sharded)
     lacking = total.lacking(wanted)
     for name in lacking:
         required, available = getattr(wanted, name), getattr(total, name)
         text = f"{name}: {required:g} requested, this worker has {available:g}"
+        if name not in capabilities.capacity.resources.lacking(wanted):
+            text = _single_gpu_text(wanted, total, request.spec.executor)
         yield RejectionReason(text, Rejection(code=name, required=required, available=available))
-    leased = [name for name in free.resources.lacking(wanted) if name not in lacking]
-    if policy.strategy == "whole" and not free.resources.covers(total):
+    leased = [name for name in free.available(sharded=sharded).lacking(wanted) if name not in lacking]
+    if policy.strategy == "whole" and not free.resources.covers(capabilities.capacity.resources):
         yield _busy("the machine is offered as a whole only, and a part of it is leased")
     elif leased:
         yield _busy(f"{', '.join(leased)}: this worker has enough, but too much of it is leased")
     if policy.strategy == "flexible":
         yield from _default_reasons(capabilities, wanted, free)
+
+
+def _single_gpu_text(wanted: Resources, single: Resources, executors: Sequence[ExecutorDescriptor]) -> str:
+    named = ", ".join(executor_text(executor) for executor in executors[:MAX_EXECUTORS])
+    return (
+        f"gpu: {wanted.gpu:g} requested, and the largest GPU of this worker has {single.gpu:g}; it gives several to "
+        f"executors with sharded = true only, which distribute a model over them, not to {named or 'others'}"
+    )
 
 
 def _default_reasons(capabilities: Capabilities, wanted: Resources, free: Capacity) -> Iterator[RejectionReason]:

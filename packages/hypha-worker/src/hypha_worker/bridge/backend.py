@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from typing import Final, Protocol, TypedDict
 
 import msgspec
@@ -68,8 +69,9 @@ from hypha_worker.errors import (
     not_allowed,
     to_bridge_error,
 )
+from hypha_worker.job_files import JobFiles
 from hypha_worker.jobs.references import check_peers, job_references, reference_peers, with_secrets
-from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
+from hypha_worker.paths import check_relative, safe_name
 
 _log = logging.getLogger(__name__)
 
@@ -231,11 +233,15 @@ class JobBridgeBackend:
             return await self._fetch_artifact(reference, wanted)
 
     @property
+    def _job_files(self) -> JobFiles:
+        return self.files.storage.files
+
+    @property
     def _job(self) -> instrumentation.Attributes:
         return {"hypha.job.id": str(self.spec.job_id), "hypha.lease.id": str(self.lease)}
 
     async def _fetch_artifact(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
-        folder = resolve_folder(self.work_dir, wanted.path or ARTIFACTS)
+        folder = self._job_files.make_folder(wanted.path or ARTIFACTS)
         if isinstance(reference, PeersReference):
             return await self._fetch_from_peers(reference, folder, is_bare=not wanted.path)
         storage = self.files.storage
@@ -250,14 +256,16 @@ class JobBridgeBackend:
         executor = self.spec.executor
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{_data_text(executor)}")
-        folder, number = resolve_folder(self.work_dir, path or ARTIFACTS), self._fetched
-        slices = AssignedSlices(reference.peer, self.spec.job_id, self.lease, self.files, self.work_dir)
+        folder, number = self._job_files.make_folder(path or ARTIFACTS), self._fetched
+        slices = AssignedSlices(reference.peer, self.spec.job_id, self.lease, self.files)
         return await slices.fetch(
             reference.dataset,
             lambda assigned: folder / (slice_file_name(reference.dataset, assigned, number) if path else FIRST_SLICE),
         )
 
-    async def _fetch_from_peers(self, reference: PeersReference, folder: Path, is_bare: bool) -> Sequence[FetchedFile]:
+    async def _fetch_from_peers(
+        self, reference: PeersReference, folder: PurePosixPath, is_bare: bool
+    ) -> Sequence[FetchedFile]:
         address = reference.resource
         if address is None:
             raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
@@ -266,27 +274,23 @@ class JobBridgeBackend:
         files = []
         for index, name in enumerate(names, address.index):
             target = folder / check_relative(name)
-            resolve_folder(self.work_dir, relative_text(self.work_dir, target.parent))
-            pulled, peer = await self.files.pull(
+            self._job_files.make_folder(str(target.parent))
+            pulled, peer = await self.files.fetch(
                 reference.peers, SliceAddress(dataset=address.dataset, index=index), target
             )
-            files.append(self._pulled(target, pulled, peer, {}))
+            files.append(self._pulled(target, pulled, peer))
         return files
 
-    def _pulled(self, path: Path, pulled: transfer.PullResult, peer: PeerId, extra: dict[str, str]) -> FetchedFile:
-        metadata = {"source": f"peer:{peer}", "timestamp": _now(), **extra}
-        return FetchedFile(
-            path=relative_text(self.work_dir, path), size=pulled.size, checksum=pulled.digest, metadata=metadata
-        )
+    def _pulled(self, path: PurePosixPath, pulled: transfer.PullResult, peer: PeerId) -> FetchedFile:
+        metadata = {"source": f"peer:{peer}", "timestamp": _now()}
+        return FetchedFile(path=str(path), size=pulled.size, checksum=pulled.digest, metadata=metadata)
 
     def _downloaded(self, file: DownloadedFile) -> FetchedFile:
         source, _, origin = file.source.partition(":")
         hub = source == "huggingface"
         metadata = {"source": source, "origin": origin} if hub else {"source": file.source}
         metadata["timestamp"] = _now()
-        return FetchedFile(
-            path=relative_text(self.work_dir, file.path), size=file.size, checksum=file.checksum, metadata=metadata
-        )
+        return FetchedFile(path=str(file.path), size=file.size, checksum=file.checksum, metadata=metadata)
 
     async def send(self, wanted: Transfer) -> Sent:
         """See `BridgeBackend.send`."""
@@ -294,24 +298,28 @@ class JobBridgeBackend:
         if not reference.peers:
             raise bad_request("peers: [] names no receiver: name one or more of the peers of this job's references")
         check_peers(self.spec, reference)
-        path = resolve_file(self.work_dir, wanted.path)
+        with self._job_files.open_file(wanted.path) as file:  # what takes its place from now on is not sent
+            return await self._send(reference, wanted, file)
+
+    async def _send(self, reference: PeersReference, wanted: Transfer, file: FileIO) -> Sent:
         kind = self._kind_for(reference.peers)
         # older executors send no round number: then each send is the next round
         number = self._next_numbers.get(kind, 1) if wanted.round is None else wanted.round
-        size, digest = await transfer.describe(path)
+        size, digest = await transfer.describe(file)
         header = PushHeader(
             job_id=self.spec.job_id,
             round=number,
             kind=kind,
-            name=path.name,
+            name=PurePosixPath(wanted.path).name,
             size=size,
             digest=digest,
             samples=wanted.samples or 0,
             lease=self.lease,
+            scheduler=self.scheduler,
         )
         about = {"hypha.round": number, "hypha.file.size": size}
         with instrumentation.span(f"send {kind}", about, parent=self.traceparent):
-            sent = await self.files.push(reference, path, header)
+            sent = await self.files.push(reference, file, header)
         self._next_numbers[kind] = number + 1
         return Sent({str(peer): count for peer, count in sent.items()}, number, size, digest)
 
@@ -323,7 +331,7 @@ class JobBridgeBackend:
     async def check_receive(self, wanted: Transfer) -> None:
         """See `BridgeBackend.check_receive`."""
         self._senders(wanted)
-        resolve_folder(self.work_dir, wanted.path or "received")
+        self._job_files.make_folder(wanted.path or "received")
 
     async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
         """See `BridgeBackend.next_pending_file`."""
@@ -336,7 +344,7 @@ class JobBridgeBackend:
 
     async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
         """See `BridgeBackend.claim_file`."""
-        return self.queue.claim(file, resolve_folder(self.work_dir, wanted.path or "received"))
+        return self.queue.claim(file, self._job_files.make_folder(wanted.path or "received"))
 
     async def report(self, progress: Progress) -> ProgressResponse:
         """See `BridgeBackend.report`."""

@@ -6,13 +6,11 @@ into an event of ``/resources/receive``.
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 import uuid
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio
@@ -23,7 +21,7 @@ from hypha_proto.bridge_api import ReceivedFile
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.paths import relative_text, safe_name
+from hypha_worker.paths import safe_name
 
 QUEUE_LIMIT: Final = 64
 """Largest number of queued files of the job's own kind, and of all other files; further pushes are refused."""
@@ -76,9 +74,7 @@ class DeliveryQueue:
         if reason is not None:
             return Refusal(reason=reason)
         self._accepted += 1
-        folder = self.work_dir / ".inbox"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / f"{self._accepted:06d}"
+        path = self.storage.files.staging_folder("pushes") / f"{self._accepted:06d}"
 
         async def on_complete(size: int, digest: str) -> None:
             self._add(PendingFile(self._completed, peer, header, path, size), digest)
@@ -130,19 +126,21 @@ class DeliveryQueue:
             await self._changed.wait()
         return None
 
-    def claim(self, file: PendingFile, folder: Path) -> ReceivedFile | None:
+    def claim(self, file: PendingFile, folder: PurePosixPath) -> ReceivedFile | None:
         """Move a file to the executor's folder; return None if another stream has claimed it.
 
         It has the name that its sender gave it; where a file has this name, `-1` or a higher number before its suffix.
+
+        Raises:
+            BridgeError: the folder cannot be used; the file stays queued.
         """
         if file not in self._pending:
             return None
-        target = _unused_path(folder, file.name)
-        os.replace(file.path, target)
+        target = self.storage.files.publish_beside(file.path, folder, file.name)
         self._pending.remove(file)
         header = file.header
         return ReceivedFile(
-            path=relative_text(self.work_dir, target),
+            path=str(target),
             size=file.size,
             from_peer=file.peer,
             sequence=file.sequence,
@@ -154,12 +152,3 @@ class DeliveryQueue:
         """End the queue: wake all waiters and accept nothing more."""
         self._closed = True
         self._changed.set()
-
-
-def _unused_path(folder: Path, name: str) -> Path:
-    """Return a path in `folder` that nothing has: that of `name`, or of ``stem-1.suffix`` and so on."""
-    target = folder / name
-    numbers = itertools.count(1)
-    while os.path.lexists(target):
-        target = folder / f"{Path(name).stem}-{next(numbers)}{Path(name).suffix}"
-    return target

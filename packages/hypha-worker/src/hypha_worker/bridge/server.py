@@ -9,31 +9,21 @@ its clients do: the connection of a client that stops reading is closed.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.errors import BridgeError, ExecutionError, job_ending
+from hypha_worker.bridge.unix_socket import BridgeStartError, SocketPlace, bind_socket
+from hypha_worker.errors import BridgeError, job_ending
 
 if TYPE_CHECKING:
     from hypha_worker.bridge.http_server import HttpServer
-
-SOCKET_PATH_LIMIT: Final = 107
-"""Largest number of bytes in a Unix socket's path (Linux)."""
-_BACKLOG: Final = 128
-"""Connections that wait until the server has begun."""
-
-
-class BridgeStartError(ExecutionError):
-    """The bridge of a job could not be opened."""
 
 
 def preload() -> None:
@@ -42,8 +32,8 @@ def preload() -> None:
 
 
 @asynccontextmanager
-async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]:
-    """Serve `backend` at the Unix socket `path` while the context is open.
+async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[None]:
+    """Serve `backend` at a Unix socket, which is created now, while the context is open.
 
     After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
     server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
@@ -51,8 +41,7 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
     Raises:
         BridgeStartError: the socket cannot be created.
     """
-    listener = _bind(path)
-    try:
+    with bind_socket(place) as listener:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
             server = _BridgeServer(backend, portal, listener)
             tasks.start_soon(server.run)
@@ -62,8 +51,6 @@ async def open_bridge(backend: BridgeBackend, path: Path) -> AsyncIterator[None]
                 with anyio.CancelScope(shield=True):
                     await server.stop()
                     await portal.stop(cancel_remaining=True)
-    finally:
-        _unbind(listener, path)
 
 
 class _BridgeServer:
@@ -101,28 +88,6 @@ class _BridgeServer:
         await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
         if not self._server.should_exit:
             raise BridgeStartError("the job's bridge ended while the job was running")
-
-
-def _bind(path: Path) -> socket.socket:
-    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-        raise BridgeStartError(
-            f"socket path {path} exceeds the system's limit of {SOCKET_PATH_LIMIT} bytes: "
-            "set TMPDIR to a shorter folder"
-        )
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise BridgeStartError(f"socket {path}: {error.strerror}") from error
-    return listener
-
-
-def _unbind(listener: socket.socket, path: Path) -> None:
-    listener.close()
-    path.unlink(missing_ok=True)
 
 
 def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> HttpServer:

@@ -6,12 +6,12 @@ confined to one attempt: its work directory and what its definition names.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
+from io import FileIO
+from pathlib import PurePosixPath
 from typing import Final, NoReturn
 
 from hypha_net import transfer
@@ -27,7 +27,7 @@ from hypha_proto.bridge_api import (
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SchedulerReference, SliceAddress
 from hypha_proto.progress import Progress, ProgressResponse
-from hypha_proto.tasks import TaskProgress
+from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.backend import ARTIFACTS, OutputFile, Sent, SentOutput
 from hypha_worker.bridge.delivery_queue import PendingFile
@@ -46,9 +46,10 @@ from hypha_worker.errors import (
     not_found,
     storage_exceeded,
 )
-from hypha_worker.paths import check_relative, relative_text, resolve_file, resolve_folder, safe_name
+from hypha_worker.job_files import JobFiles
+from hypha_worker.paths import check_relative, safe_name
 from hypha_worker.tasks.execution import TaskContext
-from hypha_worker.tasks.output_files import copy_files, describe_files, list_files
+from hypha_worker.tasks.output_files import copy_file, describe_file, describe_files, list_files
 
 SLICES: Final = "slices"
 """Folder of slices for which the executor names none."""
@@ -89,10 +90,8 @@ class TaskBridgeBackend:
     async def _fetch_slice(self, dataset: str, folder: str) -> FetchedFile:
         """Fetch the next slice that the scheduler assigns to this task."""
         context = self.context
-        target = resolve_folder(context.work_dir, folder or SLICES)
-        slices = AssignedSlices(
-            context.scheduler, context.job_id, context.lease, context.fetcher.files, context.work_dir, _SLICE_TIMEOUT
-        )
+        target = self._job_files.make_folder(folder or SLICES)
+        slices = AssignedSlices(context.scheduler, context.job_id, context.lease, context.fetcher.files, _SLICE_TIMEOUT)
         self._slices += 1
         number = self._slices
         with self._translating_errors():
@@ -103,28 +102,42 @@ class TaskBridgeBackend:
         context.traffic.received += fetched.size
         return fetched
 
+    @property
+    def _job_files(self) -> JobFiles:
+        return self.context.storage.files
+
     def _take_resource(self, name: str, place: str, folder: str) -> list[FetchedFile]:
-        work_dir = self.context.work_dir
-        names = [path for path, _ in list_files(name, work_dir, place, 1 << 20)]
-        root = work_dir / place
-        if folder:
-            target = resolve_folder(work_dir, folder)
-            target = target / name if names == [""] else target
-            if name in os.listdir(target.parent) and names == [""]:
-                target.unlink()
-            copy_files(root, target, names, self.context.storage)
-            root = target
-        files = describe_files(root, names)
+        """Describe a resource where it is, or copy it to a folder and describe the copy."""
+        names = [path for path, _ in list_files(name, self._job_files, place, 1 << 20)]
+        root = PurePosixPath(place)
+        if not folder:
+            files = [self._describe(root, path) for path in names]
+        else:
+            root = self._job_files.make_folder(folder)
+            root = root / name if names == [""] else root
+            files = self._copy_resource(PurePosixPath(place), root, names)
         metadata = {"source": f"resource:{name}", "timestamp": _now()}
         return [
-            FetchedFile(
-                path=relative_text(work_dir, (root / file.path if file.path else root).resolve()),
-                size=file.size,
-                checksum=file.digest,
-                metadata=metadata,
-            )
+            FetchedFile(path=str(root / file.path), size=file.size, checksum=file.digest, metadata=metadata)
             for file in files
         ]
+
+    def _describe(self, root: PurePosixPath, path: str) -> StoredFile:
+        with self._job_files.open_file(str(root / path)) as file:
+            return describe_file(file, path)
+
+    def _copy_resource(self, source: PurePosixPath, target: PurePosixPath, names: list[str]) -> list[StoredFile]:
+        """Copy a resource: a single file replaces one of its name, those of a folder are added."""
+        with self._job_files.staged() as staged:
+            for path in names:
+                with self._job_files.open_file(str(source / path)) as file:
+                    copy_file(file, staged / path if path else staged, self.context.storage)
+            described = describe_files(staged, names)
+            if names == [""]:
+                self._job_files.publish(staged, target)
+            else:
+                self._job_files.publish_tree(staged, target)
+        return list(described)
 
     async def send_resource(self, wanted: ResourceTransfer) -> SentOutput:
         """See `BridgeBackend.send_resource`."""
@@ -148,14 +161,14 @@ class TaskBridgeBackend:
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch`: what the executor finds out that it needs, from the Hub, a URL or a named peer."""
         self._check_peers(wanted.reference)
-        folder = resolve_folder(self.context.work_dir, wanted.path or ARTIFACTS)
+        folder = self._job_files.make_folder(wanted.path or ARTIFACTS)
         with self._translating_errors():
             async with self.context.storage.transfers:
                 files = await self._fetch(wanted.reference, folder)
         self.context.traffic.received += sum(file.size for file in files)
         return files
 
-    async def _fetch(self, reference: Reference, folder: Path) -> Sequence[FetchedFile]:
+    async def _fetch(self, reference: Reference, folder: PurePosixPath) -> Sequence[FetchedFile]:
         fetcher = self.context.fetcher
         if isinstance(reference, HuggingFaceReference):
             found = await fetcher.download_from_hub(self._with_token(reference), folder)
@@ -165,23 +178,21 @@ class TaskBridgeBackend:
         assert not isinstance(reference, SchedulerReference)  # `_check_peers` has refused it
         return [self._downloaded(await fetcher.download_from_uri(reference.value, folder))]
 
-    async def _fetch_from_peers(self, reference: PeersReference, folder: Path) -> FetchedFile:
+    async def _fetch_from_peers(self, reference: PeersReference, folder: PurePosixPath) -> FetchedFile:
         address = reference.resource
         if address is None:
             raise bad_request("a reference to peers can be fetched only with a resource (dataset and index)")
         target = folder / f"{safe_name(address.dataset)}-{address.index}.safetensors"
         wanted = SliceAddress(dataset=address.dataset, index=address.index)
-        pulled, peer = await self.context.fetcher.files.pull(reference.peers, wanted, target)
+        pulled, peer = await self.context.fetcher.files.fetch(reference.peers, wanted, target)
         return self._fetched(target, pulled.size, pulled.digest, f"peer:{peer}")
 
     def _downloaded(self, file: DownloadedFile) -> FetchedFile:
         return self._fetched(file.path, file.size, file.checksum, file.source)
 
-    def _fetched(self, path: Path, size: int, checksum: str, source: str) -> FetchedFile:
+    def _fetched(self, path: PurePosixPath, size: int, checksum: str, source: str) -> FetchedFile:
         metadata = {"source": source, "timestamp": _now()}
-        return FetchedFile(
-            path=relative_text(self.context.work_dir, path), size=size, checksum=checksum, metadata=metadata
-        )
+        return FetchedFile(path=str(path), size=size, checksum=checksum, metadata=metadata)
 
     def _with_token(self, reference: HuggingFaceReference) -> HuggingFaceReference:
         """Return the token of the definition with a repository that it names; the executor knows none."""
@@ -216,20 +227,24 @@ class TaskBridgeBackend:
         is_result = self.context.spec.sends is True and set(reference.peers) == {self.context.scheduler}
         if not is_result:
             self._check_peers(reference)
-        path = resolve_file(self.context.work_dir, wanted.path)
-        with self._translating_errors():
-            size, digest = await transfer.describe(path)
-            header = PushHeader(
-                job_id=self.context.job_id,
-                round=wanted.round or 0,
-                kind=TASK_RESULT if is_result else OTHER_FILE,
-                name=path.name,
-                size=size,
-                digest=digest,
-                samples=wanted.samples or 0,
-                lease=self.context.lease,
-            )
-            sent = await self.context.fetcher.files.push(reference, path, header)
+        kind = TASK_RESULT if is_result else OTHER_FILE
+        with self._translating_errors(), self._job_files.open_file(wanted.path) as file:
+            return await self._send(reference, wanted, kind, file)
+
+    async def _send(self, reference: PeersReference, wanted: Transfer, kind: str, file: FileIO) -> Sent:
+        size, digest = await transfer.describe(file)
+        header = PushHeader(
+            job_id=self.context.job_id,
+            round=wanted.round or 0,
+            kind=kind,
+            name=PurePosixPath(wanted.path).name,
+            size=size,
+            digest=digest,
+            samples=wanted.samples or 0,
+            lease=self.context.lease,
+            scheduler=self.context.scheduler,
+        )
+        sent = await self.context.fetcher.files.push(reference, file, header)
         return Sent({str(peer): count for peer, count in sent.items()}, header.round, size, digest)
 
     # --------------------------------------------------------------------------------- what only training jobs have

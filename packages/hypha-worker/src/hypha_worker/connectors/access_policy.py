@@ -1,16 +1,27 @@
 """The owner's policy on what jobs may access: hosts, Hub repositories and local folders.
 
-Called by `downloads` before each request. Pure apart from resolving paths.
+Called by `downloads` before each request. Pure apart from resolving paths and opening files.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from hypha_net.redaction import redact_urls
 from hypha_worker.errors import bad_request, not_allowed, not_found
+from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
+
+
+def shown_url(url: str) -> str:
+    """Return a URL as an error shows it: without secret parts, and of bounded length."""
+    return redact_urls(url)[:120]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +42,9 @@ class AccessPolicy:
             parts = urlsplit(url)
             host = parts.hostname
         except ValueError as error:
-            raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
+            raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"value: {url[:120]!r} is not an http, https or file URL: use one of these schemes")
+            raise bad_request(f"value: {shown_url(url)!r} is not an http, https or file URL: use one of these schemes")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
             raise not_allowed(
                 f"value: host {host[:120]!r} is not in connectors.hosts of this worker: its owner may add it"
@@ -58,7 +69,7 @@ class AccessPolicy:
         """
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"value: {url[:120]!r} names a host other than this one: use file:///path")
+            raise bad_request(f"value: {shown_url(url)!r} names a host other than this one: use file:///path")
         path = self.resolve_path(unquote(parts.path), "value")
         if not path.is_file():
             raise not_found(f"file {str(path)[:120]!r} does not exist")
@@ -82,3 +93,32 @@ class AccessPolicy:
                 f"{name}: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
             )
         return path
+
+    def open_file(self, path: Path) -> FileIO:
+        """Open a regular file that `resolve_path` or `resolve_file_url` has returned, for reading.
+
+        Raises:
+            BridgeError: it was moved or replaced meanwhile.
+            OSError: it cannot be opened.
+        """
+        for root in (root.resolve() for root in self.roots):
+            if root in path.parents:
+                with _open(root) as folder:
+                    return _open_beneath(folder, path.relative_to(root))
+        raise not_allowed(f"path: {str(path)[:120]!r} is under none of the worker's connectors.roots")
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_beneath(folder: int, path: Path) -> FileIO:
+    try:
+        return open_regular(folder, PurePosixPath(path.as_posix()), links=None)
+    except (LinkInPathError, IrregularFileError) as error:
+        raise bad_request(f"path: {str(path)[:120]!r} was replaced while it was opened ({error.strerror})") from None

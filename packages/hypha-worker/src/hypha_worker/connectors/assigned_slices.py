@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Final
 
 import anyio
@@ -22,7 +22,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
 from hypha_worker.errors import UnusableFileError, peer_failed
-from hypha_worker.paths import relative_text, safe_name
+from hypha_worker.paths import safe_name
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +48,15 @@ class AssignedSlices:
     job_id: uuid.UUID
     lease: uuid.UUID
     files: PeerFiles
-    work_dir: Path
-    """Paths in answers are relative to it."""
     timeout: float = 10.0
     """Seconds that one attempt at asking for a slice may take."""
 
-    async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], Path]) -> FetchedFile:
+    async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], PurePosixPath]) -> FetchedFile:
         """Fetch the next slice.
 
         Args:
             dataset: name of the dataset.
-            name_file: returns where to write a slice.
+            name_file: returns where to write a slice, relative to the job's folder.
 
         Raises:
             BridgeError: there is none (410) or none is free yet (503), the scheduler refuses or does not answer, or
@@ -83,11 +81,11 @@ class AssignedSlices:
                 return fetched
         raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
 
-    async def _pull(self, dataset: str, assigned: SliceAssigned, target: Path) -> FetchedFile:
+    async def _pull(self, dataset: str, assigned: SliceAssigned, target: PurePosixPath) -> FetchedFile:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
-        pulled, peer = await self.files.pull(providers, address, target, assigned.digest, check=check, is_slice=True)
+        pulled, peer = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
         metadata = {
             "source": f"peer:{peer}",
             "timestamp": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -95,9 +93,7 @@ class AssignedSlices:
             "slice": str(assigned.index),
             "epoch": str(assigned.epoch or 0),
         }
-        return FetchedFile(
-            path=relative_text(self.work_dir, target), size=pulled.size, checksum=pulled.digest, metadata=metadata
-        )
+        return FetchedFile(path=str(target), size=pulled.size, checksum=pulled.digest, metadata=metadata)
 
 
 def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:

@@ -12,20 +12,20 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urljoin, urlsplit
 
 import anyio
 import anyio.from_thread
 
+from hypha_net.redaction import redact_urls
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.access_policy import AccessPolicy, shown_url
 from hypha_worker.errors import (
     BridgeError,
     StorageExceededError,
@@ -47,6 +47,7 @@ _REDIRECTS: Final = 5
 _IDLE: Final = 60.0
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt at a download from the Hub that broke off."""
+_TOKEN: Final = re.compile(r"[!-~]*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -54,7 +55,8 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 class DownloadedFile:
     """A downloaded file."""
 
-    path: Path
+    path: PurePosixPath
+    """Relative to the job's folder."""
     size: int
     checksum: str
     """``sha256:…``"""
@@ -66,31 +68,37 @@ def _digest(path: Path) -> tuple[int, str]:
         return path.stat().st_size, f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-async def _describe(path: Path, source: str, storage: JobStorage) -> DownloadedFile:
-    size, checksum = await storage.run(_digest, path, abandon=True)
-    return DownloadedFile(path, size, checksum, source)
-
-
 @contextmanager
-def _incomplete(target: Path, storage: JobStorage) -> Iterator[Path]:
-    """Yield the path of an incomplete file beside `target`; remove it on exit, if it is still there."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-    except StorageExceededError as error:
-        raise to_bridge_error(error) from error
-    finally:
-        part.unlink(missing_ok=True)
-        storage.release(part)
+def _staged(storage: JobStorage) -> Iterator[Path]:
+    """Yield the path of an incomplete file; remove it on exit, if it is still there."""
+    with storage.files.staged("downloads") as path:
+        try:
+            yield path
+        except StorageExceededError as error:
+            raise to_bridge_error(error) from error
+        finally:
+            storage.release(path)
+
+
+async def _publish(staged: Path, target: PurePosixPath, source: str, storage: JobStorage) -> DownloadedFile:
+    """Move a complete file into the job's folder; its digest is that of what was downloaded."""
+    size, checksum = await storage.run(_digest, staged, abandon=True)
+    storage.files.publish(staged, target)
+    return DownloadedFile(target, size, checksum, source)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Hub
 
 
 async def download_from_hub(
-    reference: HuggingFaceReference, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
+    reference: HuggingFaceReference,
+    folder: PurePosixPath,
+    access: AccessPolicy,
+    *,
+    storage: JobStorage,
+    timeout: float = 1800.0,
 ) -> list[DownloadedFile]:
-    """Download files of a repository to `folder`, under their names in the repository.
+    """Download files of a repository to `folder` of the job, under their names in the repository.
 
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
@@ -103,33 +111,30 @@ async def download_from_hub(
     names = [check_relative(name).as_posix() for name in reference.filenames]
     if not names:
         raise bad_request("filenames: [] names nothing to fetch: name at least one file of the repository")
+    if not _TOKEN.fullmatch(reference.token or ""):  # the HTTP client's error would repeat it
+        raise bad_request("token: it has characters that no token has, such as spaces: write it without them")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise bad_request(f"repository: {repository[:120]!r}: {str(error)[:400]}") from error
-    downloaded = []
     try:
         with anyio.fail_after(timeout):
-            for name in names:
-                path = await _download_from_hub(reference, name, folder, storage)
-                source = f"huggingface:{repository}@{reference.revision or 'main'}/{name}"
-                downloaded.append(await _describe(path, source, storage))
+            return [await _download_from_hub(reference, name, folder, storage) for name in names]
     except TimeoutError:
         raise timed_out(f"repository {repository[:120]!r} was not downloaded within {timeout:g} s") from None
-    return downloaded
 
 
-async def _download_from_hub(reference: HuggingFaceReference, name: str, folder: Path, storage: JobStorage) -> Path:
+async def _download_from_hub(
+    reference: HuggingFaceReference, name: str, folder: PurePosixPath, storage: JobStorage
+) -> DownloadedFile:
     from huggingface_hub import get_async_session
 
-    target = folder / name
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _incomplete(target, storage) as part:
+    with _staged(storage) as part:
         download = _HubDownload(reference, name, part, storage)
         async with get_async_session() as client:
             await download.run(client)
-        os.replace(part, target)
-    return target.resolve()
+        source = f"huggingface:{reference.repository}@{reference.revision or 'main'}/{name}"
+        return await _publish(part, folder / name, source, storage)
 
 
 @dataclass(slots=True)
@@ -267,40 +272,47 @@ def _append(storage: JobStorage, path: Path, file: FileIO, announced: int, block
 
 
 async def download_from_uri(
-    url: str, folder: Path, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
+    url: str,
+    folder: PurePosixPath,
+    access: AccessPolicy,
+    *,
+    storage: JobStorage,
+    name: str | None = None,
+    timeout: float = 1800.0,
 ) -> DownloadedFile:
-    """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder`.
+    """Download the file at an ``https:``, ``http:`` or ``file:`` URL to `folder` of the job.
+
+    Its name there is `name`, by default the last part of the URL's path.
 
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the server is unreachable.
     """
     scheme, path = _split(url)
-    target = folder / safe_name(path.rsplit("/", 1)[-1])
+    target = folder / (name or safe_name(path.rsplit("/", 1)[-1]))
     try:
-        with _incomplete(target, storage) as part:
+        with _staged(storage) as part:
             if scheme == "file":
-                await storage.run(_copy, access.resolve_file_url(url), part, storage)
+                await storage.run(_copy, access.resolve_file_url(url), part, access, storage)
             else:
                 with anyio.fail_after(timeout):
                     await _download(url, part, access, storage)
-            os.replace(part, target)
+            return await _publish(part, target, redact_urls(url), storage)
     except TimeoutError:
-        raise timed_out(f"{url[:120]} was not downloaded within {timeout:g} s") from None
-    return await _describe(target, url, storage)
+        raise timed_out(f"{shown_url(url)} was not downloaded within {timeout:g} s") from None
 
 
 def _split(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise bad_request(f"value: {url[:120]!r} is no URL ({error}): write https://host/path") from None
+        raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
     return parts.scheme, parts.path
 
 
-def _copy(source: Path, target: Path, storage: JobStorage) -> None:
+def _copy(source: Path, target: Path, access: AccessPolicy, storage: JobStorage) -> None:
     """Copy a file in a worker thread; stop when the caller is cancelled."""
-    size = source.stat().st_size
-    with source.open("rb") as reader, FileIO(target, "x") as writer:
+    with access.open_file(source) as reader, FileIO(target, "x") as writer:
+        size = os.fstat(reader.fileno()).st_size
         storage.reserve(target, size)
         while block := reader.read(_CHUNK):
             anyio.from_thread.check_cancelled()
@@ -320,8 +332,8 @@ async def _download(url: str, target: Path, access: AccessPolicy, storage: JobSt
                         return
                     url = urljoin(url, response.headers["location"])
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise _connection_error(url[:120], error) from error
-    raise peer_failed(f"{url[:120]}: more than {_REDIRECTS} redirects")
+                raise _connection_error(shown_url(url), error) from error
+    raise peer_failed(f"{shown_url(url)}: more than {_REDIRECTS} redirects")
 
 
 def _connection_error(what: str, error: Exception) -> BridgeError:
@@ -343,5 +355,5 @@ async def _store(response: httpx.Response, target: Path, storage: JobStorage) ->
 
 def _status_error(url: str, status: int) -> BridgeError:
     if status in (404, 410):
-        return not_found(f"{url[:120]} answered with status {status}")
-    return peer_failed(f"{url[:120]} answered with status {status}")
+        return not_found(f"{shown_url(url)} answered with status {status}")
+    return peer_failed(f"{shown_url(url)} answered with status {status}")

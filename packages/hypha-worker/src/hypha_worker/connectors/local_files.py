@@ -6,7 +6,7 @@ Called by `tasks.resource_fetcher`; asks `access_policy` first.
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio.from_thread
@@ -18,8 +18,8 @@ from hypha_worker.job_storage import MAX_ENTRIES, JobStorage
 _BLOCK: Final = 1 << 20
 
 
-async def copy_local_files(text: str, target: Path, access: AccessPolicy, storage: JobStorage) -> int:
-    """Copy the file or folder at the absolute path `text` to `target`, which must not exist; return its bytes.
+async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
+    """Copy the file or folder at the absolute path `text` to `target` of the job's folder; return its bytes.
 
     Links below a folder are followed if they lead to files under the roots.
 
@@ -28,13 +28,20 @@ async def copy_local_files(text: str, target: Path, access: AccessPolicy, storag
         StorageExceededError: it would exceed the storage.
         OSError: it cannot be read or written.
     """
-    return await storage.run(_copy_tree, text, target, access, storage)
+    return await storage.run(_copy_and_publish, text, target, access, storage)
+
+
+def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
+    with storage.files.staged() as staged:
+        copied = _copy_tree(text, staged, access, storage)
+        storage.files.publish(staged, target)
+    return copied
 
 
 def _copy_tree(text: str, target: Path, access: AccessPolicy, storage: JobStorage) -> int:
     source = access.resolve_path(text)
     if source.is_file():
-        return _copy(source, target, storage)
+        return _copy(source, target, access, storage)
     if not source.is_dir():
         found = "is neither a file nor a folder" if source.exists() else "does not exist"
         raise not_found(f"path {text[:120]!r} {found}")
@@ -53,13 +60,13 @@ def _copy_tree(text: str, target: Path, access: AccessPolicy, storage: JobStorag
             real = access.resolve_path(str(path))
             if not real.is_file():
                 raise bad_request(f"{str(path)[:200]!r} is neither a file nor a link to one")
-            total += _copy(real, copied, storage)
+            total += _copy(real, copied, access, storage)
     return total
 
 
-def _copy(source: Path, target: Path, storage: JobStorage) -> int:
+def _copy(source: Path, target: Path, access: AccessPolicy, storage: JobStorage) -> int:
     """Copy a file in a worker thread; stop when the caller is cancelled."""
-    with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
+    with access.open_file(source) as reader, target.open("xb", buffering=0) as writer:
         size = os.fstat(reader.fileno()).st_size
         storage.reserve(target, size)
         try:

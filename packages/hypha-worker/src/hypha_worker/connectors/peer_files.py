@@ -12,7 +12,8 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio
@@ -159,6 +160,26 @@ class PeerFiles:
             await anyio.sleep(delays[attempt])
         raise _pull_error(name, wrong, away)
 
+    async def fetch(
+        self,
+        peers: Sequence[PeerId],
+        address: SliceAddress,
+        target: PurePosixPath,
+        digest: str | None = None,
+        *,
+        check: Callable[[Path], None] | None = None,
+        is_slice: bool = False,
+    ) -> tuple[transfer.PullResult, PeerId]:
+        """Pull one file, as `pull` does, and put it at `target` of the job's folder when it is complete and checked.
+
+        Raises:
+            BridgeError: as `pull`, or `target` cannot be used.
+        """
+        with self.storage.files.staged("pulls") as staged:
+            pulled = await self.pull(peers, address, staged, digest, check=check, is_slice=is_slice)
+            self.storage.files.publish(staged, target)
+        return pulled
+
     async def pull_once(
         self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
     ) -> transfer.PullResult | dict[PeerId, NetError]:
@@ -223,8 +244,8 @@ class PeerFiles:
         final = (NoSpaceError,) if digest is None else (NoSpaceError, ContentMismatchError)
         return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, wanted.delays, final)
 
-    async def push(self, reference: PeersReference, path: Path, header: PushHeader) -> dict[PeerId, int]:
-        """Push a file to all peers of a reference, or to one of them; return the bytes sent to each.
+    async def push(self, reference: PeersReference, content: Path | FileIO, header: PushHeader) -> dict[PeerId, int]:
+        """Push a file, by its path or open, to all peers of a reference or to one; return the bytes sent to each.
 
         Raises:
             BridgeError: with the strategy `All`, one peer did not accept it; with the others, none did.
@@ -233,26 +254,26 @@ class PeerFiles:
             raise bad_request("peers: [] names no receiver: name at least one peer")
         peers = list(reference.peers)
         if isinstance(reference.strategy, All):
-            return await self._push_to_all(peers, path, header)
+            return await self._push_to_all(peers, content, header)
         if isinstance(reference.strategy, Random):
             random.shuffle(peers)
         failures: list[NetError] = []
         for peer in peers:
             try:
-                return {peer: await self.push_to(peer, path, header)}
+                return {peer: await self.push_to(peer, content, header)}
             except NetError as error:
                 failures.append(error)
         raise _combined_error(header.name, failures)
 
-    async def push_to(self, peer: PeerId, path: Path, header: PushHeader) -> int:
+    async def push_to(self, peer: PeerId, content: Path | FileIO, header: PushHeader) -> int:
         """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
         name = f"push of {header.name} to {peer}"
-        sent = await retry(name, lambda: transfer.push(self.endpoint, peer, path, header))
+        sent = await retry(name, lambda: transfer.push(self.endpoint, peer, content, header))
         self.traffic.sent += sent
         return sent
 
     async def push_each(
-        self, peers: Sequence[PeerId], path: Path, header: PushHeader
+        self, peers: Sequence[PeerId], content: Path | FileIO, header: PushHeader
     ) -> tuple[dict[PeerId, int], dict[PeerId, NetError]]:
         """Push to all of `peers` concurrently; return the bytes sent to each, and the errors of the others."""
         sent: dict[PeerId, int] = {}
@@ -260,7 +281,7 @@ class PeerFiles:
 
         async def push_one(peer: PeerId) -> None:
             try:
-                sent[peer] = await self.push_to(peer, path, header)
+                sent[peer] = await self.push_to(peer, content, header)
             except NetError as error:
                 failed[peer] = error
 
@@ -269,8 +290,10 @@ class PeerFiles:
                 tasks.start_soon(push_one, peer)
         return sent, failed
 
-    async def _push_to_all(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> dict[PeerId, int]:
-        sent, failed = await self.push_each(peers, path, header)
+    async def _push_to_all(
+        self, peers: Sequence[PeerId], content: Path | FileIO, header: PushHeader
+    ) -> dict[PeerId, int]:
+        sent, failed = await self.push_each(peers, content, header)
         if failed:
             raise _combined_error(header.name, list(failed.values()))
         return sent

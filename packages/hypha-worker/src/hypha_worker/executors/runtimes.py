@@ -17,7 +17,9 @@ from hypha_proto.offers import ExecutorClass
 
 if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
+    from hypha_worker.executors.isolation.stack import IsolationStack
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
+    from hypha_worker.logs.run_log import LogFolder
     from hypha_worker.tasks.execution import TaskExecutionFactory
 
 
@@ -28,6 +30,9 @@ class ExecutorSettings:
     cmd: str | None = None
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    network: bool = True
+    readable: tuple[Path, ...] = ()
+    writable: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,11 @@ class HostSettings:
     socket_folder: Path
     """Where sockets are created; its path is short."""
     has_devices: bool
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
+    logs: LogFolder
+    """Where the output of processes is stored."""
+    stack: IsolationStack
+    """Confines processes."""
 
 
 class Runtime(Protocol):

@@ -24,6 +24,7 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
 
 
 class TaskMessage(Protocol):
@@ -69,6 +70,8 @@ class JobContext:
     """Counts what is sent and received for the job."""
     traceparent: str | None = None
     """Span that the job's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes of the job live on that cannot be ended: its lease's resources then stay taken."""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -22,6 +23,7 @@ from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import NetError, UnhandledRequestError, UnsupportedProtocolError
+from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.dispatch import (
     JOB_STATUS,
@@ -54,7 +56,8 @@ from hypha_worker.jobs.execution import (
 )
 from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Attempt, Lease, LeaseError, LeaseManager, LeaseState
-from hypha_worker.work_dir import remove_folder
+from hypha_worker.leasing.retention import Retention
+from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +90,10 @@ class Job:
     scheduler: PeerId
     spec: JobSpec
     execution: Execution
-    work_dir: Path
     scope: anyio.CancelScope
     span: instrumentation.Span
     traffic: JobTraffic
+    storage: JobStorage
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
@@ -99,6 +102,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{executor_class(self.spec)} job {self.spec.job_id}"
+
+    @property
+    def work_dir(self) -> Path:
+        """Its private folder."""
+        return self.storage.files.work_dir
 
 
 class _NoLeaseError(LeaseError):
@@ -137,6 +145,7 @@ class JobManager:
         self._tasks = tasks
         self._clock = clock
         self._default_storage = default_storage
+        self._retention = Retention(lease_manager, tasks)
         self._jobs: dict[uuid.UUID, Job] = {}
         self._unreported = 0
         """Jobs whose end was not reported yet."""
@@ -235,10 +244,12 @@ class JobManager:
     def _check_distinguishable(self, job: Job) -> None:
         """Check that no push or request for another task of the same job could be meant for this one.
 
+        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler.
+
         Raises:
             ExecutionError: it could.
         """
-        for other in self._jobs_of(job.spec.job_id):
+        for other in self._jobs_of(job.spec.job_id, job.scheduler):
             first, second = other.execution, job.execution
             senders = first.senders & second.senders
             if senders and first.accepted_push_kind == second.accepted_push_kind:
@@ -262,6 +273,7 @@ class JobManager:
             storage=JobStorage(work_dir, int(limit * GIGABYTE)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
+            keep_resources=partial(self._retention.keep, lease.id),
         )
         return Job(
             lease=lease.id,
@@ -269,12 +281,12 @@ class JobManager:
             scheduler=lease.scheduler,
             spec=message.spec,
             execution=factory(context),
-            work_dir=context.work_dir,
             scope=context.scope,
             span=span,
             attempt=message.attempt,
             keep_lease=bool(message.keep_lease),
             traffic=context.traffic,
+            storage=context.storage,
         )
 
     # -------------------------------------------------------------------------------------------------------- running
@@ -302,7 +314,7 @@ class JobManager:
                 result = ExecutionResult("cancelled", job.cancel_reason, job.execution.trace)
             with anyio.CancelScope(shield=True):
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
-                await anyio.to_thread.run_sync(remove_folder, job.work_dir, limiter=anyio.CapacityLimiter(1))
+                await anyio.to_thread.run_sync(remove_job_files, job.storage.files, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
             self._lease_manager.detach_job(job.lease, keep=keep)
@@ -331,9 +343,10 @@ class JobManager:
         return ExecutionResult("finished", "", job.execution.trace)
 
     async def _execute_with_status(self, job: Job) -> None:
-        job.work_dir.mkdir(mode=0o700)
+        job.storage.files.create()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._report_running, job)
+            tasks.start_soon(job.storage.watch)
             await job.execution.run()
             tasks.cancel_scope.cancel()
 
@@ -367,7 +380,7 @@ class JobManager:
             lease=job.lease,
             job_id=job.spec.job_id,
             outcome=result.outcome,
-            reason=result.reason[:LINE_LIMIT],
+            reason=redact_urls(result.reason)[:LINE_LIMIT],
             exit_code=result.trace.exit_code,
             last_lines=tuple(line[:LINE_LIMIT] for line in result.trace.last_lines),
             attempt=job.attempt,
@@ -401,22 +414,24 @@ class JobManager:
 
     def _jobs_by_header(self, peer: PeerId, header: PushHeader) -> list[Job]:
         """Return the jobs that a push may be for; a single one that does not accept it refuses it with the reason."""
-        jobs = self._jobs_of(header.job_id)
+        jobs = self._jobs_of(header.job_id, header.scheduler)
         jobs = [job for job in jobs if job.execution.accepted_push_kind == header.kind] or jobs
         return jobs if len(jobs) == 1 else [job for job in jobs if peer in job.execution.senders]
 
     def _jobs_by_sender(self, peer: PeerId) -> list[Job]:
         return [job for job in self._jobs.values() if peer in job.execution.senders]
 
-    def _jobs_of(self, job_id: uuid.UUID) -> list[Job]:
-        return [job for job in self._jobs.values() if job.spec.job_id == job_id]
+    def _jobs_of(self, job_id: uuid.UUID, scheduler: PeerId | None) -> list[Job]:
+        """Return the tasks of a scheduler's job; of every scheduler's with this id for peers that name none."""
+        jobs = [job for job in self._jobs.values() if job.spec.job_id == job_id]
+        return [job for job in jobs if scheduler in (None, job.scheduler)]
 
     def message_handler(self, served: TaskMethod[Req, Resp]) -> Callable[[PeerId, Req], Awaitable[Resp]]:
         """Return a handler that passes the requests of a scheduler on to the execution of the job that they name."""
         name = served.method.name
 
         async def handle(scheduler: PeerId, message: Req) -> Resp:
-            jobs = [job for job in self._jobs_of(message.job_id) if job.scheduler == scheduler]
+            jobs = self._jobs_of(message.job_id, scheduler)
             handlers = [job.execution.message_handlers[name] for job in jobs if name in job.execution.message_handlers]
             if not handlers:
                 return served.refuse(f"no task of job {message.job_id} of this scheduler here handles {name}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from hypha_net.redaction import has_url_secrets, without_url_secrets
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     AggregateJob,
@@ -18,6 +19,7 @@ from hypha_proto.job_spec import (
     Reference,
     SchedulerReference,
     TrainJob,
+    UriReference,
 )
 from hypha_worker.errors import not_allowed
 
@@ -62,39 +64,42 @@ def check_peers(spec: JobSpec, reference: Reference) -> None:
 
 
 def without_secrets(spec: JobSpec) -> JobSpec:
-    """Return the spec as an executor's process may see it: tokens are null."""
+    """Return the spec as an executor's process may see it: tokens are null, and URLs without user and query.
+
+    In place of the query a URL has ``hidden=`` and a number, so that `with_secrets` can tell several apart.
+    """
     if isinstance(spec.executor, AggregateJob):
         return spec
     config = spec.executor.config
-    model = msgspec.structs.replace(config.model, artifact=_without_token(config.model.artifact))
-    preprocessor = config.preprocessor and msgspec.structs.replace(
-        config.preprocessor, artifact=_without_token(config.preprocessor.artifact)
-    )
-    evaluation = config.evaluation and msgspec.structs.replace(
-        config.evaluation, data=_without_token(config.evaluation.data)
-    )
-    data, updates, results = map(_without_token, (config.data, config.updates, config.results))
+    own = list(job_references(spec))
+
+    def show(reference: Reference) -> Reference:
+        return _without_secret(reference, own.index(reference))
+
     redacted = msgspec.structs.replace(
         config,
-        model=model,
-        preprocessor=preprocessor,
-        evaluation=evaluation,
-        data=data,
-        updates=updates,
-        results=results,
+        model=msgspec.structs.replace(config.model, artifact=show(config.model.artifact)),
+        preprocessor=config.preprocessor
+        and msgspec.structs.replace(config.preprocessor, artifact=show(config.preprocessor.artifact)),
+        evaluation=config.evaluation and msgspec.structs.replace(config.evaluation, data=show(config.evaluation.data)),
+        data=show(config.data),
+        updates=show(config.updates),
+        results=show(config.results),
     )
     return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=redacted))
 
 
 def with_secrets(spec: JobSpec, reference: Reference) -> Reference:
-    """Return the job's own reference with its token, if `reference` equals one without its token; else `reference`."""
-    for own in job_references(spec):
-        if _without_token(own) == reference:
+    """Return the job's own reference, if `reference` equals one without its secret; else `reference`."""
+    for number, own in enumerate(job_references(spec)):
+        if _without_secret(own, number) == reference:
             return own
     return reference
 
 
-def _without_token(reference: Reference) -> Reference:
+def _without_secret(reference: Reference, number: int) -> Reference:
     if isinstance(reference, HuggingFaceReference) and reference.token is not None:
         return msgspec.structs.replace(reference, token=None)
+    if isinstance(reference, UriReference) and has_url_secrets(reference.value):
+        return msgspec.structs.replace(reference, value=without_url_secrets(reference.value, f"hidden={number}"))
     return reference

@@ -1,11 +1,13 @@
 """The capacity of a worker: its resources, its GPUs, and the executors that its owner configured.
 
-Pure. Built by `config` from the configuration (which ``init`` fills in from `hardware.detection`). Called by
-`bidding.arbiter` to see whether a request fits into what is free, and by `leasing.lease_manager` to reserve it.
+Pure. Built by `config` from the configuration (which ``init`` fills in from `hardware.detection`); `service` adds what
+`hardware.devices` finds when the worker starts. Called by `bidding.arbiter` to see whether a request fits into what is
+free, and by `leasing.lease_manager` to reserve it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +27,10 @@ class Device:
     """Its number in the driver's order, which a job's visible devices refer to."""
     memory: float
     """GB."""
+    uuid: str | None = field(default=None, compare=False)
+    """NVIDIA's identifier, such as ``GPU-8932f937-d72c-4106-c12f-20bd9faed9f6``; None if the driver gives none."""
+    minor: int | None = field(default=None, compare=False)
+    """Number of its device node ``/dev/nvidia<minor>``; None if the driver gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +41,48 @@ class Allocation:
     devices: tuple[Device, ...] = ()
     """Whole devices; their memory is `resources.gpu`. Empty on a machine that lists none."""
 
+    @property
+    def visible_devices(self) -> tuple[Device, ...] | None:
+        """The GPUs that the lease's job may use; None: all of the machine, whose devices are not known one by one."""
+        return None if self.resources.gpu > _SLACK and not self.devices else self.devices
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """A machine, or what is free of it: four amounts, and the devices that provide the GPU memory.
 
-    Without devices, GPU memory is an amount like the others. With devices, a lease gets whole ones.
+    With devices, a lease gets whole ones. Without, the GPU memory goes to one lease at a time, whose job may use every
+    GPU of the machine.
     """
 
     resources: Resources
     devices: tuple[Device, ...] = ()
+    largest_gpu: float = math.inf
+    """GB of the largest GPU, if that is known although `devices` is empty."""
 
     def __post_init__(self) -> None:
         if self.devices:
             memory = sum(device.memory for device in self.devices)
             object.__setattr__(self, "resources", _with_gpu(self.resources, memory))
 
-    def fit(self, wanted: Resources) -> Allocation | None:
-        """Return the smallest part that covers `wanted`, or None if it does not fit."""
-        if self.resources.lacking(wanted):
+    def available(self, *, sharded: bool = False) -> Resources:
+        """Return the most that one lease can have: GPU memory on a single device unless its model can be `sharded`."""
+        if sharded:
+            return self.resources
+        largest = max((device.memory for device in self.devices), default=self.largest_gpu)
+        return _with_gpu(self.resources, min(self.resources.gpu, largest))
+
+    def fit(self, wanted: Resources, *, sharded: bool = False) -> Allocation | None:
+        """Return the smallest part that covers `wanted`, or None if it does not fit.
+
+        Args:
+            wanted: amounts.
+            sharded: whether the executor distributes one model over several devices.
+        """
+        if self.available(sharded=sharded).lacking(wanted):
             return None
         if not self.devices:
-            return Allocation(wanted)
+            return Allocation(_with_gpu(wanted, self.resources.gpu) if wanted.gpu > _SLACK else wanted)
         chosen = _choose_devices(self.devices, wanted.gpu)
         return Allocation(_with_gpu(wanted, sum(device.memory for device in chosen)), chosen)
 
@@ -71,7 +97,8 @@ class Capacity:
             left -= allocation.resources
             used.update(allocation.devices)
         devices = tuple(device for device in self.devices if device not in used)
-        return Capacity(left if devices or not self.devices else _with_gpu(left, 0.0), devices)
+        left = left if devices or not self.devices else _with_gpu(left, 0.0)
+        return Capacity(left, devices, self.largest_gpu)
 
 
 def _with_gpu(resources: Resources, gpu: float) -> Resources:
@@ -101,6 +128,12 @@ class Capabilities:
     executors: frozenset[ExecutorDescriptor] = field(default_factory=frozenset)
     defaults: Resources = field(default_factory=Resources)
     """What a job gets of a resource that it asked none of, as far as it is free."""
+    sharded: frozenset[ExecutorDescriptor] = field(default_factory=frozenset)
+    """Those of `executors` that distribute one model over several GPUs."""
+
+    def is_sharded(self, wanted: Sequence[ExecutorDescriptor]) -> bool:
+        """Return whether a lease for these executors may have its GPU memory on several devices."""
+        return bool(wanted) and self.sharded.issuperset(wanted)
 
     def with_defaults(self, wanted: Resources, free: Resources) -> Resources:
         """Return `wanted`, and the defaults of what it asks none of, as far as they are `free`."""

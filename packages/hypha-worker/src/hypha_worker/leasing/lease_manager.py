@@ -7,6 +7,7 @@ lease expires.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -58,6 +59,7 @@ class LeaseEnd(Enum):
     RELEASED = "released"
     UNDELIVERED = "undelivered"
     WITHDRAWN = "withdrawn"
+    STUCK = "stuck"
 
     @property
     def reason(self) -> str:
@@ -71,6 +73,7 @@ _END_REASONS: Final = {
     LeaseEnd.RELEASED: "it was released",
     LeaseEnd.UNDELIVERED: "its offer could not be delivered",
     LeaseEnd.WITHDRAWN: "the worker drains, and its offer had not been accepted",
+    LeaseEnd.STUCK: "processes of its job cannot be ended",
 }
 
 
@@ -119,6 +122,7 @@ class LeaseManager:
         self._leases: dict[uuid.UUID, Lease] = {}
         self._ended: OrderedDict[uuid.UUID, Lease] = OrderedDict()
         self._lapsed: deque[tuple[float, PeerId]] = deque(maxlen=REMEMBERED_ENDS)
+        self._retained: dict[uuid.UUID, Allocation] = {}
         self._closed = False
         self.on_freed: Callable[[], None] = lambda: None
         """Called when resources have become free."""
@@ -144,8 +148,9 @@ class LeaseManager:
 
     @property
     def free(self) -> Capacity:
-        """Capacity that no lease holds, without `retained_storage`."""
-        taken = [lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT]
+        """Capacity that no lease and no process holds, without `retained_storage`."""
+        held = {lease.id: lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT}
+        taken = [*(self._retained | held).values()]
         if retained := self.retained_storage():
             taken.append(Allocation(Resources(storage=retained)))
         return self._capacity.without(taken)
@@ -298,8 +303,24 @@ class LeaseManager:
         lease.idle_since = None  # the next sweep or renewal starts the time
         if lease.state is LeaseState.ENDING:
             self._forget(lease)
+        elif lease_id in self._retained:
+            lease.expires = -math.inf  # the next sweep ends it
         elif not keep:
             lease.state = LeaseState.SPENT
+            self.on_freed()
+
+    def retain(self, lease_id: uuid.UUID) -> None:
+        """Keep what a lease has allocated taken beyond its end, because processes of its job cannot be ended.
+
+        The lease takes no further job and ends with the next sweep after `detach_job`.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._retained[lease_id] = lease.allocation
+
+    def free_retained(self, lease_id: uuid.UUID) -> None:
+        """Free what `retain` has kept taken, now that the processes are gone."""
+        if self._retained.pop(lease_id, None) is not None:
             self.on_freed()
 
     def release(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
@@ -334,7 +355,7 @@ class LeaseManager:
                 ended.append(lease)
                 if lease.state is LeaseState.OFFERED:
                     self._lapsed.append((now, lease.scheduler))
-                self._end(lease, LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED)
+                self._end(lease, self._how_ended(lease, now))
         return [lease for lease in ended if lease.has_job]
 
     def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
@@ -372,6 +393,11 @@ class LeaseManager:
     def _is_idle(self, lease: Lease, now: float) -> bool:
         is_open = lease.state is LeaseState.HELD and not lease.has_job and now >= lease.expires
         return is_open and lease.idle_since is not None and now >= lease.idle_since + self._terms.idle_lease
+
+    def _how_ended(self, lease: Lease, now: float) -> LeaseEnd:
+        if lease.id in self._retained:
+            return LeaseEnd.STUCK
+        return LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED
 
     def _check_open(self) -> None:
         if self._closed:

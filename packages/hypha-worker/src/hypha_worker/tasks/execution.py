@@ -20,6 +20,7 @@ from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
 
 
@@ -76,6 +77,8 @@ class TaskContext:
     """Path of each resource, relative to `work_dir`; filled before the executor runs."""
     traceparent: str | None = None
     """Span that the attempt's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes of the attempt live on that cannot be ended: its lease's resources then stay taken."""
 
 
 class TaskExecution(Protocol):

@@ -18,6 +18,7 @@ from hypha_net.message_channel import ChannelError
 from hypha_proto.tasks import TaskCancelled, TaskDefinition, TaskFailed, TaskReport
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.definition import MAX_TASK_NAME, DefinitionError, check_start
 from hypha_worker.tasks.subscription import Subscription
 from hypha_worker.tasks.task_run import TaskHost, TaskRun, one_line
@@ -38,8 +39,9 @@ _REFUSED: Final = instrumentation.Counter(
 class LeaseSession:
     """What a worker does for the tasks of one lease."""
 
-    def __init__(self, host: TaskHost, lease: Lease) -> None:
+    def __init__(self, host: TaskHost, lease: Lease, retention: Retention) -> None:
         self.lease = lease
+        self._retention = retention
         self._host = host
         self._subscription = Subscription(host.endpoint, lease.scheduler, lease.id, self._handle)
         self._newest: OrderedDict[str, int] = OrderedDict()
@@ -120,7 +122,8 @@ class LeaseSession:
         try:
             settings = self._check(definition)
             host, lease = self._host, self.lease
-            run = TaskRun(host, lease, definition, spec, settings, self._send, self._subscription.wait_until_handled)
+            sent = self._subscription.wait_until_handled
+            run = TaskRun(host, lease, definition, spec, settings, self._send, sent, self._retention)
             host.lease_manager.attach_job(lease.id, lease.scheduler, host.clock())
         except ExecutionError as error:
             self._refuse("malformed", definition, str(error))

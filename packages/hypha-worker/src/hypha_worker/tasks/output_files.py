@@ -1,6 +1,6 @@
 """Checking, moving and copying the files of outputs, with blocking calls that run in threads and end when cancelled.
 
-Called by `output_store` and `resource_fetcher`. Nothing here follows a symbolic link.
+Called by `output_store`, `resource_fetcher` and the bridge. Nothing here follows a symbolic link.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio.from_thread
@@ -18,7 +19,9 @@ from blake3 import blake3
 
 from hypha_proto.tasks import MAX_PATH, StoredFile
 from hypha_worker.errors import ExecutionError
+from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
+from hypha_worker.openat import LinkInPathError, irregular_kind, open_regular_path
 from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
@@ -26,71 +29,59 @@ _log = logging.getLogger(__name__)
 _BLOCK: Final = 1 << 20
 _COPIED_AT_ONCE: Final = 64 << 20
 _NO_COPY_RANGE: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-_KINDS: Final = (
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 
 
 class OutputError(ExecutionError):
     """An output cannot be stored; the message names the file."""
 
 
-def list_files(name: str, work_dir: Path, path: str, limit: int) -> list[tuple[str, int]]:
+def list_files(name: str, files: JobFiles, path: str, limit: int) -> list[tuple[str, int]]:
     """Return relative path and size of each file of an output, sorted; the path is empty for a single file.
 
     Args:
         name: the output, for errors.
-        work_dir: the task's work directory.
-        path: path of the output in it.
+        files: the task's files.
+        path: path of the output in its work directory.
         limit: largest number of files.
 
     Raises:
-        OutputError: it does not exist, is not below `work_dir`, or is neither a regular file nor a folder of such.
+        OutputError: it does not exist, is reached through a link, or is neither a regular file nor a folder of such.
     """
-    _check_parents(name, work_dir, path)
-    root = work_dir / path
     try:
-        mode = root.lstat().st_mode
+        about = files.stat(PurePosixPath(path))
+        if not stat.S_ISDIR(about.st_mode):
+            _check_regular(name, path, about)
+            return [("", about.st_size)]
+        found = []
+        for file, size in _walk(name, files, path):
+            found.append((file, size))
+            if len(found) > limit:
+                raise OutputError(
+                    f"output {name}: {path[:80]!r} holds more than {limit} files: pack them into an archive"
+                )
+    except LinkInPathError:
+        raise OutputError(f"output {name}: a folder in its path {path[:80]!r} is a symbolic link") from None
     except (FileNotFoundError, NotADirectoryError):
         raise OutputError(f"output {name}: the executor made no {path[:80]!r} in its work directory") from None
-    if stat.S_ISREG(mode):
-        return [("", root.lstat().st_size)]
-    if not stat.S_ISDIR(mode):
-        raise OutputError(f"output {name}: {path[:80]!r} is {_kind(mode)}, neither a regular file nor a folder")
-    found = []
-    for file, size in _walk(name, root, ""):
-        found.append((file, size))
-        if len(found) > limit:
-            raise OutputError(f"output {name}: {path[:80]!r} holds more than {limit} files: pack them into an archive")
     return sorted(found)
 
 
-def _check_parents(name: str, work_dir: Path, path: str) -> None:
-    """Refuse a path that leads through a symbolic link, perhaps out of the work directory."""
-    for parent in list((work_dir / path).relative_to(work_dir).parents)[:-1]:
-        if (work_dir / parent).is_symlink():
-            raise OutputError(f"output {name}: {str(parent)[:80]!r} in its path is a symbolic link")
+def _walk(name: str, files: JobFiles, folder: str) -> Iterator[tuple[str, int]]:
+    for path, about in files.walk(folder):
+        _check_name(name, path)
+        if not stat.S_ISDIR(about.st_mode):
+            _check_regular(name, path, about)
+            yield path, about.st_size
 
 
-def _walk(name: str, root: Path, folder: str) -> Iterator[tuple[str, int]]:
-    with os.scandir(root / folder) as entries:
-        for entry in entries:
-            path = f"{folder}/{entry.name}" if folder else entry.name
-            mode = entry.stat(follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                _check_name(name, path)  # which bounds the depth, too
-                yield from _walk(name, root, path)
-            elif not stat.S_ISREG(mode):
-                raise OutputError(
-                    f"output {name}: {path[:120]!r} is {_kind(mode)}, neither a regular file nor a folder"
-                )
-            else:
-                _check_name(name, path)
-                yield path, entry.stat(follow_symlinks=False).st_size
+def _check_regular(name: str, path: str, about: os.stat_result) -> None:
+    if (kind := irregular_kind(about)) is not None:
+        raise irregular_output(name, path, kind)
+
+
+def irregular_output(name: str, path: str, kind: str) -> OutputError:
+    """Return the error of an output with something in it that is not a regular file of its own."""
+    return OutputError(f"output {name}: {path[:120]!r} is {kind}, neither a regular file nor a folder")
 
 
 def _check_name(name: str, path: str) -> None:
@@ -102,52 +93,48 @@ def _check_name(name: str, path: str) -> None:
         raise OutputError(f"output {name}: the path {path[:80]!r}… is longer than {MAX_PATH} bytes")
 
 
-def _kind(mode: int) -> str:
-    return next((text for matches, text in _KINDS if matches(mode)), "a special file")
-
-
 def describe_files(root: Path, paths: list[str]) -> tuple[StoredFile, ...]:
-    """Return size and digest of each file below `root`; an empty path is `root` itself."""
-    return tuple(_describe(root, path) for path in paths)
+    """Return size and digest of each file below `root`, a folder of this worker; an empty path is `root` itself."""
+    found = []
+    for path in paths:
+        with open_regular_path(root / path if path else root) as file:
+            found.append(describe_file(file, path))
+    return tuple(found)
 
 
-def _describe(root: Path, path: str) -> StoredFile:
+def describe_file(file: FileIO, path: str) -> StoredFile:
+    """Return size and digest of an open file, to be known as `path`; what it grows by meanwhile is left out."""
     hasher, size = blake3(), 0
-    with _open_regular(root / path if path else root) as file:
-        while block := os.read(file.fileno(), _BLOCK):
-            anyio.from_thread.check_cancelled()
-            hasher.update(block)
-            size += len(block)
+    left = os.fstat(file.fileno()).st_size
+    while block := file.read(min(_BLOCK, left - size)):
+        anyio.from_thread.check_cancelled()
+        hasher.update(block)
+        size += len(block)
     return StoredFile(path, size, f"blake3:{hasher.hexdigest()}")
 
 
-def copy_files(source: Path, target: Path, paths: list[str], storage: JobStorage | None) -> None:
-    """Copy files below `source` to `target`; see `copy_file`."""
-    if paths != [""]:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in paths:
-        copy_file(source / path if path else source, target / path if path else target, storage)
-
-
-def copy_file(source: Path, target: Path, storage: JobStorage | None) -> int:
+def copy_file(source: Path | FileIO, target: Path, storage: JobStorage | None) -> int:
     """Copy a regular file, where the file system can by sharing its blocks; return its size.
 
     Args:
-        source: the file.
-        target: the copy, which must not exist.
+        source: a file of this worker, or an open one.
+        target: the copy, which must not exist, in a folder of this worker.
         storage: what the copy counts against, unless its space is reserved already.
 
     Raises:
         StorageExceededError: the task's files would exceed its storage.
         OSError: it is no regular file, or cannot be read or written.
     """
+    if isinstance(source, Path):
+        with open_regular_path(source) as file:
+            return copy_file(file, target, storage)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _open_regular(source) as reader, target.open("xb", buffering=0) as writer:
+    size = os.fstat(source.fileno()).st_size
+    with target.open("xb", buffering=0) as writer:
         try:
             if storage is not None:
-                storage.reserve(target, os.fstat(reader.fileno()).st_size)
-            _copy(reader.fileno(), writer.fileno())
-            return os.fstat(writer.fileno()).st_size
+                storage.reserve(target, size)
+            return _copy(source.fileno(), writer.fileno(), size)
         except BaseException:
             target.unlink()
             raise
@@ -156,42 +143,23 @@ def copy_file(source: Path, target: Path, storage: JobStorage | None) -> int:
                 storage.release(target)
 
 
-def _copy(reader: int, writer: int) -> None:
+def _copy(reader: int, writer: int, size: int) -> int:
+    """Copy at most `size` bytes, all that there are unless the file becomes shorter; return how many."""
+    copied = 0
     try:
-        while os.copy_file_range(reader, writer, _COPIED_AT_ONCE):
+        while count := os.copy_file_range(reader, writer, min(_COPIED_AT_ONCE, size - copied)):
+            copied += count
             anyio.from_thread.check_cancelled()
     except OSError as error:
         if error.errno not in _NO_COPY_RANGE:
             raise
-        while block := os.read(reader, _BLOCK):
+        while block := os.read(reader, min(_BLOCK, size - copied)):
             anyio.from_thread.check_cancelled()
             rest = memoryview(block)
             while rest:
                 rest = rest[os.write(writer, rest) :]
-
-
-class _Descriptor:
-    """An open file without a buffer, closed at the end of a `with`."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def fileno(self) -> int:
-        return self._number
-
-    def __enter__(self) -> _Descriptor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._number)
-
-
-def _open_regular(path: Path) -> _Descriptor:
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return _Descriptor(number)
+            copied += len(block)
+    return copied
 
 
 def remove_output(path: Path) -> None:

@@ -7,12 +7,11 @@ by `task_manager`, which serves them to peers that know their random names. Noth
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio
@@ -22,8 +21,17 @@ from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import MAX_OUTPUT_FILES, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.tasks.output_files import OutputError, copy_files, describe_files, list_files, remove_output
+from hypha_worker.openat import IrregularFileError, LinkInPathError
+from hypha_worker.tasks.output_files import (
+    OutputError,
+    copy_file,
+    describe_files,
+    irregular_output,
+    list_files,
+    remove_output,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -75,14 +83,14 @@ class OutputStore:
         return tuple(self._held.values())
 
     async def store(
-        self, owner: OutputOwner, name: str, source: tuple[Path, str], storage: JobStorage, now: float, *, copy: bool
+        self, owner: OutputOwner, name: str, path: str, storage: JobStorage, now: float, *, copy: bool
     ) -> StoredOutput:
         """Take an output of a task; return it with the digests of its files.
 
         Args:
             owner: whose it is.
             name: its name.
-            source: the task's work directory, and the path of the output in it.
+            path: its path in the task's work directory.
             storage: of the task.
             now: time of the local clock.
             copy: whether to leave the original in its place, for an executor that still runs.
@@ -95,7 +103,7 @@ class OutputStore:
         dataset = f"output-{secrets.token_hex(16)}"
         target = self.folder / dataset
         try:
-            output = await storage.run(_take, name, dataset, source, target, storage, copy)
+            output = await storage.run(_take, name, dataset, path, target, storage, copy)
         except BaseException:
             remove_output(target)
             storage.release(target)
@@ -159,21 +167,34 @@ def _remove_all(paths: Iterable[Path]) -> None:
         remove_output(path)
 
 
-def _take(
-    name: str, dataset: str, source: tuple[Path, str], target: Path, storage: JobStorage, copy: bool
-) -> StoredOutput:
-    work_dir, path = source
-    files = list_files(name, work_dir, path, MAX_OUTPUT_FILES)
+def _take(name: str, dataset: str, path: str, target: Path, storage: JobStorage, copy: bool) -> StoredOutput:
+    files = list_files(name, storage.files, path, MAX_OUTPUT_FILES)
     size = sum(size for _, size in files)
     if size > storage.limit:
         raise OutputError(
             f"output {name} has {size} bytes, and the task's storage has {storage.limit}: request more storage"
         )
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    names = [file for file, _ in files]
     if copy:
         storage.reserve(target, size)  # for as long as the task runs: the store is outside its work directory
-        copy_files(work_dir / path, target, names, storage=None)
-    else:
-        os.rename(work_dir / path, target)
+    names = [file for file, _ in files]
+    if names != [""]:
+        target.mkdir(mode=0o700)
+    for file in names:
+        _take_file(name, PurePosixPath(path, file), target / file if file else target, storage.files, copy)
     return StoredOutput(name=name, dataset=dataset, files=describe_files(target, names))
+
+
+def _take_file(name: str, path: PurePosixPath, target: Path, files: JobFiles, copy: bool) -> None:
+    """Copy or move one file into a folder that this worker alone has made; it was regular a moment ago."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        if copy:
+            with files.open_regular(path) as file:
+                copy_file(file, target, storage=None)
+        else:
+            files.take(path, target)
+    except IrregularFileError as error:
+        raise irregular_output(name, str(path), error.kind) from None
+    except (FileNotFoundError, NotADirectoryError, LinkInPathError):
+        raise OutputError(f"output {name}: {str(path)[:120]!r} was moved while it was stored") from None

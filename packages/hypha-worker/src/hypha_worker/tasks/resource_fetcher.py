@@ -11,9 +11,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio
@@ -55,6 +54,7 @@ from hypha_worker.errors import (
     describe_disk_fault,
     is_disk_fault,
 )
+from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.tasks.definition import RESOURCES, is_relative
@@ -73,7 +73,6 @@ LOCATE_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MAX_RETRY: Final = 30.0
 """Largest number of seconds for which a resource that does not exist yet is waited for at once."""
 MIN_RETRY: Final = 0.05
-_STAGING: Final = ".fetching"
 _FETCHED: Final = instrumentation.Counter("hypha.worker.resources", "{resource}", "Resources of tasks, by outcome.")
 _BYTES: Final = instrumentation.Counter("hypha.worker.resource.io", "By", "Bytes of fetched resources.")
 
@@ -131,23 +130,18 @@ class ResourceFetcher:
         resources = [resource for resource in resources if resource.slices is None]
         if not resources:
             return {}
-        (self.work_dir / RESOURCES).mkdir(mode=0o700)
+        self.storage.files.make_folder(RESOURCES)
         async with anyio.create_task_group() as tasks:
             for resource in resources:
                 tasks.start_soon(self._fetch, resource)
-        try:
-            os.rmdir(self.work_dir / _STAGING)
-        except FileNotFoundError:
-            pass
-        except OSError:  # something is left in it
-            await self.storage.run(_remove, self.work_dir / _STAGING)
+        await self.storage.run(_remove, self.storage.files.staging_folder(RESOURCES))
         return {resource.name: f"{RESOURCES}/{resource.name}" for resource in resources}
 
     async def _fetch(self, resource: TaskResource) -> None:
         outcome = "failed"
         try:
             with instrumentation.span("fetch resource", {"hypha.resource": resource.name}):
-                await self._fetch_from_source(resource, self.work_dir / RESOURCES / resource.name)
+                await self._fetch_from_source(resource, PurePosixPath(RESOURCES, resource.name))
             outcome = "fetched"
         except DiskFaultError as error:
             raise WorkReturnedError(error.detail) from error
@@ -164,31 +158,23 @@ class ResourceFetcher:
         finally:
             _FETCHED.add(1, {"hypha.outcome": outcome})
 
-    async def _fetch_from_source(self, resource: TaskResource, target: Path) -> None:
+    async def _fetch_from_source(self, resource: TaskResource, target: PurePosixPath) -> None:
         if resource.result is not None or resource.dataset is not None:
             await self._fetch_located(resource.name, target, resource.location)
         elif resource.peers is not None:
             await self._fetch_from_peers(resource.peers, target)
         elif resource.huggingface is not None:
             async with self._places:
-                await self.storage.run(target.mkdir, 0o700)
+                self.storage.files.make_folder(str(target))
                 self._count(await self.download_from_hub(resource.huggingface, target))
         elif resource.file is not None:
             async with self._places:
                 await copy_local_files(resource.file.path, target, self.access, self.storage)
         else:
             assert resource.uri is not None
-            staging = self._staging(resource.name)
             async with self._places:
-                file = await self.download_from_uri(resource.uri.value, staging)
+                file = await self.download_from_uri(resource.uri.value, target.parent, target.name)
             self._count([file])
-            os.replace(file.path, target)
-
-    def _staging(self, name: str) -> Path:
-        """Return a folder for the incomplete files of a resource."""
-        folder = self.work_dir / _STAGING / name
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
 
     def _count(self, files: Sequence[DownloadedFile]) -> None:
         self._count_bytes(sum(file.size for file in files))
@@ -197,38 +183,37 @@ class ResourceFetcher:
         self.traffic.received += size
         _BYTES.add(size)
 
-    async def download_from_hub(self, reference: HuggingFaceReference, folder: Path) -> list[DownloadedFile]:
+    async def download_from_hub(self, reference: HuggingFaceReference, folder: PurePosixPath) -> list[DownloadedFile]:
         """Download files of a repository; raises `BridgeError`."""
         return await download_from_hub(reference, folder, self.access, storage=self.storage)
 
-    async def download_from_uri(self, url: str, folder: Path) -> DownloadedFile:
+    async def download_from_uri(self, url: str, folder: PurePosixPath, name: str | None = None) -> DownloadedFile:
         """Download a file; raises `BridgeError`."""
-        return await download_from_uri(url, folder, self.access, storage=self.storage)
+        return await download_from_uri(url, folder, self.access, name=name, storage=self.storage)
 
-    async def _fetch_from_peers(self, source: PeersSource, target: Path) -> None:
+    async def _fetch_from_peers(self, source: PeersSource, target: PurePosixPath) -> None:
         """Pull one file to `target`, or named ones to a folder there."""
         if source.filenames is None:
             await self._pull_from_peers(source, source.index, target)
             return
         for index, name in enumerate(source.filenames, source.index):
-            place = target / name
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            await self._pull_from_peers(source, index, place)
+            await self._pull_from_peers(source, index, target / name)
 
-    async def _pull_from_peers(self, source: PeersSource, index: int, target: Path) -> None:
+    async def _pull_from_peers(self, source: PeersSource, index: int, target: PurePosixPath) -> None:
         async with self._places:
-            pulled, _ = await self.files.pull(source.peers, SliceAddress(dataset=source.dataset, index=index), target)
+            address = SliceAddress(dataset=source.dataset, index=index)
+            pulled, _ = await self.files.fetch(source.peers, address, target)
         self._count_bytes(pulled.size)
 
     # ---------------------------------------------------------------------------------------------- results, datasets
 
-    async def _fetch_located(self, name: str, target: Path, known: PullFiles | None) -> None:
+    async def _fetch_located(self, name: str, target: PurePosixPath, known: PullFiles | None) -> None:
         """Ask the scheduler where a resource is until its files are here; first try where it is known to be.
 
         Raises:
             ResourceError: there is none, or the answer cannot be used.
         """
-        staged = _StagedFiles(self._staging(name))
+        staged = _StagedFiles(self.storage.files.staging_folder(RESOURCES, name))
         failures: tuple[FailedHolder, ...] = ()
         rounds = 0
         while True:
@@ -245,7 +230,7 @@ class ResourceFetcher:
                 _log.warning("resource %s of task %s: %s; asking the scheduler again", name, self.task, error)
             await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
             rounds += 1
-        await self.storage.run(staged.publish, target)
+        await self.storage.run(staged.publish, self.storage.files, target)
 
     async def _locate(self, name: str, failures: tuple[FailedHolder, ...]) -> ResourceLocation:
         """Ask until the scheduler answers: the task ends with its lease."""
@@ -365,21 +350,18 @@ class _StagedFiles:
             if left.name.isdecimal() and int(left.name) not in self.complete:
                 left.unlink()
 
-    def publish(self, target: Path) -> None:
-        """Move the files to their places, and remove the folder."""
-        self._move(target)
-        with suppress(OSError):  # parts of interrupted transfers may be left; `fetch_all` removes them
-            os.rmdir(self.folder)
-
-    def _move(self, target: Path) -> None:
+    def publish(self, job_files: JobFiles, target: PurePosixPath) -> None:
+        """Move the files to their places in the job's folder, all at once."""
         if len(self.files) == 1 and not self.files[0].path:
-            os.replace(self.folder / "0", target)
+            job_files.publish(self.folder / "0", target)
             return
-        target.mkdir(mode=0o700)
+        tree = self.folder / "tree"
+        tree.mkdir(mode=0o700)
         for index, file in enumerate(self.files):
-            place = target / file.path
+            place = tree / file.path
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.replace(self.folder / str(index), place)
+        job_files.publish(tree, target)
 
 
 def _check_files(name: str, files: Sequence[LocatedFile]) -> None:

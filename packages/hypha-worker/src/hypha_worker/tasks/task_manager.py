@@ -30,6 +30,7 @@ from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.lease_session import LeaseSession
 from hypha_worker.tasks.output_store import HeldOutput
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
@@ -62,6 +63,7 @@ class TaskManager:
         """
         self._host = host
         self._tasks = tasks
+        self._retention = Retention(host.lease_manager, tasks)
         self._sessions: dict[uuid.UUID, LeaseSession] = {}
         self._pushes = 0
         self._push_places = anyio.CapacityLimiter(_CONCURRENT_PUSHES)
@@ -87,7 +89,7 @@ class TaskManager:
         if lease.id in self._sessions or lease.state is not LeaseState.HELD:
             return
         if any(executor.name.startswith(TASK_EXECUTOR_PREFIX) for executor in lease.executors):
-            session = self._sessions[lease.id] = LeaseSession(self._host, lease)
+            session = self._sessions[lease.id] = LeaseSession(self._host, lease, self._retention)
             self._tasks.start_soon(self._serve, session)
 
     async def _serve(self, session: LeaseSession) -> None:
@@ -208,6 +210,7 @@ class TaskManager:
             size=stored.size,
             digest=stored.digest,
             delivery=message.delivery,
+            scheduler=held.owner.scheduler,
         )
         for pause in RETRY_DELAYS[1:]:
             try:

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import anyio.to_thread
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
+from hypha_net.redaction import redact_urls
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
     Draining,
@@ -40,12 +42,13 @@ from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
+from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
-from hypha_worker.work_dir import remove_folder
+from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class TaskRun:
     send: Report
     wait_until_sent: Callable[[], Awaitable[None]]
     """Waits until the scheduler has handled all reports that were sent so far."""
+    retention: Retention
     ended: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _cancel_reason: str = "the worker is shutting down"
@@ -136,6 +140,7 @@ class TaskRun:
             scope=self._scope,
             control=self,
             traceparent=instrumentation.current_traceparent(),
+            keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
                 endpoint=host.endpoint,
                 scheduler=lease.scheduler,
@@ -212,8 +217,8 @@ class TaskRun:
         return stored
 
     async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
-        context, source = self._context, (self._context.work_dir, path)
-        stored = await self.host.store.store(self.owner, name, source, context.storage, self.host.clock(), copy=copy)
+        storage, now = self._context.storage, self.host.clock()
+        stored = await self.host.store.store(self.owner, name, path, storage, now, copy=copy)
         self._stored[name] = stored
         return stored
 
@@ -248,7 +253,7 @@ class TaskRun:
         if result.finished is None:
             await self._discard(list(self._stored.values()))
         # a thread of its own: it must wait neither for other tasks' threads nor for abandoned ones of this task
-        await anyio.to_thread.run_sync(remove_folder, self._context.work_dir, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(remove_job_files, self._context.storage.files, limiter=anyio.CapacityLimiter(1))
 
     async def _discard(self, outputs: list[StoredOutput]) -> None:
         held = [found for output in outputs for found in self.host.store.held if found.output is output]
@@ -279,7 +284,9 @@ class TaskRun:
 
     async def _run_executor(self) -> tuple[StoredOutput, ...]:
         context = self._context
-        context.work_dir.mkdir(mode=0o700)
+        context.storage.files.create()
+        if self._tasks is not None:
+            self._tasks.start_soon(context.storage.watch)
         context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
         await self._execution.run()
         for output in self.spec.outputs:
@@ -342,8 +349,8 @@ class TaskRun:
 
 
 def one_line(text: str) -> str:
-    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8."""
-    return " ".join(text[:TEXT_LIMIT].encode(errors="replace").decode().split())
+    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8, no secret parts of URLs."""
+    return " ".join(redact_urls(text)[:TEXT_LIMIT].encode(errors="replace").decode().split())
 
 
 def _outcome(result: TaskReport) -> str:

@@ -21,6 +21,7 @@ from hypha.accelerate_executor.diloco.metrics import RoundTally, batch_done
 from hypha.accelerate_executor.diloco.round_countdown import NextStep, RoundCountdown
 from hypha.accelerate_executor.distributed.accelerator import choose_device
 from hypha.accelerate_executor.distributed.process_group import (
+    BeginRound,
     Compute,
     GatherWeights,
     LoadModel,
@@ -74,6 +75,7 @@ class TrainingLoop:
         self._trainer = setup.trainer
         self._replica = setup.replica
         self._group = setup.group
+        self._begin_round = setup.begin_round
         self._batches = batches
         self._outer_updates = outer_updates
         self._timing = timing
@@ -114,6 +116,8 @@ class TrainingLoop:
 
     def _train(self, tally: RoundTally) -> NextStep:
         """Process batches until the round ends."""
+        self._group.scatter_commands([BeginRound(self._countdown.round)] * self._group.size)
+        self._begin_round(self._countdown.round)
         self._mark = self._clock()
         following = NextStep.TRAIN
         while following is NextStep.TRAIN:
@@ -212,6 +216,8 @@ def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> No
     setup = build_setup(config, options, first.files, device, group)
     while not isinstance(command := group.receive_command(), Shutdown):
         match command:
+            case BeginRound(number):
+                setup.begin_round(number)
             case Compute(micro_batches):
                 setup.trainer.compute(micro_batches)
             case GatherWeights():

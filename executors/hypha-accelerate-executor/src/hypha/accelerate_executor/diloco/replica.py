@@ -20,7 +20,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
 
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
-"""Name suffixes of running statistics: averaged over workers, then added without momentum."""
+"""Name suffixes of running statistics: averaged over workers (counts: those of one), then added without momentum."""
 
 
 class Replica:
@@ -75,7 +75,12 @@ class Replica:
             TensorFileError, OSError: the file cannot be written.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in self._global.items()}
-        metadata = UpdateMetadata(round=round_number, samples=samples, statistics=frozenset(self.statistics))
+        metadata = UpdateMetadata(
+            round=round_number,
+            samples=samples,
+            statistics=frozenset(self.statistics),
+            integers=frozenset(name for name, value in self.statistics.items() if not value.is_floating_point()),
+        )
         write_update(path, shapes, self._differences(), metadata)
 
     def merge(self, path: Path) -> None:
@@ -120,7 +125,7 @@ class Replica:
         if agreed.is_floating_point():
             agreed += update
         else:
-            # same arithmetic as `hypha_proto.update_file.apply_update`, so that the scheduler's copy stays identical
+            # same arithmetic as `hypha_proto.global_model`, so that the scheduler's weights stay identical
             agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
 
 

@@ -1,7 +1,7 @@
 """Several processes of one executor, started by `accelerate launch`: one leader and its followers.
 
 Only the leader (rank 0) uses the bridge and has batches; it sends every process commands with its part of the batch. A
-follower knows no rounds: it executes commands until the shutdown. Commands travel between processes of one machine and
+follower executes commands until the shutdown. Commands travel between processes of one machine and
 one owner, by torch.distributed's gloo backend, separately from the gradient exchange of the device.
 """
 
@@ -37,6 +37,14 @@ class LoadModel:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginRound:
+    """Seed the random generators and set the learning-rate schedule for a round."""
+
+    round: int
+    """Number of the round, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Train on a part of a batch."""
 
@@ -58,7 +66,7 @@ class Shutdown:
     """Exit: the job is over."""
 
 
-Command = LoadModel | Compute | GatherWeights | LoadWeights | Shutdown
+Command = LoadModel | BeginRound | Compute | GatherWeights | LoadWeights | Shutdown
 
 
 class ProcessGroup(Protocol):

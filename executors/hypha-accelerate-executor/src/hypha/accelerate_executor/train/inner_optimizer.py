@@ -18,7 +18,7 @@ _EPSILON: Final = 1e-8
 _WEIGHT_DECAY: Final = 0.01
 
 
-def learning_rate_factor(schedule: LearningRateSchedule | None) -> Callable[[int], float]:
+def learning_rate_factor(schedule: LearningRateSchedule | None) -> Callable[[float], float]:
     """Return the learning-rate factor as a function of the steps taken so far (0 before the first).
 
     The schedules are those of `transformers.optimization`. A `wsd` without `training_steps` does not decay: it stays
@@ -45,6 +45,7 @@ class InnerOptimizer:
         config: Adam,
         schedule: LearningRateSchedule | None = None,
         first_step: int = 0,
+        round_steps: float | None = None,
     ) -> None:
         """Create the optimizer; values that the job leaves out are the defaults of `torch.optim.AdamW`.
 
@@ -53,12 +54,15 @@ class InnerOptimizer:
             config: learning rate, betas, epsilon, weight decay, maximum gradient norm.
             schedule: learning-rate schedule; None keeps it constant.
             first_step: steps of the schedule already taken, for a worker that joins late.
+            round_steps: steps of the schedule in each round; None counts this worker's own steps, in all rounds.
         """
         self.parameters = list(parameters)
         self.max_norm = config.max_grad_norm
         self._rate = config.learning_rate
         self._factor = learning_rate_factor(schedule)
-        self._steps = first_step
+        self._steps: float = first_step
+        self._round_steps = round_steps
+        self._end_of_round = math.inf
         self.adamw: torch.optim.Optimizer = torch.optim.AdamW(
             self.parameters,
             lr=config.learning_rate,
@@ -72,13 +76,22 @@ class InnerOptimizer:
         self.adamw = adamw
         self.parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
 
+    def begin_round(self, number: int) -> None:
+        """Set the schedule to the job's progress: before round `number`, from 1, all workers are at the same step.
+
+        A worker that is faster than the average stays at the end of the round when it reaches it.
+        """
+        if self._round_steps is not None:
+            self._steps = (number - 1) * self._round_steps
+            self._end_of_round = number * self._round_steps
+
     def step(self, apply: Callable[[InnerOptimizer], None] | None = None) -> None:
         """Update the parameters from their gradients, then clear these.
 
         Args:
             apply: device-specific function that clips the gradients and steps `adamw`; None uses the default.
         """
-        rate = self._rate * self._factor(self._steps)
+        rate = self._rate * self._factor(min(self._steps, self._end_of_round))
         for group in self.adamw.param_groups:
             group["lr"] = rate
         (apply or clip_and_step)(self)
@@ -93,12 +106,12 @@ def clip_and_step(optimizer: InnerOptimizer) -> None:
     optimizer.adamw.step()
 
 
-def _warmed(warmup: int, after: Callable[[int], float]) -> Callable[[int], float]:
+def _warmed(warmup: int, after: Callable[[float], float]) -> Callable[[float], float]:
     """Prepend a linear warmup. The first step has factor 0, as in transformers."""
     return lambda step: step / warmup if step < warmup else after(step)
 
 
-def _progress(step: int, warmup: int, total: int) -> float:
+def _progress(step: float, warmup: int, total: int) -> float:
     return min(1.0, (step - warmup) / max(1, total - warmup))
 
 
@@ -106,5 +119,5 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _decay(step: int, start: int | None, decay: int) -> float:
+def _decay(step: float, start: int | None, decay: int) -> float:
     return 1.0 if start is None or step < start else _cosine(_progress(step, start, start + decay))

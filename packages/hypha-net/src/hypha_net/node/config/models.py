@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from hypha_net.bandwidth import MIN_RATE
 from hypha_net.node.config.address_types import check_dial_address, check_listen_address
+from hypha_net.redaction import redact_urls
 
 UNSUPPORTED_KEYS: Final[Mapping[str, str]] = {}
 """Keys that are validated but not implemented yet, with the reason; setting one is an error.
@@ -88,8 +89,6 @@ def is_web_url(text: str) -> bool:
 _SECRET: Final = re.compile(
     r"(^|[._])(telemetry_headers|(?<!max_new_)tokens?|secrets?|passwords?|credentials?|api_?keys?|authorization)($|[._\[])"
 )
-_USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-"""Name and password in a URL."""
 
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 DialAddress = Annotated[str, AfterValidator(check_dial_address)]
@@ -223,4 +222,4 @@ def mask_secrets(value: Any, key: str = "") -> Any:
         return {name: mask_secrets(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [mask_secrets(part, key) for part in value]
-    return _USER.sub("***", value) if isinstance(value, str) else value
+    return redact_urls(value) if isinstance(value, str) else value

@@ -14,6 +14,7 @@ from opentelemetry._logs import LoggerProvider, LogRecord, SeverityNumber
 from opentelemetry.trace import TraceFlags
 
 from hypha_net import instrumentation
+from hypha_net.redaction import redact_urls
 
 _TEXT_LIMIT: Final = 16_384
 """Characters of one message, or of one traceback."""
@@ -71,5 +72,5 @@ def _attributes(record: logging.LogRecord) -> dict[str, str | int]:
 
 
 def _clean(text: str) -> str:
-    """Return bounded text that protobuf can encode: without lone surrogates."""
-    return text[:_TEXT_LIMIT].encode(errors="replace").decode()
+    """Return bounded text without secret parts of URLs that protobuf can encode: without lone surrogates."""
+    return redact_urls(text)[:_TEXT_LIMIT].encode(errors="replace").decode()

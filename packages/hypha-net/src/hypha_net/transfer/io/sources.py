@@ -1,11 +1,13 @@
-"""Sources of a transfer: a file or memory. The receiver cannot tell which.
+"""Sources of a transfer: a file, by its path or open, or memory. The receiver cannot tell which.
 
 Called by `push_client` and `pull_server`; calls `stream_copy` to send.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -13,11 +15,13 @@ import anyio.to_thread
 from blake3 import blake3
 
 from hypha_net.endpoint import Stream
-from hypha_net.transfer.io.stream_copy import CHUNK, send_buffer, send_file
+from hypha_net.transfer.io.stream_copy import CHUNK, read_at, send_buffer, send_file
 from hypha_net.transfer.progress import Progress
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous memory; pass the `memoryview` of other objects with a buffer, such as an array."""
+Content = Path | FileIO | Buffer
+"""What can be sent: a file by its path, an open file, or memory."""
 
 
 class Source(Protocol):
@@ -51,11 +55,34 @@ class FileSource:
 
     async def describe(self) -> tuple[int, str]:
         """See `describe`."""
-        return await anyio.to_thread.run_sync(_describe, self.path)
+        return await anyio.to_thread.run_sync(_describe_path, self.path)
 
     async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
         """See `Source.send`."""
-        await send_file(stream, self.path, offset, size, progress)
+        with self.path.open("rb", buffering=0) as file:
+            await send_file(stream, file, offset, size, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFileSource:
+    """Open file: whatever takes its path meanwhile, these bytes are read. The caller closes it."""
+
+    file: FileIO
+
+    def __str__(self) -> str:
+        return "the file"
+
+    def size(self) -> int:
+        """See `Source.size`."""
+        return os.fstat(self.file.fileno()).st_size
+
+    async def describe(self) -> tuple[int, str]:
+        """See `describe`."""
+        return await anyio.to_thread.run_sync(_describe, self.file)
+
+    async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
+        """See `Source.send`."""
+        await send_file(stream, self.file, offset, size, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +108,39 @@ class MemorySource:
         await send_buffer(stream, self.view[offset:size], progress)
 
 
-def make_source(content: Path | Buffer) -> Source:
+def make_source(content: Content) -> Source:
     """Return the source that reads `content`.
 
     Raises:
-        TypeError: it is neither a path nor contiguous memory.
+        TypeError: it is neither a file nor contiguous memory.
     """
+    if isinstance(content, FileIO):
+        return OpenFileSource(content)
     return FileSource(content) if isinstance(content, Path) else MemorySource(memoryview(content).cast("B"))
 
 
-async def describe(content: Path | Buffer) -> tuple[int, str]:
+async def describe(content: Content) -> tuple[int, str]:
     """Return size in bytes and digest (``blake3:…``) of a file or a buffer.
+
+    Of a file that grows meanwhile, the bytes that it has now count.
 
     Raises:
         OSError: the file cannot be read.
-        TypeError: it is neither a path nor contiguous memory.
+        TypeError: it is neither a file nor contiguous memory.
     """
     return await make_source(content).describe()
 
 
-def _describe(path: Path) -> tuple[int, str]:
+def _describe_path(path: Path) -> tuple[int, str]:
+    with path.open("rb", buffering=0) as file:
+        return _describe(file)
+
+
+def _describe(file: FileIO) -> tuple[int, str]:
     hasher, size = blake3(), 0
-    with path.open("rb", buffering=0) as file:  # not memory-mapped, which would count as this process's memory
-        block = memoryview(bytearray(CHUNK))
-        while count := file.readinto(block):
-            hasher.update(block[:count])
-            size += count
+    block = memoryview(bytearray(CHUNK))  # not memory-mapped, which would count as this process's memory
+    left = os.fstat(file.fileno()).st_size
+    while count := read_at(file, block[: min(CHUNK, left)], size):
+        hasher.update(block[:count])
+        size, left = size + count, left - count
     return size, f"blake3:{hasher.hexdigest()}"

@@ -7,8 +7,8 @@ Each transfer uses two blocks of memory.
 from __future__ import annotations
 
 import math
+import os
 from io import FileIO
-from pathlib import Path
 from typing import Final
 
 import anyio
@@ -26,32 +26,32 @@ CHUNK: Final = 2 << 20
 """Bytes read, or hashed and written, at a time: large enough to outweigh the cost of a thread switch."""
 
 
-async def send_file(stream: Stream, path: Path, offset: int, size: int, progress: Progress) -> None:
-    """Send the bytes from `offset` to `size` of a file.
+async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progress: Progress) -> None:
+    """Send the bytes from `offset` to `size` of an open file, wherever it stands; several may send it at once.
 
     Raises:
         TransferError: the file has become shorter.
         TransferInterruptedError: the peer accepts no bytes.
         OSError: the file cannot be read.
     """
-    pacer, left = progress.pacer, size - offset
-    blocks = [memoryview(bytearray(min(CHUNK, left))) for _ in range(2)]
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        async with io_thread() as thread:
-            thread.submit(_read, file, blocks[0], left)
-            while left:
-                count: int = await thread.result()
-                if not count:
-                    raise TransferError(f"{path} became shorter while it was sent")
-                left -= count
-                blocks.reverse()
-                thread.submit(_read, file, blocks[0], left)
-                await _send(stream, blocks[1][:count], progress, pacer)
+    pacer = progress.pacer
+    blocks = [memoryview(bytearray(min(CHUNK, size - offset))) for _ in range(2)]
+    async with io_thread() as thread:
+        thread.submit(read_at, file, blocks[0], offset)
+        while offset < size:
+            count: int = await thread.result()
+            if not count:
+                name = "the file" if isinstance(file.name, int) else file.name  # one that was opened by a descriptor
+                raise TransferError(f"{name} became shorter while it was sent")
+            offset += count
+            blocks.reverse()
+            thread.submit(read_at, file, blocks[0][: size - offset], offset)
+            await _send(stream, blocks[1][:count], progress, pacer)
 
 
-def _read(file: FileIO, block: memoryview, left: int) -> int:
-    return file.readinto(block[:left]) or 0
+def read_at(file: FileIO, block: memoryview, offset: int) -> int:
+    """Read into a block from some byte of a file on, without moving its position; return how many bytes came."""
+    return os.preadv(file.fileno(), [block], offset) if block else 0
 
 
 async def _send(stream: Stream, block: memoryview, progress: Progress, pacer: TransferPacer) -> None:

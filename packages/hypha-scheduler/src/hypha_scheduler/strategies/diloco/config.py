@@ -158,7 +158,9 @@ class DilocoJobConfig(JobTable):
     """``[scheduler.job]`` of ``type = "diloco"``."""
 
     type: Literal["diloco"] = Field(default="diloco", description="Strategy.")
-    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples.")
+    seed: int = Field(
+        default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples, and of dropout."
+    )
     dataset: Annotated[DatasetTable, BeforeValidator(dataset_by_name)] = Field(description="Training data.")
     model: ModelTable = Field(description="Model to train.")
     preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")

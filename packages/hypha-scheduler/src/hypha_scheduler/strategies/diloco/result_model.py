@@ -1,6 +1,7 @@
 """The trained model: the scheduler's copy of the start model, to which every outer update is added.
 
-The parameter server pushes the outer updates to the scheduler as to the workers; the copy is the job's result.
+The parameter server pushes the outer updates to the scheduler as to the workers; the copy is the job's result. It is
+the rounding of weights that are kept in float32, as workers have them, beside it (`hypha_proto.global_model`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ import errno
 import logging
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import anyio
 import anyio.to_thread
 
+from hypha_proto.job_spec import Nesterov
 from hypha_scheduler.errors import files_unusable
-from hypha_scheduler.jobs.artifacts import add_update, sync_to_disk
+from hypha_scheduler.jobs.artifacts import sync_to_disk, translate_update_errors
+
+OUTER_STATE: Final = "outer-state"
+"""Directory of the float32 weights and the outer momentum, in the run directory."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,14 +33,21 @@ class ResultModel:
 
     directory: Path
     """Directory of the model's files."""
+    optimizer: Nesterov
+    """The job's outer optimizer."""
     every: int = 1
     """Number of received updates after which they are added to the files."""
     round: int = 0
     """Last round whose outer update was received."""
     update_bytes: int = 0
     """Size of the last outer update in bytes."""
+    _added: int = field(init=False)
+    """Last round whose outer update is in the files."""
     _pending: list[Path] = field(default_factory=list)
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    def __post_init__(self) -> None:
+        self._added = self.round
 
     async def apply_update(self, update: Path, round_number: int) -> None:
         """Take the outer update of the next round and add it to the model; the file is deleted afterwards.
@@ -79,7 +93,14 @@ class ResultModel:
             await anyio.to_thread.run_sync(sync_to_disk, *(p for p in self.directory.rglob("*") if p.is_file()))
 
     async def _add_pending(self) -> None:
-        for update in list(self._pending):
-            await add_update(self.directory, update)
+        if not self._pending:
+            return
+        from hypha_proto.global_model import GlobalModel  # imported late: numpy takes 0.1 s
+
+        model = GlobalModel(self.directory, self.directory.with_name(OUTER_STATE), self.optimizer)
+        with translate_update_errors(self.directory, self._pending[-1]):
+            await anyio.to_thread.run_sync(partial(model.add, self._pending, self._added + 1))
+        self._added += len(self._pending)
+        for update in self._pending:
             update.unlink()
-            self._pending.remove(update)
+        self._pending.clear()

@@ -77,6 +77,14 @@ def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
     )
 
 
+def outer_optimizer(job: DilocoJobConfig) -> Nesterov:
+    """Return the settings of the job's outer optimizer."""
+    table = job.outer_optimizer
+    return Nesterov(
+        learning_rate=table.learning_rate, momentum=table.momentum, nesterov=None if table.nesterov else False
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
     """Job with allocated workers; builds the job spec of each."""
@@ -97,22 +105,20 @@ class PlacedJob:
 
     def aggregate_spec(self) -> JobSpec:
         """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
-        outer = self.job.outer_optimizer
         config = AggregateConfig(
             updates=PeersReference(peers=self.workers, strategy=All()),
             results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
-            optimizer=Nesterov(
-                learning_rate=outer.learning_rate, momentum=outer.momentum, nesterov=None if outer.nesterov else False
-            ),
+            optimizer=outer_optimizer(self.job),
             members=True,
         )
         descriptor = descriptor_of(self.job.resources.parameter_server, AGGREGATE_KIND)
         return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
 
     def train_spec(self, worker: PeerId | None = None) -> JobSpec:
-        """Build a training worker's spec; specs of different workers differ only in their evaluation share."""
+        """Build a training worker's spec; specs of different workers differ in number and evaluation share only."""
         job = self.job
         batch_size = job.rounds.batch_for(len(self.workers))
+        schedule = schedule_spec(job.inner_optimizer, _steps(job, len(self.workers), batch_size))
         config = TrainConfig(
             model=model_spec(job.model, self.model),
             data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
@@ -121,8 +127,10 @@ class PlacedJob:
             optimizer=optimizer_spec(job.inner_optimizer),
             batch_size=batch_size,
             preprocessor=_preprocessor(job, self.preprocessor),
-            scheduler=schedule_spec(job.inner_optimizer, _steps(job, len(self.workers), batch_size)),
+            scheduler=schedule,
             seed=job.seed,
+            member=self.workers.index(worker) if worker is not None else None,
+            round_steps=None if schedule is None else _round_steps(job, len(self.workers), batch_size),
             evaluation=self._evaluation(worker),
             first_round=self.closed + 1 if self.closed else None,
         )
@@ -162,3 +170,8 @@ def _steps(job: DilocoJobConfig, workers: int, batch_size: int) -> int:
     """Return the average number of inner steps of a worker in the whole job."""
     samples = job.rounds.update_rounds * job.rounds.avg_samples_between_updates
     return max(1, samples // (workers * batch_size))
+
+
+def _round_steps(job: DilocoJobConfig, workers: int, batch_size: int) -> float:
+    """Return the average number of inner steps of a worker in a round."""
+    return job.rounds.avg_samples_between_updates / (workers * batch_size)

@@ -16,6 +16,7 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.specs import outer_optimizer
 
 
 class DilocoStrategy:
@@ -50,7 +51,7 @@ async def _open(
 async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> JobData:
     timeout = job.resources.allocation_timeout
     dataset = _check_tensors(await context.open_dataset(job.dataset.dataset, timeout=timeout))
-    result = ResultModel(context.directory / "model", job.rounds.checkpoint_every, closed)
+    result = ResultModel(context.directory / "model", outer_optimizer(job), job.rounds.checkpoint_every, closed)
     model = await context.prepare_artifact(job.model, "model", result.directory)
     preprocessor = None
     if job.preprocessor is not None:

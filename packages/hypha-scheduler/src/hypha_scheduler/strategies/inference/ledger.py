@@ -5,11 +5,12 @@ Work may be done twice, but a slice is committed once. Called by `operator`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskRef
 
 
@@ -40,6 +41,8 @@ class SliceLedger:
     """Attempts whose lease was lost while they computed a slice."""
     unusable: Counter[int] = field(default_factory=Counter)
     """How often no data node could provide a slice."""
+    failed_at: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
+    """Workers by the slices at which they failed, were lost, or reported that nobody provides them."""
     assigned_rows: int = 0
     """Rows of all assignments so far; more than the dataset has where work was done again."""
 
@@ -82,17 +85,18 @@ class SliceLedger:
         """Return whether a slice is assigned to an attempt."""
         return index in self._held.get(task, ())
 
-    def assign(self, task: TaskRef, now: float) -> int | None:
-        """Assign the next available slice to an attempt; None if there is none now."""
+    def assign(self, task: TaskRef, now: float, may_take: Callable[[int], bool] = lambda _index: True) -> int | None:
+        """Assign the next available slice that an attempt may take; None if there is none now."""
         for index in [index for index, at in self._delayed.items() if at <= now]:
             del self._delayed[index]
             self._queue.appendleft(index)
-        if not self._queue:
+        found = next(filter(may_take, self._queue), None)
+        if found is None:
             return None
-        index = self._queue.popleft()
-        self._held.setdefault(task, []).append(index)
-        self.assigned_rows += self.rows[index]
-        return index
+        self._queue.remove(found)
+        self._held.setdefault(task, []).append(found)
+        self.assigned_rows += self.rows[found]
+        return found
 
     def next_available_at(self) -> float | None:
         """Return when the next delayed slice can be assigned, or None if none is delayed."""

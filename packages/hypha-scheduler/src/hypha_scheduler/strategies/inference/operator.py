@@ -7,7 +7,7 @@ are committed, the results get their manifest, are audited, and the job ends. Cr
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
+from hypha_scheduler.allocation.exclusions import Exclusion, Exclusions
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.strategies.base import (
     DatasetView,
@@ -50,9 +51,9 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.ledger import SliceLedger, SliceState
 from hypha_scheduler.strategies.inference.part_check import largest_part
-from hypha_scheduler.strategies.inference.parts import Part, PartFiles, slice_of
+from hypha_scheduler.strategies.inference.parts import Part, PartFiles, part_name, slice_of
 from hypha_scheduler.strategies.inference.restore import BEGIN, PART, Identity, Restored, part_record
-from hypha_scheduler.strategies.inference.specs import role_request
+from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
 from hypha_scheduler.strategies.inference.workers import Worker, Workers
 
@@ -66,8 +67,12 @@ MAX_LOSSES: Final = 10
 """Leases that are lost while they compute the same slice until the job fails."""
 MAX_BARREN: Final = 10
 """Attempts of all workers that fail one after the other without a committed part until the job fails."""
-_FAILURES_OF_LEASE: Final = 2
-"""Attempts in a row that fail on one lease, and invalid parts, until it is released."""
+_FAILURES_OF_WORKER: Final = 2
+"""Attempts in a row that fail at one worker, and invalid parts, until its lease is released and it is excluded."""
+PATIENCE: Final = 3.0
+"""Seconds for which another worker is sought before one is used at which attempts have failed."""
+_ALONE: Final = 30.0
+"""Seconds for which no other worker is sought again after none was found."""
 _BAD_JOB: Final = 2
 """Exit code of an executor that cannot do what its settings say; no other worker could."""
 _NO_ROOM: Final = 74
@@ -126,6 +131,8 @@ class InferenceOperator(Operator):
             self._tally.restore(restored.worker_of[index], part.counts)
         self._began = False
         self._barren = 0
+        self._blamed = 0
+        """Failures of workers so far."""
         self._failed_starts = 0
         self._moving = 0
         """Parts that are not yet among the results."""
@@ -133,6 +140,14 @@ class InferenceOperator(Operator):
         """When leases that are of no more use were released; until then as many are wanted as have tasks."""
         self._exit_by: float | None = None
         """When the job no longer waits for executors to exit."""
+        self._exclusions = Exclusions(_FAILURES_OF_WORKER)
+        self._resting: dict[PeerId, float] = {}
+        """When workers at which an attempt failed start the next, while there is no other."""
+        self._alone_until = 0.0
+        """How long no other worker is sought, as none was found."""
+        self._idle_since: float | None = None
+        """Since when no worker has had a task while some are excluded."""
+        self._now = 0.0
         self._is_finishing = False
         self.is_finished = False
         """Whether the results are complete."""
@@ -152,7 +167,22 @@ class InferenceOperator(Operator):
         count = self._wanted()
         if self._releasing_at is not None:
             count = min(count, self._workers.busy)
-        return (role_request(self._job, count, 0 if self._releasing_at is not None else self._minimum(count)),)
+        minimum = 0 if self._releasing_at is not None else self._minimum(count)
+        return (replace(role_request(self._job, count, minimum), excluded=self._excluded()),)
+
+    def _excluded(self) -> frozenset[PeerId]:
+        """Return the workers that are not wanted now; none if nobody else was found."""
+        if self._idle_since is not None and self._idle_since + PATIENCE <= self._now:
+            return frozenset()
+        return self._exclusions.peers(ROLE, self._now) | self._resting.keys()
+
+    def _note_idle(self, now: float) -> None:
+        """Note since when no worker has a task although some are excluded."""
+        self._now = now
+        if self._workers.busy or not self._exclusions.peers(ROLE, now):
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
 
     def _minimum(self, count: int) -> int:
         return min(count, 1 if self._began else self._job.resources.min_workers)
@@ -172,13 +202,24 @@ class InferenceOperator(Operator):
         if not self._began:
             self._began = True
             self._tally.began = now
+        self._forget_resting(leases)
         self._workers.add(leases)
-        return self._start_tasks(now)
+        effects = self._start_tasks(now)
+        self._note_idle(now)
+        return effects
+
+    def _forget_resting(self, leases: Sequence[Lease]) -> None:
+        """Give up the leases that rest, which the runner releases since another was found."""
+        for worker in self._workers.idle():
+            if worker.lease.peer in self._resting and any(lease.peer != worker.lease.peer for lease in leases):
+                self._workers.remove(worker.lease)
 
     def _start_tasks(self, now: float) -> Effects:
         """Start tasks on idle leases while there is work for them; the others are released."""
         effects: list[Effect] = []
         for worker in self._workers.idle():
+            if now < self._resting.get(worker.lease.peer, now):
+                continue
             if not worker.is_leaving and self._workers.working < self._ledger.unfinished:
                 effects.append(StartTask(worker.begin(), self._data.spec, keep_lease=True))
             elif self._releasing_at is None:
@@ -192,6 +233,7 @@ class InferenceOperator(Operator):
             return ()
         held = self._ledger.release(worker.task)
         event = EmitEvent("worker_lost", {"worker": str(lease.peer), "reason": reason, "slices": list(held)})
+        blame = self._blame(worker.task, held, reason, now)
         if held:
             self._ledger.losses[held[0]] += 1
             if self._ledger.losses[held[0]] >= MAX_LOSSES:
@@ -200,11 +242,17 @@ class InferenceOperator(Operator):
                     event,
                     *self._fail(f"{MAX_LOSSES} workers were lost while they computed {what}; the last: {reason}"),
                 )
-        return (event, *self._start_tasks(now))
+        effects = (event, *blame, *self._start_tasks(now))
+        self._note_idle(now)
+        return effects
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job: there is nobody to compute what is left."""
-        return self._fail(reasons)
+        """Fail the job unless workers are excluded: there is nobody to compute what is left."""
+        if not self._excluded():
+            return self._fail(reasons)
+        self._resting.clear()
+        self._idle_since = now - PATIENCE
+        return self._start_tasks(now)
 
     def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
         """Let a worker that shuts down finish what it computes, and look for another."""
@@ -230,8 +278,12 @@ class InferenceOperator(Operator):
         worker.task = None
         if isinstance(update, TaskNotStarted):
             self._workers.remove(task.lease)
-            return (*self._attempt_failed(task, worker, f"it did not start: {update.reason}"), *self._continue(now))
-        return self._task_ended(task, worker, update, now)
+            why = f"it did not start: {update.reason}"
+            effects = (*self._attempt_failed(task, worker, why, now), *self._continue(now))
+        else:
+            effects = self._task_ended(task, worker, update, now)
+        self._note_idle(now)
+        return effects
 
     def _task_ended(self, task: TaskRef, worker: Worker, end: TaskEnded, now: float) -> Effects:
         held = self._ledger.release(task)
@@ -240,12 +292,38 @@ class InferenceOperator(Operator):
         reason = end.reason or f"it {end.state.value} before its slices were computed"
         code = "" if end.exit_code is None else f" (exit code {end.exit_code})"
         text = f"{reason}{code}" + "".join(f"\n  | {line}" for line in end.last_lines)
-        if end.exit_code == _BAD_JOB:
+        if end.exit_code == _BAD_JOB and not self._is_other_proven(task.lease.peer):
             return self._fail(f"the executor on {task.lease.peer} cannot do this job: {text}")
         worker.failures += 1
-        worker.is_leaving |= worker.failures >= _FAILURES_OF_LEASE or end.exit_code == _NO_ROOM
+        worker.is_leaving |= worker.failures >= _FAILURES_OF_WORKER or end.exit_code == _NO_ROOM
         blamed = () if end.state is TaskState.CANCELLED else held
-        return (*self._attempt_failed(task, worker, text, blamed), *self._continue(now))
+        if not worker.is_leaving and not self._workers.working and now >= self._alone_until:
+            self._resting[task.lease.peer] = now + PATIENCE
+        failed = self._attempt_failed(task, worker, text, now, blamed)
+        if end.exit_code == _NO_ROOM:
+            failed += self._tell_excluded(self._exclusions.exclude(ROLE, task.lease.peer, reason, now))
+        return (*failed, *self._continue(now))
+
+    def _is_other_proven(self, peer: PeerId) -> bool:
+        """Return whether a worker with a task, and not `peer`, has committed a part."""
+        return any(
+            worker.works and worker.lease.peer != peer and self._exclusions.is_proven(ROLE, worker.lease.peer)
+            for worker in self._workers
+        )
+
+    def _blame(self, task: TaskRef, held: Sequence[int], reason: str, now: float) -> tuple[Effect, ...]:
+        """Assign the slice that was computed to others from now on; exclude a worker at which attempts fail in a row.
+
+        Each attempt counts, also at the same slice: others compute that one if there are any.
+        """
+        peer = task.lease.peer
+        for index in held[:1]:
+            self._ledger.failed_at[index].add(peer)
+        self._blamed += 1
+        return self._tell_excluded(self._exclusions.record_failure(ROLE, peer, f"failure {self._blamed}", reason, now))
+
+    def _tell_excluded(self, exclusions: tuple[Exclusion, ...]) -> tuple[Effect, ...]:
+        return tuple(EmitEvent("worker_excluded", exclusion.fields()) for exclusion in exclusions)
 
     def _may_end(self, worker: Worker, end: TaskEnded, held: Sequence[int]) -> bool:
         """Return whether an attempt was to end; one that drains may have a slice left that it did not begin."""
@@ -258,30 +336,59 @@ class InferenceOperator(Operator):
             return ()
         return (*self._start_tasks(now), *self._end_if_over(now))
 
-    def _attempt_failed(self, task: TaskRef, worker: Worker, why: str, held: Sequence[int] = ()) -> Effects:
+    def _attempt_failed(
+        self, task: TaskRef, worker: Worker, why: str, now: float, held: Sequence[int] = ()
+    ) -> tuple[Effect, ...]:
         """Count a failed attempt; the first of the slices in hand is the one that was computed."""
         if self._ledger.unfinished == 0:
             return (EmitEvent("warning", {"text": f"task {task.name} on {task.lease.peer}: {why}"}),)
         fields = {"worker": str(task.lease.peer), "task": task.name, "slices": list(held), "reason": why}
         event = EmitEvent("attempt_failed", fields)
+        blame = self._blame(task, held, why, now)
         self._barren += 1
         if held and (failure := self._slice_failed(held[0], why)):
             return (event, *failure)
         if not worker.got_slice and self._ledger.assigned_rows == 0:
             self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILURES:
+            if self._failed_starts >= MAX_FAILURES and not self._workers.working:
                 what = f"the executor failed {MAX_FAILURES} times before it asked for a slice"
                 return (event, *self._fail(f"{what}; the last: {why}"))
-        if self._barren >= MAX_BARREN and not self._ledger.is_any_held:
+        if self._barren >= MAX_BARREN and not self._ledger.is_any_held and not self._workers.working:
             return (event, *self._fail(f"{MAX_BARREN} attempts failed one after the other; the last: {why}"))
-        return (event,)
+        return (event, *blame)
 
     def _slice_failed(self, index: int, why: str) -> Effects:
         self._ledger.failures[index] += 1
-        if self._ledger.failures[index] < MAX_FAILURES:
+        if self._ledger.failures[index] < MAX_FAILURES or self._may_be_workers(index):
             return ()
         what = self._data.dataset.describe(index)
         return self._fail(f"{what} of dataset {self._data.dataset.name!r} failed {MAX_FAILURES} times; the last: {why}")
+
+    def _may_be_workers(self, index: int) -> bool:
+        """Return whether failures at a slice may be those of workers: none has committed a part, and another has.
+
+        That one gets it, then.
+        """
+        failed = self._ledger.failed_at[index]
+        if any(self._exclusions.is_proven(ROLE, peer) for peer in failed):
+            return False
+        return any(worker.works and self._exclusions.is_proven(ROLE, worker.lease.peer) for worker in self._workers)
+
+    def _may_take(self, task: TaskRef, index: int) -> bool:
+        """Return whether a slice may be assigned to a worker: others that did not fail at it come first."""
+        if not self._avoids(task.lease.peer, index):
+            return True
+        return not any(worker.works and not self._avoids(worker.lease.peer, index) for worker in self._workers)
+
+    def _may_take_other(self, index: int) -> bool:
+        """Return whether there is a worker that has not failed at a slice, beside one at most that has."""
+        is_other = any(worker.works and not self._avoids(worker.lease.peer, index) for worker in self._workers)
+        return is_other and len(self._ledger.failed_at[index]) < 2
+
+    def _avoids(self, peer: PeerId, index: int) -> bool:
+        if peer in self._ledger.failed_at.get(index, ()):
+            return True
+        return self._ledger.failures[index] >= MAX_FAILURES and not self._exclusions.is_proven(ROLE, peer)
 
     def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
         """Pass on measurements; assign no more slices to what drains."""
@@ -311,7 +418,7 @@ class InferenceOperator(Operator):
         if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
             worker.told_none = True
             return None
-        index = None if len(held) >= MAX_IN_HAND else self._ledger.assign(task, now)
+        index = None if len(held) >= MAX_IN_HAND else self._ledger.assign(task, now, partial(self._may_take, task))
         if index is None:
             return self._wait(worker, held, now)
         worker.got_slice = True
@@ -336,11 +443,12 @@ class InferenceOperator(Operator):
         if not self._ledger.give_back(task, report.index, until=now + _RETRY_SLICE):
             return ()
         self._ledger.unusable[report.index] += 1
+        self._ledger.failed_at[report.index].add(task.lease.peer)
         providers = {str(failure.provider): failure.reason for failure in report.failures}
         event = EmitEvent(
             "slice_unusable", {"slice": report.index, "worker": str(task.lease.peer), "providers": providers}
         )
-        if self._ledger.unusable[report.index] < MAX_FAILURES:
+        if self._ledger.unusable[report.index] < MAX_FAILURES or self._may_take_other(report.index):
             return (event,)
         reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in providers.items())
         what = self._data.dataset.describe(report.index)
@@ -369,7 +477,7 @@ class InferenceOperator(Operator):
         path = self._data.files.new_file(index)
         on_invalid = partial(self._notify_refused, task, index)
         prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
-        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare), ()
+        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare, slot=part_name(index)), ()
 
     def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
         self._context.notify(REFUSED, RefusedPart(task, index, reason))
@@ -387,6 +495,7 @@ class InferenceOperator(Operator):
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
         self._barren = worker.failures = 0
+        self._exclusions.record_success(ROLE, task.lease.peer, part_name(index), now)
         worker.waits_since = None
         self._moving += 1
         return (
@@ -424,9 +533,9 @@ class InferenceOperator(Operator):
 
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
         """Handle that a part was refused."""
-        return None, self._part_refused(message) if isinstance(message, RefusedPart) else ()
+        return None, self._part_refused(message, now) if isinstance(message, RefusedPart) else ()
 
-    def _part_refused(self, part: RefusedPart) -> Effects:
+    def _part_refused(self, part: RefusedPart, now: float) -> Effects:
         """Assign the slice of an invalid part again; release the lease of a worker that sends several."""
         self._tally.refused += 1
         fields = {"slice": part.index, "worker": str(part.task.lease.peer), "reason": part.reason}
@@ -435,11 +544,13 @@ class InferenceOperator(Operator):
         if worker is None:
             return tuple(effects)
         if self._ledger.give_back(part.task, part.index):
+            effects += self._blame(part.task, (part.index,), f"its part was invalid: {part.reason}", now)
             effects += self._slice_failed(part.index, f"its part was invalid: {part.reason}")
         worker.refused += 1
-        if worker.refused >= _FAILURES_OF_LEASE and not worker.is_leaving:
+        if worker.refused >= _FAILURES_OF_WORKER and not worker.is_leaving:
             worker.is_leaving = True
             reason = f"it sent {worker.refused} invalid parts, the last: {part.reason}"
+            effects += self._tell_excluded(self._exclusions.exclude(ROLE, part.task.lease.peer, reason, now))
             effects.append(StopTask(part.task, reason))
         return tuple(effects)
 
@@ -485,8 +596,18 @@ class InferenceOperator(Operator):
 
     def next_deadline(self) -> float | None:
         """Return when leases were released, or when executors are no longer waited for."""
-        times = [at for at in (self._releasing_at, self._exit_by if self.is_finished else None) if at is not None]
-        return None if self._is_over else min(times, default=None)
+        found = (self._releasing_at, self._exit_by if self.is_finished else None, *self._avoidance_ends())
+        return None if self._is_over else min((at for at in found if at is not None), default=None)
+
+    def _avoidance_ends(self) -> tuple[float | None, ...]:
+        """Return when workers at which attempts failed may be used again."""
+        idle_until = None if self._idle_since is None else self._idle_since + PATIENCE
+        has_given_in = idle_until is not None and idle_until <= self._now
+        return (
+            None if has_given_in else idle_until,
+            self._exclusions.next_end(self._now),
+            *self._resting.values(),
+        )
 
     def on_deadline(self, now: float) -> Effects:
         """Forget released leases, or end the job."""
@@ -494,9 +615,15 @@ class InferenceOperator(Operator):
             self._releasing_at = None
             for worker in self._workers.idle():
                 self._workers.remove(worker.lease)
-        return self._end_if_over(now)
+        for peer in [peer for peer, until in self._resting.items() if until <= now]:
+            del self._resting[peer]
+            self._alone_until = now + _ALONE
+        effects = self._start_tasks(now) if not self._is_over and self._ledger.unfinished else ()
+        self._note_idle(now)
+        return (*effects, *self._end_if_over(now))
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return counts and rates, the share of each worker, and where the results are."""
         found = self._tally.summary(traffic, self._ledger.assigned_rows)
+        found["excluded"] = self._exclusions.summary()
         return {"slices": len(self._ledger.rows), **found, "results_dir": str(self._data.files.results)}

@@ -62,7 +62,7 @@ class Restored:
 
 def describe_artifact(artifact: Artifact) -> dict[str, Any]:
     """Return what identifies a model or preprocessor: its files' digests, or the commit in its hub."""
-    reference = artifact.reference
+    reference = artifact.origin or artifact.reference
     if isinstance(reference, HuggingFaceReference):
         files = sorted(reference.filenames)
         return {"repository": reference.repository, "revision": reference.revision, "files": files}

@@ -29,7 +29,7 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_FRAME, MAX_PATH, TASK_EXECUTOR_PREFIX
-from hypha_scheduler.jobs.config import JobTable, PriceTable, Table
+from hypha_scheduler.jobs.config import JobTable, PriceTable, Table, token_warning
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
 
 MAX_INSTANCES: Final = 10_000
@@ -350,6 +350,15 @@ class TasksJob(JobTable):
         default="pull", description="Whether workers pull results from those that have them, or these push them."
     )
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a worker.")
+
+    def warnings(self) -> list[str]:
+        """Return a line for each resource whose token the workers get; see `JobTable.warnings`."""
+        return [
+            token_warning(f"tasks[{number}].resources[{place}].huggingface.token")
+            for number, task in enumerate(self.tasks)
+            for place, resource in enumerate(task.resources)
+            if resource.huggingface is not None and resource.huggingface.token is not None
+        ]
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the job."""

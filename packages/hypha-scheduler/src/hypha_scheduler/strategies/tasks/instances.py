@@ -46,6 +46,8 @@ class Instance:
     """Attempts that could not be given a result."""
     worker: PeerId | None = None
     """Where it finished."""
+    failed_at: set[PeerId] = field(default_factory=set)
+    """Workers at which attempts failed or were lost; further ones start elsewhere if they can."""
     seconds: float = 0.0
     """Duration of the attempt that finished."""
 
@@ -53,6 +55,11 @@ class Instance:
     def order(self) -> int:
         """Position among all instances: smaller ones are started first."""
         return self.task.first + self.index
+
+    @property
+    def has_used_retries(self) -> bool:
+        """Whether the job fails unless its failures are those of its workers."""
+        return self.failures > self.task.table.retries
 
     @property
     def has_finished(self) -> bool:

@@ -28,6 +28,8 @@ class Stored:
     """Lease that it was made on, while that is held."""
     is_suspect: bool = False
     """Whether its holder may have gone: it is tried once more, and then lost."""
+    reporters: set[PeerId] = field(default_factory=set)
+    """Workers that could not get it from its holder, while the scheduler checks whether it can."""
     copy: Path | None = None
     """Copy at the scheduler, a file or folder."""
 

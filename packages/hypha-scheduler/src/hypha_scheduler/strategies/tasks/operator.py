@@ -32,6 +32,7 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.allocation.exclusions import Exclusion, Exclusions
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
@@ -45,6 +46,10 @@ from hypha_scheduler.strategies.tasks.summary import summarize
 
 MAX_LOSSES: Final = 10
 """Attempts at an instance that may end with their lease; also the times that an output may be lost."""
+MAX_FAILURES_OF_WORKER: Final = 3
+"""Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
+MAX_FALSE_REPORTS: Final = 3
+"""False reports of a worker that a result cannot be had, after which it is not believed, and excluded for a while."""
 ATTEMPTS_PER_RUN: Final = 1 << 16
 """Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 BACKSTOP: Final = 30.0
@@ -107,6 +112,7 @@ class TasksOperator(base.Operator):
     earlier: records.Earlier = field(default_factory=lambda: records.Earlier(0, ()))
     instances: Instances = field(init=False)
     ledger: OutputLedger = field(default_factory=OutputLedger)
+    exclusions: Exclusions = field(default_factory=lambda: Exclusions(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
     collection: Collection = field(init=False)
     _running: dict[uuid.UUID, Run] = field(default_factory=dict)
@@ -115,6 +121,8 @@ class TasksOperator(base.Operator):
     """What the last attempt has made, also when it is released."""
     _losses: Counter[Key] = field(default_factory=Counter)
     """How often an output was lost."""
+    _false_reports: Counter[PeerId] = field(default_factory=Counter)
+    """Reports of workers that an output cannot be had which the scheduler then could fetch."""
     _copies_missing: int = 0
     """Outputs that are kept and not yet here."""
     _deadlines: list[tuple[float, int, str, object]] = field(default_factory=list)
@@ -134,7 +142,7 @@ class TasksOperator(base.Operator):
     def __post_init__(self) -> None:
         first = self.earlier.runs * ATTEMPTS_PER_RUN + 1
         self.instances = Instances(self.graph, self._on_ready, first)
-        self.placement = Placement(self.graph, self.instances, self._input_holders)
+        self.placement = Placement(self.graph, self.instances, self._input_holders, self.exclusions)
         self.collection = Collection(self.context, self.ledger)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
@@ -225,8 +233,10 @@ class TasksOperator(base.Operator):
         return self._settle(now)
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job if nothing runs that could free workers."""
-        return () if self._running else self._fail(reasons)
+        """Fail the job if nothing runs that could free workers, and none are avoided."""
+        if self._running:
+            return ()
+        return self._settle(now) if self.placement.give_in(now) else self._fail(reasons)
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of an attempt."""
@@ -281,7 +291,8 @@ class TasksOperator(base.Operator):
     def next_deadline(self) -> float | None:
         """Return when something is due."""
         ends = () if self._ends_at is None else (self._ends_at,)
-        return min((*ends, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
+        avoidance = () if self._is_over or (at := self.placement.next_deadline()) is None else (at,)
+        return min((*ends, *avoidance, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
 
     def on_deadline(self, now: float) -> Effects:
         """Go on with what was to wait."""
@@ -322,7 +333,8 @@ class TasksOperator(base.Operator):
     def summary(self, traffic: Mapping[PeerId, base.TrafficCounts]) -> Mapping[str, object]:
         """Return the tasks and their outputs for ``result.json``."""
         paths = {key: stored.copy for key in self._made if (stored := self.ledger.get(key)) is not None}
-        return summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
+        found = summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
+        return {**found, "excluded": self.exclusions.summary()}
 
     # ----------------------------------------------------------------------------------------------- ends of attempts
 
@@ -342,6 +354,7 @@ class TasksOperator(base.Operator):
         instance.worker, instance.seconds = worker, now - run.began
         self._records.append(records.finished(instance.name, instance.attempts, worker, instance.seconds, end.outputs))
         self._finish(instance, worker, None if run.is_lost else run.task.lease.id, end.outputs)
+        self._tell_excluded(self.exclusions.record_success(run.task.lease.role, worker, instance.name, now))
         if run.task.lease.id in self.placement.leases and self.placement.leases[run.task.lease.id].is_draining:
             self._evacuate(run.task.lease.id)
 
@@ -392,7 +405,8 @@ class TasksOperator(base.Operator):
         instance = run.instance
         instance.failures += 1
         self._records.append(records.failed(instance.name, reason))
-        if instance.failures > instance.task.table.retries:
+        self._blame_worker(run, reason, now)
+        if instance.has_used_retries and not self._may_be_workers(instance):
             lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
             attempts = "1 attempt" if instance.failures == 1 else f"{instance.failures} attempts"
             text = f"task {instance.name} failed after {attempts}: {reason}"
@@ -400,9 +414,29 @@ class TasksOperator(base.Operator):
         self._emit_retry(run, f"failed: {reason}")
         self.instances.run_again(instance)
 
+    def _may_be_workers(self, instance: Instance) -> bool:
+        """Return whether failures may be those of workers: none has ever finished anything, and another held one has.
+
+        It gets one more attempt, at such a worker.
+        """
+        role = instance.task.role.name
+        if any(self.exclusions.is_proven(role, peer) for peer in instance.failed_at):
+            return False
+        return self.placement.holds_proven(role)
+
+    def _blame_worker(self, run: Run, reason: str, now: float) -> None:
+        """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
+        lease = run.task.lease
+        run.instance.failed_at.add(lease.peer)
+        self._tell_excluded(self.exclusions.record_failure(lease.role, lease.peer, run.instance.name, reason, now))
+
+    def _tell_excluded(self, exclusions: Iterable[Exclusion]) -> None:
+        self._records += [EmitEvent("worker_excluded", exclusion.fields()) for exclusion in exclusions]
+
     def _count_loss(self, run: Run, reason: str, now: float) -> None:
         instance = run.instance
         instance.losses += 1
+        self._blame_worker(run, reason, now)
         if instance.losses > MAX_LOSSES:
             text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
             self._fail_later(f"{text}; look whether it ends its workers")
@@ -422,9 +456,9 @@ class TasksOperator(base.Operator):
         self._emit_retry(run, f"it could not be given {result[1]} of {result[0]}: {reason}")
         for key in list(self.instances.keys(result)):
             if (stored := self.ledger.get(key)) is not None:
-                if stored.is_suspect:
-                    self._lose_holder(key, reason)
-                stored.is_suspect = True
+                self._doubt(run, key, stored, reason)
+        if self._false_reports[run.task.lease.peer]:
+            self._blame_worker(run, reason, now)
         self._pause(instance, instance.lacks, now)
 
     def _pause(self, instance: Instance, count: int, now: float) -> None:
@@ -550,13 +584,15 @@ class TasksOperator(base.Operator):
         key = self.collection.end(tag)
         if key is None or (stored := self.ledger.get(key)) is None:
             return
-        if isinstance(outcome, OSError | NoSpaceError):
+        is_check = bool(stored.reporters)
+        if isinstance(outcome, OSError | NoSpaceError) and not (is_check and not self._is_kept(key)):
             self._fail_later(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
         elif not isinstance(outcome, Exception):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
+            self._refute(key, stored, now)
             self._take_copy(key, path)
-        elif not stored.is_suspect and self._may_fetch_again(stored, outcome):
+        elif not stored.is_suspect and not is_check and self._may_fetch_again(stored, outcome):
             self._set_deadline(now + RETRY, "fetch", key)
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
@@ -579,6 +615,8 @@ class TasksOperator(base.Operator):
         self._take_failures(run, request, result)
         if self._is_over:
             return locations.gone("the job is over"), self._settle(now)
+        if (checked := self._checked(result)) is not None:
+            return ResourceLocation(not_yet=NotYet(task=checked, retry_ms=round(RETRY * 1000))), self._settle(now)
         if self.instances.is_complete(result):
             return self._deliver(run, request.resource, result), self._settle(now)
         effects = self._settle(now)
@@ -587,6 +625,13 @@ class TasksOperator(base.Operator):
             run.stopped = f"it waits for {result[1]} of {lacking[0]}, which is made again"
             effects = (*effects, StopTask(run.task, run.stopped, keep_lease=True))
         return ResourceLocation(not_yet=NotYet(task=lacking[0], retry_ms=round(RETRY * 1000))), effects
+
+    def _checked(self, result: Result) -> str | None:
+        """Return a maker of a result whose output is being checked."""
+        found = ((key, self.ledger.get(key)) for key in self.instances.keys(result))
+        return next(
+            (key[0] for key, stored in found if stored is not None and stored.reporters and not stored.copy), None
+        )
 
     def _take_failures(self, run: Run, request: LocateResource, result: Result) -> None:
         """Note which holders a worker could not get a result from."""
@@ -603,7 +648,34 @@ class TasksOperator(base.Operator):
                 continue
             tried_all = run.deliveries[request.resource] >= _MAX_DELIVERIES
             if failure.is_permanent or stored.is_suspect or tried_all:
-                self._lose_holder(key, f"{failure.peer}: {failure.reason}")
+                self._doubt(run, key, stored, f"{failure.peer}: {failure.reason}")
+
+    def _doubt(self, run: Run, key: Key, stored: Stored, reason: str) -> None:
+        """Handle that a worker cannot get an output: two workers are believed, of one the scheduler checks it.
+
+        What the scheduler fetches for that serves as a copy.
+        """
+        reporter = run.task.lease.peer
+        if self._false_reports[reporter] >= MAX_FALSE_REPORTS:
+            self._stop_for_good(run, f"it has reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had")
+            return
+        stored.reporters.add(reporter)
+        if stored.is_suspect or stored.copy is not None or len(stored.reporters) > 1:
+            self._lose_holder(key, reason)
+        else:
+            self.collection.add(key, first=True)
+
+    def _refute(self, key: Key, stored: Stored, now: float) -> None:
+        """Count the reports that an output cannot be had which was fetched now."""
+        role = self.instances.by_name[key[0]].task.role.name
+        for reporter in stored.reporters:
+            self._false_reports[reporter] += 1
+            fields = {"worker": str(reporter), "task": key[0], "output": key[1]}
+            self._records.append(EmitEvent("false_report", {**fields, "count": self._false_reports[reporter]}))
+            if self._false_reports[reporter] == MAX_FALSE_REPORTS:
+                why = f"reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had"
+                self._tell_excluded(self.exclusions.exclude(role, reporter, why, now))
+        stored.reporters.clear()
 
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
@@ -665,6 +737,8 @@ class TasksOperator(base.Operator):
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
         run = self._running[held.lease.id] = Run(task, instance, now)
+        if self.exclusions.is_excluded(held.lease.role, held.lease.peer, now):
+            self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
         self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
         self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
 

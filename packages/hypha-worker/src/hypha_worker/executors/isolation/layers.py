@@ -48,6 +48,8 @@ class Launch:
     """What `launcher` does in the new process before it runs `command`, by the name of the step; values are JSON."""
     descriptors: list[int] = field(default_factory=list)
     """Further file descriptors that the process inherits."""
+    reports_signals_as_status: bool = False
+    """Whether the program in front reports a command that a signal ended by the exit code 128 + its number."""
 
 
 @dataclass(frozen=True, slots=True)

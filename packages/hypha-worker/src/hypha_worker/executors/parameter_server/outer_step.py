@@ -7,9 +7,11 @@ With delta the weighted mean of ``theta_local - theta_global`` and m the momentu
     update = lr * m                     classical
 
 Every worker adds `update` to theta_global, which equals a step of `torch.optim.SGD` on the gradient ``-delta``. Running
-statistics are averaged and added without momentum. Everything is computed block by block from memory maps. Sums are in
-float64, so that the result is the exact one rounded to float32, in whichever order the updates are summed. The momentum
-is stored in a file between rounds.
+statistics are averaged and added without momentum; those that every update declares to be integers are taken from the
+first member whose weight is not 0, since the mean of counts is the count of no model. Everything is computed block by
+block from memory maps. Sums are in float64, so that the result is the exact one rounded to float32, in whichever order
+the updates are summed. The momentum is stored in a file between rounds: the one that follows from the float32 update
+(`hypha_proto.outer_momentum`), which the scheduler computes too.
 
 Called by `server`, in a thread.
 """
@@ -28,13 +30,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, open_update
+from hypha_proto.outer_momentum import derive_momentum
+from hypha_proto.update_file import (
+    Float32Array,
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    UpdateMetadata,
+    open_update,
+)
 
 BLOCK: Final = 1 << 16
 """Numbers per block: a float64 block and its operands fit into the processor's cache."""
 _CHECK_BLOCK: Final = 1 << 18
 
 Float64Array = NDArray[np.float64]
+Velocity = Float32Array | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,9 @@ def outer_step(
     """
     shares = _normalise([weight for _, weight in updates])
     with ExitStack() as stack:
-        files = [stack.enter_context(open_update(path)[0]) for path, _ in updates]
+        opened = [open_update(path) for path, _ in updates]
+        files = [stack.enter_context(file) for file, _ in opened]
+        integers = frozenset.intersection(*(declared.integers for _, declared in opened))
         first = files[0]
         for file in files[1:]:
             if file.tensors.keys() != first.tensors.keys():
@@ -133,15 +146,15 @@ def outer_step(
         out = stack.enter_context(TensorFileWriter(result, infos, metadata.encode()))
         after = stack.enter_context(TensorFileWriter(momentum, moving))
         for name in infos:
-            means = _mean_blocks(files, shares, name)
+            means = _mean_blocks(files, _only_first(shares) if name in integers else shares, name)
             if name not in moving:
                 for mean in means:
                     out.write(name, mean)
                 continue
             for mean, velocity in zip(means, _momentum_blocks(before, name), strict=False):
-                step, moved = _step(mean, velocity, optimizer)
+                step = _step(mean, velocity, optimizer)
                 out.write(name, step)
-                after.write(name, moved)
+                after.write(name, _momentum_after(step, mean, velocity, optimizer))
 
 
 def _normalise(weights: Sequence[float]) -> list[float]:
@@ -151,6 +164,12 @@ def _normalise(weights: Sequence[float]) -> list[float]:
         raise ValueError(f"the weight {min(weights)} of an update is negative")
     total = float(sum(weights))
     return [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+
+
+def _only_first(shares: Sequence[float]) -> list[float]:
+    """Return shares that take everything from the first member whose share is not 0."""
+    chosen = next(number for number, share in enumerate(shares) if share > 0)
+    return [float(number == chosen) for number in range(len(shares))]
 
 
 def _mean_blocks(files: Sequence[TensorFile], shares: Sequence[float], name: str) -> Iterator[Float64Array]:
@@ -169,14 +188,28 @@ def _mean_blocks(files: Sequence[TensorFile], shares: Sequence[float], name: str
         yield total[:size]
 
 
-def _momentum_blocks(before: TensorFile | None, name: str) -> Iterator[NDArray[np.float32] | float]:
+def _momentum_blocks(before: TensorFile | None, name: str) -> Iterator[Velocity]:
     return before.blocks(name, BLOCK) if before is not None else repeat(0.0)
 
 
-def _step(
-    mean: Float64Array, velocity: NDArray[np.float32] | float, optimizer: OuterOptimizer
-) -> tuple[Float64Array, Float64Array]:
-    """Return the update and the new momentum of one block."""
-    moved = np.multiply(velocity, optimizer.momentum, dtype=np.float64) + mean
+def _step(mean: Float64Array, velocity: Velocity, optimizer: OuterOptimizer) -> Float32Array:
+    """Return the update of one block."""
+    moved = _moved(mean, velocity, optimizer)
     direction = mean + optimizer.momentum * moved if optimizer.nesterov else moved
-    return optimizer.learning_rate * direction, moved
+    with np.errstate(over="ignore"):
+        return (optimizer.learning_rate * direction).astype(np.float32)
+
+
+def _momentum_after(
+    update: Float32Array, mean: Float64Array, velocity: Velocity, optimizer: OuterOptimizer
+) -> Float32Array | Float64Array:
+    """Return the new momentum of one block."""
+    if optimizer.learning_rate == 0.0:  # nothing follows from updates that are zero
+        return _moved(mean, velocity, optimizer)
+    rate, factor = optimizer.learning_rate, optimizer.momentum
+    return derive_momentum(update, velocity, learning_rate=rate, momentum=factor, nesterov=optimizer.nesterov)
+
+
+def _moved(mean: Float64Array, velocity: Velocity, optimizer: OuterOptimizer) -> Float64Array:
+    moved: Float64Array = np.multiply(velocity, optimizer.momentum, dtype=np.float64) + mean
+    return moved

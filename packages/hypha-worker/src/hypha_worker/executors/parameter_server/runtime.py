@@ -37,6 +37,11 @@ class ParameterServerRuntime:
                 f"env ({', '.join(settings.env)}) does not belong to the parameter server, which is built in and "
                 "starts no process: remove it, or set the variables for the worker itself"
             )
+        if not settings.network or settings.readable or settings.writable:
+            raise ValueError(
+                "network, readable and writable do not belong to the parameter server, which is built in and starts no "
+                "process: remove them"
+            )
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""

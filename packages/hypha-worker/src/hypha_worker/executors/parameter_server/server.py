@@ -291,6 +291,7 @@ class ParameterServer:
             size=size,
             digest=digest,
             lease=self._context.lease,
+            scheduler=self._context.scheduler,
         )
         participants, others = self._receivers(done)
         if others:

@@ -1,15 +1,42 @@
-"""The environment and the arguments of an executor's process. Called by `process_runner`."""
+"""The environment and the arguments of an executor's process. Called by `process_runner`.
+
+Of the worker's own environment a process gets only what `PASSED` names and what holds no secret; see docs/executor.md.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Final
 
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
+from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.leasing.capacity import Allocation
 
-_DEVICE_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+PASSED: Final = (
+    *(
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "LANG",
+        "LANGUAGE",
+        "LC_*",
+        "TZ",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+    ),
+    *("CUDA_*", "NVIDIA_*", "ROCR_*", "ROCM_*", "HIP_*", "HSA_*", "NCCL_*", "OMP_*", "MKL_*", "OPENBLAS_*"),
+    *("UV_*", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+)
+"""Patterns of the variables that a process gets from the worker's own environment."""
+TEMPORARY_FOLDER: Final = ".tmp"
+"""Name of the folder for temporary files in a process's work directory."""
+_SECRET_NAME: Final = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|(^|_)KEY(_|$)|USERNAME", re.IGNORECASE)
+_SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
+_USER: Final = "hypha"
 
 
 def make_environment(
@@ -17,8 +44,10 @@ def make_environment(
     values: Mapping[str, str],
     allocation: Allocation,
     token: str,
+    work_dir: Path,
     *,
     traceparent: str | None = None,
+    writable: Sequence[Path] = (),
     has_devices: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a process.
@@ -28,17 +57,53 @@ def make_environment(
         values: the value of each placeholder in them.
         allocation: what the lease has allocated: the number of threads, and the devices.
         token: marks the processes of one run.
+        work_dir: the process's folder, which is also its home.
         traceparent: span that the process's own spans belong to.
-        has_devices: whether the configuration lists GPUs, so that a job sees only those of its lease.
+        writable: folders that the process may change; uv's cache is the owner's if it lies in one of them.
+        has_devices: whether the worker offers GPUs, so that a job sees only those of its lease.
     """
     own = {name: substitute(value, values) for name, value in configured.items()}
     threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
-    devices: dict[str, str] = {}
-    if has_devices:
-        devices = dict.fromkeys(_DEVICE_VARIABLES, ",".join(str(device.index) for device in allocation.devices))
-        devices["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order; CUDA's default differs
+    devices = visibility_variables(allocation.visible_devices) if has_devices else {}
     trace = {"TRACEPARENT": traceparent} if traceparent else {}
-    return {**threads, **os.environ, **own, **devices, **trace, TOKEN_VARIABLE: token}
+    passed = _passed(os.environ)
+    own_files = _own_files(work_dir) | _uv_folders(os.environ, writable)
+    return {**threads, **passed, **own_files, **own, **devices, **trace, TOKEN_VARIABLE: token}
+
+
+def _passed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a process gets of the worker's environment: neither secrets nor the owner's folders of uv."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in PASSED)
+        and not _SECRET_NAME.search(name)
+        and not _SECRET_VALUE.search(value)
+        and name not in _UV_FOLDERS
+    }
+
+
+def _own_files(work_dir: Path) -> dict[str, str]:
+    """Return the variables that keep a process's files in its own folder; some libraries fail without a user's name."""
+    return {
+        "HOME": str(work_dir),
+        "TMPDIR": str(work_dir / TEMPORARY_FOLDER),
+        "USER": _USER,
+        "LOGNAME": _USER,
+    }
+
+
+_UV_FOLDERS: Final = {"UV_CACHE_DIR": "~/.cache/uv", "UV_PYTHON_INSTALL_DIR": "~/.local/share/uv/python"}
+"""Folders of uv with their defaults. A process has the owner's only if it may change them."""
+
+
+def _uv_folders(environment: Mapping[str, str], writable: Sequence[Path]) -> dict[str, str]:
+    folders = {name: Path(environment.get(name, default)).expanduser() for name, default in _UV_FOLDERS.items()}
+    return {
+        name: str(folder)
+        for name, folder in folders.items()
+        if any(folder.is_relative_to(allowed) for allowed in writable)
+    }
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:

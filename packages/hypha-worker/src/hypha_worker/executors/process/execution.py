@@ -6,7 +6,6 @@ Called by `jobs.job_manager`. The process, such as `hypha.accelerate_executor`, 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -21,11 +20,14 @@ from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
-from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.process.placeholders import make_placeholders
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
 from hypha_worker.jobs.references import job_references, reference_peers, without_secrets
+from hypha_worker.logs.run_log import LogFolder
 
 
 class ProcessExecution:
@@ -36,7 +38,7 @@ class ProcessExecution:
         self._settings = settings
         self._disk_fault: str | None = None
         self._stopped = anyio.CancelScope()
-        self._runner = ProcessRunner(settings, _place(context))
+        self._runner = ProcessRunner(settings, _place(context, settings.logs))
         self._queue = DeliveryQueue(
             job_id=context.spec.job_id,
             work_dir=context.work_dir,
@@ -73,11 +75,11 @@ class ProcessExecution:
 
     async def run(self) -> None:
         """See `Execution.run`."""
-        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        place = choose_place(self._context.work_dir, self._settings.socket_folder)
         backend = self._make_backend()
-        async with open_bridge(backend, socket_path):
+        async with open_bridge(backend, place):
             try:
-                await self._run_until_disk_fault(socket_path)
+                await self._run_until_disk_fault(place.path)
             finally:
                 self._queue.close()
                 backend.close()
@@ -85,7 +87,8 @@ class ProcessExecution:
     async def _run_until_disk_fault(self, socket_path: Path) -> None:
         with self._stopped:
             try:
-                await self._runner.run(placeholder_values(self._context.spec, self._context.work_dir, socket_path))
+                specification = _specification(self._context.spec)
+                await self._runner.run(make_placeholders(self._context.storage.files, socket_path, specification))
             except ExecutionError:
                 if self._disk_fault is None:
                     raise
@@ -118,27 +121,22 @@ class ProcessExecution:
         )
 
 
-def _place(context: JobContext) -> ProcessPlace:
+def _place(context: JobContext, logs: LogFolder | None) -> ProcessPlace:
     """Return where a job's process runs; lines name job and lease, since several tasks of a job may run here."""
     job, lease = str(context.spec.job_id), str(context.lease)
     return ProcessPlace(
         work_dir=context.work_dir,
         allocation=context.allocation,
+        storage=context.storage.limit,
         scope=context.scope,
         log_name=f"{job:.8}/{lease:.4}",
         attributes={"hypha.job.id": job, "hypha.lease.id": lease},
+        log=None if logs is None else logs.new_log(context.spec.job_id, lease),
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 
-def placeholder_values(spec: JobSpec, work_dir: Path, socket_path: Path) -> dict[str, str]:
-    """Return the value of each placeholder in arguments and environment; also write the job's file."""
-    text = to_json(JobSpec, without_secrets(spec)).decode()
-    job_file = work_dir / "job.json"
-    job_file.write_text(text)
-    return {
-        "{SOCKET_PATH}": str(socket_path),
-        "{WORK_DIR}": str(work_dir),
-        JOB_JSON: text,
-        "{JOB_FILE}": str(job_file),
-    }
+def _specification(spec: JobSpec) -> str:
+    """Return a job as its process sees it."""
+    return to_json(JobSpec, without_secrets(spec)).decode()

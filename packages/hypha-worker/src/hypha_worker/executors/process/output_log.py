@@ -1,50 +1,79 @@
-"""The output of an executor's process: a bounded file, the worker's log, and the last lines for the job's end.
+"""The output of an executor's process: a file with all of it, the worker's log, and the last lines for the job's end.
 
-Called by `process_runner`.
+Called by `process_runner`; `logs.run_log` writes the file.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from io import FileIO
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 import anyio
 import anyio.abc
 
-from hypha_worker.errors import is_disk_fault
+from hypha_worker.logs.run_log import RunLog
 
 _log = logging.getLogger(__name__)
 
-LAST_LINES: Final = 40
+LAST_LINES: Final = 50
 """Number of a process's last output lines in the report of its end."""
+MAX_LINE_RATE: Final = 200
+"""Lines of one process in each second that the worker's log gets; further ones are counted."""
 HIDDEN: Final = "{JOB_JSON}"
 """What stands in place of hidden text."""
+_BLOCK: Final = 1 << 16
 _LINE_LIMIT: Final = 4096
 _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
 """Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
-_LOG_LIMIT: Final = 64 << 20
+_ERROR_BYTES: Final = re.compile(rb"(ERROR|CRITICAL) ")
+
+
+@dataclass(slots=True)
+class LineBudget:
+    """Allows `MAX_LINE_RATE` lines in each second, and counts the others."""
+
+    deadline: float = -math.inf
+    """End of the second."""
+    left_out: int = 0
+    """Lines that were not allowed in it."""
+    _taken: int = 0
+
+    def take(self, wanted: int, now: float) -> int:
+        """Return how many of the next lines are allowed."""
+        if now >= self.deadline:
+            self.deadline, self._taken = now + 1, 0
+        allowed = min(wanted, MAX_LINE_RATE - self._taken)
+        self._taken += allowed
+        self.left_out += wanted - allowed
+        return allowed
+
+    def take_left_out(self) -> int:
+        """Return how many lines were not allowed since the last call."""
+        count, self.left_out = self.left_out, 0
+        return count
 
 
 class OutputLog:
     """Records what a process writes to its standard output and error."""
 
-    def __init__(self, path: Path, log_name: str) -> None:
+    def __init__(self, file: RunLog | None, log_name: str) -> None:
         """Prepare.
 
         Args:
-            path: file that gets the lines.
+            file: gets all of the output; none where it is only to be reported.
             log_name: stands before each line in the worker's log.
         """
-        self._path = path
+        self._file = file
         self._log_name = log_name
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._hidden: Sequence[str] = ()
+        self._budget = LineBudget()
         self.error: str | None = None
         """The last line that the process logged as an error."""
 
@@ -61,37 +90,65 @@ class OutputLog:
 
     async def read(self, stream: anyio.abc.ByteReceiveStream) -> None:
         """Record a stream to its end."""
-        with self._path.open("wb", buffering=0) as file:
-            pending = b""
+        if self._file is None:
+            await self._read(stream)
+            return
+        with self._file:
+            await self._read(stream)
+
+    async def _read(self, stream: anyio.abc.ByteReceiveStream) -> None:
+        pending = b""
+        try:
             with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
                 while True:
-                    *lines, pending = (pending + await stream.receive(65536)).split(b"\n")
-                    for line in lines:
-                        self._record(file, line)
+                    *lines, pending = (pending + await self._receive(stream)).split(b"\n")
                     if len(pending) > _LINE_LIMIT:  # progress bars end lines with a carriage return
-                        self._record(file, pending)
-                        pending = b""
-            if pending:
-                self._record(file, pending)
+                        lines, pending = [*lines, pending], b""
+                    self._record(lines)
+        finally:
+            self._record([pending])
+            self._tell_left_out()
 
-    def _record(self, file: FileIO, line: bytes) -> None:
-        _append_line(file, line)
+    async def _receive(self, stream: anyio.abc.ByteReceiveStream) -> bytes:
+        """Return the next output, which is in the file by then; tell meanwhile what was left out of the log."""
+        if self._budget.left_out:
+            with anyio.CancelScope(deadline=self._budget.deadline):
+                return self._store(await stream.receive(_BLOCK))
+            self._tell_left_out()
+        return self._store(await stream.receive(_BLOCK))
+
+    def _store(self, block: bytes) -> bytes:
+        if self._file is not None:
+            self._file.write(block)
+        return block
+
+    def _record(self, lines: Sequence[bytes]) -> None:
+        """Log as many lines as may be, and remember the last ones. Their number is bounded by a block's."""
+        lines = [line for line in lines if line.rstrip(b"\r")]
+        now = anyio.current_time()
+        if now >= self._budget.deadline:
+            self._tell_left_out()
+        for line in lines[: self._budget.take(len(lines), now)]:
+            if text := self._clean(line):
+                _log.info("[%s] %s", self._log_name, text, extra={"unlimited": True})
+        self._lines.extend(filter(None, map(self._clean, lines[-LAST_LINES:])))
+        errors = (self._clean(line) for line in reversed(lines) if _ERROR_BYTES.search(line))
+        self.error = next(filter(_ERROR_LINE.match, errors), self.error)
+
+    def _clean(self, line: bytes) -> str:
+        """Return a line as people see it: of a progress bar the last state, and without the job's specification."""
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
         for job in self._hidden:  # a launcher that failed prints its command, with the whole spec
             text = text.replace(job, HIDDEN)
-        text = text[:_LINE_LIMIT]
-        if text:
-            if _ERROR_LINE.match(text):
-                self.error = text
-            self._lines.append(text)
-            _log.info("[%s] %s", self._log_name, text, extra={"unlimited": True})
+        return text[:_LINE_LIMIT]
 
+    def _tell_left_out(self) -> None:
+        if count := self._budget.take_left_out():
+            _log.info("[%s] %s lines were left out of this log; %s",
+                      self._log_name, f"{count:,}", self._where, extra={"unlimited": True})  # fmt: skip
 
-def _append_line(file: FileIO, line: bytes) -> None:
-    """Append a line to the process's log file; on a full disk the line is in the worker's log only."""
-    try:
-        if file.tell() < _LOG_LIMIT:
-            file.write(line + b"\n")
-    except OSError as error:
-        if not is_disk_fault(error):
-            raise
+    @property
+    def _where(self) -> str:
+        if self._file is None:
+            return "they are stored nowhere"
+        return f"they are in {self._file.path}" if self._file.is_complete else f"{self._file.path} is incomplete"

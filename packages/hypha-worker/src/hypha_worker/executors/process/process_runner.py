@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,23 +22,28 @@ import anyio.abc
 from hypha_net import instrumentation
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import ExecutionError, WorkReturnedError
-from hypha_worker.executors.process.environment import make_environment, substitute
-from hypha_worker.executors.process.output_log import HIDDEN, OutputLog
+from hypha_worker.executors.isolation.layers import Confinement, Launch
+from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
+from hypha_worker.executors.isolation.visible_paths import configured_paths, program_paths, without_ancestors
+from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
+from hypha_worker.executors.process.output_log import OutputLog
+from hypha_worker.executors.process.placeholders import JOB_JSON
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
-    KILL_TIMEOUT,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    make_token,
     terminate_tree,
 )
+from hypha_worker.executors.process.spawn import SpawnedProcess, spawn
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.leasing.retention import FindProcesses
+from hypha_worker.logs.run_log import LogFolder, RunLog
 
 _log = logging.getLogger(__name__)
 
-JOB_JSON: Final = HIDDEN
-"""Placeholder whose value is replaced by its name wherever the output of the process shows it."""
 _ARGUMENT_LIMIT: Final = 128 << 10
 """Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
@@ -59,10 +62,20 @@ class ProcessSettings:
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     access: AccessPolicy = field(default_factory=AccessPolicy)
+    network: bool = True
+    """Whether the process may use the network."""
+    readable: tuple[Path, ...] = ()
+    """Files and folders that it may read, in addition to its own and the system's."""
+    writable: tuple[Path, ...] = ()
+    """Files and folders that it may change."""
+    stack: IsolationStack = field(default_factory=IsolationStack)
+    """Confines the process."""
     socket_folder: Path = Path("/tmp")
     """Where sockets are created; its path is short."""
+    logs: LogFolder | None = None
+    """Where the output of processes is stored."""
     has_devices: bool = False
-    """Whether the configuration lists GPUs, so that a job sees only those of its lease."""
+    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +83,23 @@ class ProcessPlace:
     """Where a process runs, and under which names it is reported."""
 
     work_dir: Path
-    """Its working directory, which also gets the log of its output."""
+    """Its working directory."""
     allocation: Allocation
     """What its lease has allocated: the number of its threads, and its devices."""
+    storage: int
+    """Bytes that it may store."""
     scope: anyio.CancelScope
     """Cancelled when the process is to end. A cancellation from an outer scope means that the worker shuts down."""
     log_name: str
     """Stands before each of its lines in the worker's log."""
     attributes: instrumentation.Attributes = field(default_factory=dict)
     """Attributes of its metrics; no other process that runs at the same time has the same."""
+    log: RunLog | None = None
+    """File that gets its output."""
     traceparent: str | None = None
     """Span that the process's own spans belong to."""
+    keep_resources: Callable[[FindProcesses], None] = lambda _find: None
+    """Called if processes live on that cannot be ended."""
 
 
 class ProcessRunner:
@@ -89,8 +108,8 @@ class ProcessRunner:
     def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
-        self._token = secrets.token_hex(16)
-        self._output = OutputLog(place.work_dir / "executor.log", place.log_name)
+        self._token = make_token(place.work_dir.parent)
+        self._output = OutputLog(place.log, place.log_name)
         self._exit_code: int | None = None
 
     @property
@@ -111,7 +130,14 @@ class ProcessRunner:
         """
         if job := values.get(JOB_JSON):
             self._output.hide(job)
-        process = await self._start(values)
+        async with self._settings.stack.confine(self._confinement(values)) as confined:
+            await self._run_confined(confined, values, on_start)
+            self._check_exit_code(confined)  # while the layers know why it ended
+
+    async def _run_confined(
+        self, confined: ConfinedRun, values: Mapping[str, str], on_start: Callable[[], None]
+    ) -> None:
+        process = self._start(confined, values)
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
@@ -121,23 +147,27 @@ class ProcessRunner:
                 await process.wait()
             finally:
                 measuring.cancel()
-                await self._terminate(process)
+                await self._terminate(process, confined)
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         with anyio.CancelScope(shield=True):
             await process.aclose()
-        self._check_exit_code()
 
-    async def _terminate(self, process: anyio.abc.Process) -> None:
+    async def _terminate(self, process: SpawnedProcess, confined: ConfinedRun) -> None:
         """End the process, if it still runs, and what it left running."""
-        waits = (TERM_GRACE, KILL_TIMEOUT) if self._place.scope.cancel_called else (SHUTDOWN_GRACE, KILL_GRACE)
-        await terminate_tree(process, self._token, *waits)
+        grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
+        survivors = await terminate_tree(process, self._token, grace, KILL_GRACE, confined)
+        if survivors is not None:
+            self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
         _RUNNING.add(-1)
         _EXITS.add(1, {"process.exit.code": str(process.returncode)})
 
-    def _check_exit_code(self) -> None:
-        what = f"executor {self._settings.cmd} {exit_text(self._exit_code)}"
-        _log.info("[%s] executor %s", self._place.log_name, exit_text(self._exit_code))
+    def _check_exit_code(self, confined: ConfinedRun) -> None:
+        how = exit_text(self._exit_code)
+        if self._exit_code and (reason := confined.describe_end(self._exit_code)) is not None:
+            how = reason
+        what = f"executor {self._settings.cmd} {how}"
+        _log.info("[%s] executor %s", self._place.log_name, how)
         if self._exit_code == os.EX_IOERR:
             raise WorkReturnedError(self._output.error or what)
         if self._exit_code != 0:
@@ -157,29 +187,53 @@ class ProcessRunner:
             tasks.start_soon(measure)
         return scope
 
-    async def _start(self, values: Mapping[str, str]) -> anyio.abc.Process:
+    def _start(self, confined: ConfinedRun, values: Mapping[str, str]) -> SpawnedProcess:
+        command = self._command(values)
+        launch = Launch(command, self._environment(values))
+        confined.apply(launch)
+        try:
+            return spawn(launch, self._place.work_dir)
+        except OSError as error:
+            raise ExecutionError(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
+
+    def _command(self, values: Mapping[str, str]) -> list[str]:
         command = [self._executable(), *(substitute(arg, values) for arg in self._settings.args)]
         for argument in command:
             if len(os.fsencode(argument)) >= _ARGUMENT_LIMIT:
                 raise ExecutionError("the job's spec is too long for an argument: use {JOB_FILE} instead of {JOB_JSON}")
-        try:
-            return await anyio.open_process(
-                command,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                cwd=self._place.work_dir,
-                env=make_environment(
-                    self._settings.env,
-                    values,
-                    self._place.allocation,
-                    self._token,
-                    traceparent=self._place.traceparent,
-                    has_devices=self._settings.has_devices,
-                ),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ExecutionError(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
+        return command
+
+    def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
+        return make_environment(
+            self._settings.env,
+            values,
+            self._place.allocation,
+            self._token,
+            self._place.work_dir,
+            traceparent=self._place.traceparent,
+            writable=self._settings.writable,
+            has_devices=self._settings.has_devices,
+        )
+
+    def _confinement(self, values: Mapping[str, str]) -> Confinement:
+        """Return what the process may use; create its folder for temporary files, and missing writable folders."""
+        settings, place = self._settings, self._place
+        for path in settings.writable:
+            if not path.exists():
+                path.mkdir(mode=0o755, parents=True)
+        (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        named = configured_paths([*settings.args, *settings.env.values()])
+        shown = [*program_paths(Path(self._executable())), *without_ancestors(named, settings.stack.private)]
+        return Confinement(
+            name=f"{place.work_dir.name}-{self._token[:8]}",
+            work_dir=place.work_dir.absolute(),
+            socket_path=Path(values["{SOCKET_PATH}"]),
+            allocation=place.allocation,
+            storage=place.storage,
+            network=settings.network,
+            readable=(*settings.readable, *shown),
+            writable=settings.writable,
+        )
 
     def _executable(self) -> str:
         path = self._settings.env.get("PATH", os.environ.get("PATH"))

@@ -1,21 +1,30 @@
 """Ends a process and its descendants, including those that left its process group or were orphaned.
 
 Called by `process_runner`. The processes of a job carry a token in their environment, by which those outside the
-process group are found; a process that removes the variable and leaves the group is not found.
+process group are found. One that removes the variable and leaves the group is found where an isolation layer knows all
+processes of the run, as `isolation.cgroup` does, or ends with the process that the layer has put in front of it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
-from typing import Final
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 import psutil
+
+from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
 
@@ -24,60 +33,159 @@ TERM_GRACE: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 SHUTDOWN_GRACE: Final = 2.0
 """The same while the worker shuts down, which must not take more than a few seconds."""
-KILL_GRACE: Final = 2.0
-"""Seconds that processes get to disappear after SIGKILL before an error is logged."""
-KILL_TIMEOUT: Final = 30.0
-"""Seconds after SIGKILL for which the job's resources stay taken; a process that waits for a device may take long."""
+KILL_GRACE: Final = 3.0
+"""Seconds that processes get to disappear after SIGKILL; one that waits for a device may take longer."""
 _POLL: Final = 0.02
+_REPEATED_KILL: Final = 0.2
+_LEFT_TIMEOUT: Final = 2.0
+
+
+def make_token(work_dir: Path) -> str:
+    """Return a token that marks the processes of one run.
+
+    Args:
+        work_dir: the worker's, so that `end_left_processes` finds what it leaves when it is killed.
+    """
+    return f"{work_dir_key(work_dir)}-{secrets.token_hex(16)}"
+
+
+class Child(Protocol):
+    """The process that is ended."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, and that of its group."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end and reap it."""
+        ...
+
+
+class Killer(Protocol):
+    """What the isolation layers know of a run; part of `isolation.layers.Confined`."""
+
+    def pids(self) -> Sequence[int] | None:
+        """Return the ids of all live processes of the run, None if no layer knows them."""
+        ...
+
+    def kill(self) -> bool:
+        """Send SIGKILL to all of them at once; return False if no layer can."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTree:
+    """The processes of one run: the group of `leader`, those with `token`, and those that the layers know."""
+
+    leader: Child
+    """The leader of its own session."""
+    token: str
+    """Value of `TOKEN_VARIABLE` in the environment of the run's processes."""
+    killer: Killer | None = None
+
+    async def find(self) -> list[psutil.Process]:
+        """Return every live process; also reap the leader."""
+        with anyio.move_on_after(0):
+            await self.leader.wait()
+        known = () if self.killer is None else self.killer.pids() or ()
+        # a thread of its own: the end of a job must not wait for other jobs' threads
+        scan = partial(_scan, self.leader.pid, self.token, known)
+        return await anyio.to_thread.run_sync(scan, limiter=anyio.CapacityLimiter(1))
+
+    async def pids(self) -> Sequence[int]:
+        """Return the ids of all live processes."""
+        return [found.pid for found in await self.find()]
+
+    def signal(self, found: list[psutil.Process], number: signal.Signals) -> None:
+        """Send a signal to the group and to the processes that were found."""
+        _signal_group(self.leader.pid, number)
+        _signal_each(found, number)
+
+    def kill(self, found: list[psutil.Process]) -> None:
+        """Send SIGKILL to all processes, those included that the layers only know."""
+        if self.killer is not None:
+            self.killer.kill()
+        self.signal(found, signal.SIGKILL)
 
 
 async def terminate_tree(
-    process: anyio.abc.Process, token: str, grace: float = TERM_GRACE, kill_timeout: float = KILL_TIMEOUT
-) -> None:
-    """End the process group of `process` and every process with `token`; bounded in time, not cancellable.
-
-    Processes that survive SIGKILL are logged as an error.
+    process: Child,
+    token: str,
+    grace: float = TERM_GRACE,
+    kill_grace: float = KILL_GRACE,
+    confined: Killer | None = None,
+) -> ProcessTree | None:
+    """End a process and everything that it has started; bounded in time, not cancellable.
 
     Args:
         process: the leader of its own session.
         token: value of `TOKEN_VARIABLE` in the environment of the job's processes.
         grace: seconds between SIGTERM and SIGKILL. A tree that has already ended gets no signal.
-        kill_timeout: seconds after SIGKILL until the processes are given up.
+        kill_grace: seconds after SIGKILL until the processes are given up.
+        confined: what the isolation layers know of them.
+
+    Returns:
+        The tree if processes of it survive SIGKILL, which is logged as an error; else None.
     """
     with anyio.CancelScope(shield=True):
-        survivors = await _find(process, token)
-        if not survivors:
-            return
-        _signal_group(process.pid, signal.SIGTERM)
-        _signal_each(survivors, signal.SIGTERM)
-        survivors = await _wait_for_exit(process, token, grace)
-        if not survivors:
-            return
-        _signal_group(process.pid, signal.SIGKILL)
-        _signal_each(survivors, signal.SIGKILL)
-        await _wait_after_kill(process, token, kill_timeout)
-
-
-async def _wait_after_kill(process: anyio.abc.Process, token: str, timeout: float) -> None:
-    waited = min(KILL_GRACE, timeout)
-    survivors = await _wait_for_exit(process, token, waited)
-    if survivors and timeout > waited:
-        _log.error("%s of a job live %g s after SIGKILL; its resources stay taken for up to %g s more",
-                   _name(survivors), waited, timeout - waited)  # fmt: skip
-        survivors = await _wait_for_exit(process, token, timeout - waited)
+        tree = ProcessTree(process, token, confined)
+        survivors = await tree.find()
+        if survivors:
+            tree.signal(survivors, signal.SIGTERM)
+            survivors = await _wait_for_exit(tree, grace)
+        if survivors:
+            survivors = await _kill(tree, survivors, kill_grace)
     if survivors:
-        _log.error("%s of a job live %g s after SIGKILL and are given up: what they use counts as free but is not; "
-                   "look at them with ps", _name(survivors), timeout)  # fmt: skip
+        pids = ", ".join(str(each.pid) for each in survivors)
+        _log.error("processes %s of a job live %g s after SIGKILL; look at them with ps", pids, kill_grace)
+    return tree if survivors else None
 
 
-def _name(processes: list[psutil.Process]) -> str:
-    return f"processes {', '.join(str(process.pid) for process in processes)}"
+async def _kill(tree: ProcessTree, survivors: list[psutil.Process], grace: float) -> list[psutil.Process]:
+    """Kill until nothing is left or the time is over: a process may have been started after the last scan."""
+    deadline = anyio.current_time() + grace
+    while survivors and (left := deadline - anyio.current_time()) > 0:
+        tree.kill(survivors)
+        survivors = await _wait_for_exit(tree, min(left, _REPEATED_KILL))
+    return survivors
 
 
-async def _wait_for_exit(process: anyio.abc.Process, token: str, grace: float) -> list[psutil.Process]:
+def end_left_processes(work_dir: Path) -> None:
+    """Kill the processes of jobs of a work directory; called when no worker runs in it. Blocks for up to two seconds.
+
+    Finds those with a token in their environment that are this user's; for root, all.
+    """
+    wanted = f"\0{TOKEN_VARIABLE}={work_dir_key(work_dir)}-".encode()
+    deadline = time.monotonic() + _LEFT_TIMEOUT
+    while left := _find_left(wanted):
+        pids = ", ".join(str(found.pid) for found in left)
+        if time.monotonic() >= deadline:
+            _log.error("processes %s, left by a worker that was killed, cannot be ended; look at them with ps", pids)
+            return
+        _log.warning("ending processes %s, left by a worker that was killed", pids)
+        _signal_each(left, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=_LEFT_TIMEOUT / 4)
+
+
+def _find_left(wanted: bytes) -> list[psutil.Process]:
+    """Return the live processes with a variable in their environment; none where there is no procfs."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if sys.platform == "linux" else []
+    found = [process for pid in pids if wanted in _read_environment(pid) and (process := _open(pid)) is not None]
+    return [process for process in found if process.pid != os.getpid() and not _is_zombie(process)]
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def _wait_for_exit(tree: ProcessTree, grace: float) -> list[psutil.Process]:
     deadline = anyio.current_time() + grace
     pause = _POLL
-    while survivors := await _find(process, token):
+    while survivors := await tree.find():
         if anyio.current_time() >= deadline:
             return survivors
         await anyio.sleep(pause)
@@ -85,18 +193,18 @@ async def _wait_for_exit(process: anyio.abc.Process, token: str, grace: float) -
     return []
 
 
-async def _find(process: anyio.abc.Process, token: str) -> list[psutil.Process]:
-    """Return every live process of the job; also reap the leader."""
-    with anyio.move_on_after(0):
-        await process.wait()
-    # a thread of its own: the end of a job must not wait for other jobs' threads
-    return await anyio.to_thread.run_sync(_scan, process.pid, token, limiter=anyio.CapacityLimiter(1))
+def _scan(group: int, token: str, known: Sequence[int]) -> list[psutil.Process]:
+    """Return the live processes among those of the group, those with the token, and the known ones.
 
-
-def _scan(group: int, token: str) -> list[psutil.Process]:
+    Those of other users count for root alone, who may end them.
+    """
     uid = os.getuid()
     pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
-    return [found for pid in pids if (found := _open(pid)) is not None and _belongs(found, group, token, uid)]
+    return [
+        found
+        for pid in {*pids, *known}
+        if (found := _open(pid)) is not None and _belongs(found, group, token, uid, is_known=pid in known)
+    ]
 
 
 def _find_in_proc(group: int, token: str) -> list[int]:
@@ -140,21 +248,22 @@ def _open(pid: int) -> psutil.Process | None:
         return None
 
 
-def _belongs(found: psutil.Process, group: int, token: str, uid: int) -> bool:
+def _belongs(found: psutil.Process, group: int, token: str, uid: int, *, is_known: bool) -> bool:
     try:
         with found.oneshot():
-            if found.pid == os.getpid() or found.uids().real != uid or found.status() == psutil.STATUS_ZOMBIE:
+            if found.pid == os.getpid() or found.status() == psutil.STATUS_ZOMBIE:
                 return False
-            return os.getpgid(found.pid) == group or found.environ().get(TOKEN_VARIABLE) == token
+            if is_known:
+                return True
+            is_own = uid in (0, found.uids().real)
+            return is_own and (os.getpgid(found.pid) == group or found.environ().get(TOKEN_VARIABLE) == token)
     except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return
 
 
 def _signal_each(processes: list[psutil.Process], number: signal.Signals) -> None:

@@ -64,7 +64,12 @@ def _process_settings(settings: ExecutorSettings, host: HostSettings) -> Process
         args=settings.args,
         env=settings.env,
         access=host.access,
+        network=settings.network,
+        readable=settings.readable,
+        writable=settings.writable,
+        stack=host.stack,
         socket_folder=host.socket_folder,
+        logs=host.logs,
         has_devices=host.has_devices,
     )
 

@@ -7,7 +7,6 @@ everything that it left running.
 from __future__ import annotations
 
 import json
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,12 @@ import anyio
 
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.task_backend import TaskBridgeBackend
+from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.errors import ExecutionError, WorkReturnedError
-from hypha_worker.executors.process.process_runner import JOB_JSON, ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.process.placeholders import make_placeholders
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace
+from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.definition import with_paths
 from hypha_worker.tasks.execution import TaskContext
 
@@ -28,7 +30,7 @@ class TaskProcess:
     def __init__(self, context: TaskContext, settings: ProcessSettings) -> None:
         self._context = context
         self._settings = settings
-        self._runner = ProcessRunner(settings, _place(context))
+        self._runner = ProcessRunner(settings, _place(context, settings.logs))
         self._disk_fault: str | None = None
         self._stopped = anyio.CancelScope()
 
@@ -39,12 +41,12 @@ class TaskProcess:
 
     async def run(self) -> None:
         """See `TaskExecution.run`."""
-        socket_path = self._settings.socket_folder / f"{secrets.token_hex(4)}.sock"
+        place = choose_place(self._context.work_dir, self._settings.socket_folder)
         backend = TaskBridgeBackend(self._context, self._stop_for_disk_fault)
-        async with open_bridge(backend, socket_path):
+        async with open_bridge(backend, place):
             with self._stopped:
                 try:
-                    await self._run_in_time(socket_path)
+                    await self._run_in_time(place.path)
                 except ExecutionError:
                     if self._disk_fault is None:
                         raise
@@ -54,9 +56,9 @@ class TaskProcess:
     async def _run_in_time(self, socket_path: Path) -> None:
         timeout = self._context.spec.timeout_ms
         with anyio.move_on_after(None if timeout is None else timeout / 1000) as limit:
-            await self._runner.run(
-                placeholder_values(self._context, socket_path), self._context.control.executor_started
-            )
+            specification = json.dumps(task_json(self._context))
+            placeholders = make_placeholders(self._context.storage.files, socket_path, specification)
+            await self._runner.run(placeholders, self._context.control.executor_started)
         if limit.cancelled_caught and timeout is not None:
             raise ExecutionError(f"executor {self._settings.cmd} was ended after {timeout / 1000:g} s, its timeout")
 
@@ -65,16 +67,19 @@ class TaskProcess:
         self._stopped.cancel()
 
 
-def _place(context: TaskContext) -> ProcessPlace:
+def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
     """Return where a task's process runs; its lines name job and task."""
     job = str(context.job_id)
     return ProcessPlace(
         work_dir=context.work_dir,
         allocation=context.allocation,
+        storage=context.storage.limit,
         scope=context.scope,
         log_name=f"{job:.8}/{context.task}",
         attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
+        log=None if logs is None else logs.new_log(context.job_id, context.task),
         traceparent=context.traceparent,
+        keep_resources=context.keep_resources,
     )
 
 
@@ -92,17 +97,4 @@ def task_json(context: TaskContext) -> dict[str, Any]:
         "resources": dict(context.resources),
         "outputs": {output.name: output.path for output in spec.outputs},
         "timeout_ms": spec.timeout_ms,
-    }
-
-
-def placeholder_values(context: TaskContext, socket_path: Path) -> dict[str, str]:
-    """Return the value of each placeholder in arguments and environment; also write the task's file."""
-    text = json.dumps(task_json(context))
-    job_file = context.work_dir / "job.json"
-    job_file.write_text(text)
-    return {
-        "{SOCKET_PATH}": str(socket_path),
-        "{WORK_DIR}": str(context.work_dir),
-        JOB_JSON: text,
-        "{JOB_FILE}": str(job_file),
     }

@@ -1,0 +1,47 @@
+"""Hides the secret parts of URLs in texts that people or other peers read: logs, errors, spans.
+
+User information (``user:password@``), queries and fragments: a presigned URL has its signature in the query.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+HIDDEN: Final = "***"
+_URL: Final = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]+""")
+_PUNCTUATION: Final = ".,:;!)]}"
+"""What ends a sentence or a bracket around a URL rather than the URL."""
+_PARTS: Final = re.compile(r"([^/]+://)([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
+
+
+def redact_urls(text: str) -> str:
+    """Replace user information, query and fragment of each URL in a text by ``***``.
+
+    Pass a text before it is shortened: what a URL is cannot be seen from a part of it.
+    """
+    return _URL.sub(lambda found: _redact(found[0]), text) if "://" in text else text
+
+
+def _redact(found: str) -> str:
+    url = found.rstrip(_PUNCTUATION)
+    parts = _PARTS.fullmatch(url)
+    if parts is None:
+        return found
+    scheme, user, rest, query = parts.groups()
+    return f"{scheme}{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}{found[len(url) :]}"
+
+
+def has_url_secrets(url: str) -> bool:
+    """Return whether a URL has parts that `redact_urls` hides."""
+    return redact_urls(url) != url
+
+
+def without_url_secrets(url: str, mark: str) -> str:
+    """Return a URL without its secret parts, and with `mark` as its query, so that several can be told apart."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"invalid:?{mark}"
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=mark, fragment=""))

@@ -1,0 +1,111 @@
+"""Secret parts of URLs are hidden in texts, and nothing else is."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_net import instrumentation
+from hypha_net.node.config.models import mask_secrets
+from hypha_net.node.logging_setup import LogFormat, configure_logs
+from hypha_net.redaction import has_url_secrets, redact_urls, without_url_secrets
+
+PRESIGNED = "https://bucket.s3.example/model?X-Amz-Credential=AKIA&X-Amz-Signature=5ec2e7"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"GET {PRESIGNED} failed", "GET https://bucket.s3.example/model?*** failed"),
+        ("https://user:5ec2e7@host:1/a/b", "https://***@host:1/a/b"),
+        ("https://5ec2e7@host", "https://***@host"),
+        ("https://a@5ec2e7@host/x", "https://***@host/x"),
+        ("s3://key:5ec2e7@bucket?a#b", "s3://***@bucket?***"),
+        ("https://host/x#5ec2e7", "https://host/x#***"),
+        ("URL('https://u:5ec2e7@h/?q=5ec2e7'): no", "URL('https://***@h/?***'): no"),
+        ('{"a":"http://h?5ec2e7","b":"http://u:5ec2e7@h"}', '{"a":"http://h?***","b":"http://***@h"}'),
+        ("http://host/a@b.txt, mail@host", "http://host/a@b.txt, mail@host"),
+        ("/ip4/127.0.0.1/tcp/4001/p2p/12D3", "/ip4/127.0.0.1/tcp/4001/p2p/12D3"),
+        ("(see https://h/x?5ec2e7): no", "(see https://h/x?***): no"),
+        ("is it there? a://", "is it there? a://"),
+    ],
+)
+def test_secret_parts_of_urls_are_hidden(text: str, shown: str) -> None:
+    assert redact_urls(text) == shown
+    assert redact_urls(shown) == shown
+
+
+@given(st.text())
+def test_any_text_is_taken(text: str) -> None:
+    redact_urls(text)
+    without_url_secrets(text, "m")
+    assert "5ec2e7" not in redact_urls(f"https://5ec2e7@host/{text}".replace("\\", "/"))
+
+
+def test_urls_without_secrets_can_be_told_apart() -> None:
+    urls = [f"https://u:5ec2e7@host:8443/get?id={number}" for number in range(2)]
+    hidden = [without_url_secrets(url, f"hidden={number}") for number, url in enumerate(urls)]
+    assert hidden == ["https://host:8443/get?hidden=0", "https://host:8443/get?hidden=1"]
+    assert has_url_secrets(PRESIGNED)
+    assert not has_url_secrets("https://host/a")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_logs_show_no_secret_parts(form: LogFormat) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    try:
+        configure_logs(form, "debug", stream)
+        try:
+            raise OSError(f"cannot reach {PRESIGNED}")
+        except OSError:
+            logging.getLogger("test").exception("failed: %s", PRESIGNED)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert stream.getvalue().count("https://bucket.s3.example/model?***") >= 2
+    assert "5ec2e7" not in stream.getvalue()
+
+
+def test_errors_of_spans_show_no_secret_parts() -> None:
+    ended: list[str | None] = []
+
+    class Recorder:
+        traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+        def start_span(self, *_: object) -> Recorder:
+            return self
+
+        def set(self, _attributes: object) -> None:
+            return
+
+        def end(self, error: str | None, _kind: str | None, _ago: float = 0.0) -> None:
+            ended.append(error)
+
+        def measure(self, *_: object) -> None:
+            return
+
+        def forget(self, *_: object) -> None:
+            return
+
+    instrumentation.install(Recorder())
+    try:
+        with pytest.raises(OSError, match="5ec2e7"), instrumentation.span("fetch"):
+            raise OSError(f"{'x' * 200} {PRESIGNED}")
+        about = {"parent": Recorder.traceparent, "ago": 1.0, "seconds": 1.0}
+        instrumentation.record("executor's", {}, error=PRESIGNED, **about)  # type: ignore[arg-type]
+    finally:
+        instrumentation.install(None)
+    assert ended == [f"{'x' * 200} https://bucket.s3.example/model?***", "https://bucket.s3.example/model?***"]
+
+
+def test_configurations_are_shown_without_secret_parts() -> None:
+    assert mask_secrets({"uri": [PRESIGNED], "endpoint": "http://u:p@h"}) == {
+        "uri": ["https://bucket.s3.example/model?***"],
+        "endpoint": "http://***@h",
+    }

@@ -1,0 +1,67 @@
+"""The result of a job whose model is stored in 16 bits: the rounding of the weights that executors train in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.safetensors_io import Array, Float32Array, TensorFile, TensorFileWriter, TensorInfo, from_float
+from hypha_proto.update_file import UpdateMetadata, write_update
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
+
+OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
+ROUNDS = 40
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+def make_model(folder: Path, dtype: str, start: Float32Array) -> Path:
+    folder.mkdir()
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo(dtype, start.shape)}) as writer:
+        writer.write("w", start)
+    return folder
+
+
+def write(path: Path, number: int, values: Float32Array) -> Path:
+    write_update(path, {"w": values.shape}, [("w", values)], UpdateMetadata(round=number))
+    return path
+
+
+def stored(path: Path) -> Array:
+    with TensorFile(path) as file:
+        return np.array(file.stored("w"))
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_many_small_updates_give_the_rounding_of_the_workers_weights(tmp_path: Path, dtype: str, every: int) -> None:
+    rng = np.random.default_rng(3)
+    folder = make_model(tmp_path / "model", dtype, rng.normal(0, 0.5, 3000).astype("f4"))
+    with TensorFile(folder / "model.safetensors") as file:
+        start = file.tensor("w")
+    worker = start.copy()
+
+    async def case() -> None:
+        nonlocal worker
+        result = ResultModel(folder, OUTER, every)
+        for number in range(1, ROUNDS + 1):
+            change = rng.normal(1e-4, 1e-5, worker.shape).astype("f4")
+            worker = worker + change
+            await result.apply_update(write(tmp_path / f"u{number}", number, change), number)
+        await result.finish()
+
+    run(case)
+    assert abs(float(np.mean(worker - start)) - ROUNDS * 1e-4) < 1e-5
+    np.testing.assert_array_equal(stored(folder / "model.safetensors"), from_float(worker, dtype))
+    np.testing.assert_array_equal(stored(tmp_path / "outer-state" / "weights" / "model.safetensors"), worker)

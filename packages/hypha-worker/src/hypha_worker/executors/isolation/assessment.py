@@ -1,0 +1,171 @@
+"""What the layers that work on a machine hold back, in words for its owner; and the check of those that are required.
+
+Pure. Called by the command ``hypha-worker probe`` and by `service` at the start of a worker, with the findings of
+`stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from hypha_worker.errors import IsolationError
+from hypha_worker.executors.isolation.layers import Finding
+
+Findings = Sequence[tuple[str, Finding]]
+State = Literal["contained", "partly", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class Aspect:
+    """One thing that a job could do to the machine."""
+
+    name: str
+    state: State
+    layer: str | None
+    """The layer that contains it, or None."""
+    detail: str
+    """What a job can and cannot do; where it is not contained, also why the best layer does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    layer: str
+    state: State
+    text: str
+
+
+_ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
+    "files": (
+        (
+            _Effect("bubblewrap", "contained", "a job sees its own folder, its program and the system's, nothing else"),
+            _Effect(
+                "landlock",
+                "partly",
+                "a job opens its own folder, its program and the system's only; it can still list who else has files, "
+                "change their modes, and connect to sockets by their path",
+            ),
+        ),
+        "a job reads and changes whatever the worker's user can, the worker's key and other jobs included",
+    ),
+    "processes": (
+        (
+            _Effect("bubblewrap", "contained", "a job sees its own processes only, and all of them end with it"),
+            _Effect("cgroup", "partly", "all processes of a job end with it; it sees those of others"),
+            _Effect(
+                "supervisor", "partly", "processes of a job end with it and with the worker; it sees those of others"
+            ),
+        ),
+        "a process that leaves its group and clears its environment outlives its job",
+    ),
+    "network": (
+        (
+            _Effect("bubblewrap", "contained", "none for executors with network = false; for others, all of it"),
+            _Effect("landlock", "partly", "no TCP for executors with network = false, but UDP; for others, all of it"),
+        ),
+        "all of it, also for executors with network = false",
+    ),
+    "resources": (
+        (
+            _Effect(
+                "cgroup",
+                "contained",
+                "memory, processes, processor time and storage are limited to what its lease has of them",
+            ),
+            _Effect("rlimits", "partly", "storage is limited to the lease; memory and processor time are not"),
+        ),
+        "storage is watched; a job can use all memory and processors",
+    ),
+    "user": (
+        (
+            _Effect("own-uid", "contained", "each lease has a user of its own, without privileges"),
+            _Effect("bubblewrap", "contained", "the worker's user, without privileges and without its files"),
+            _Effect("landlock", "partly", "the worker's user, without privileges to gain"),
+        ),
+        "the worker's user, with all of its privileges",
+    ),
+}
+
+
+def assess(findings: Findings) -> Sequence[Aspect]:
+    """Return what is contained and what stays open, five aspects."""
+    by_name = dict(findings)
+    return [_assess(name, effects, otherwise, by_name) for name, (effects, otherwise) in _ASPECTS.items()]
+
+
+def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Mapping[str, Finding]) -> Aspect:
+    working = next((each for each in effects if each.layer in findings and findings[each.layer].works), None)
+    found = (
+        Aspect(name, working.state, working.layer, working.text) if working else Aspect(name, "open", None, otherwise)
+    )
+    best = effects[0].layer
+    if found.state == "contained" or best not in findings:
+        return found
+    return Aspect(name, found.state, found.layer, f"{found.detail} ({best}: {findings[best].detail})")
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What ``probe`` without an address prints; implements `hypha_net.node.cli.Examination`."""
+
+    findings: Findings
+    required: Sequence[str] = ()
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """A line for each aspect, and one if a required layer does not work."""
+        aspects = [f"{each.name:<10} {each.state:<10} {each.detail}" for each in assess(self.findings)]
+        return [*aspects, *([] if self.refusal is None else [self.refusal])]
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The aspects, and each layer's finding."""
+        layers = {name: {"works": finding.works, "detail": finding.detail} for name, finding in self.findings}
+        aspects = {
+            each.name: {"state": each.state, "layer": each.layer, "detail": each.detail}
+            for each in assess(self.findings)
+        }
+        return {"aspects": aspects, "layers": layers, "refusal": self.refusal}
+
+    @property
+    def passed(self) -> bool:
+        """Whether all required layers work."""
+        return self.refusal is None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a worker would not start here, or None."""
+        try:
+            check_required(self.findings, self.required)
+        except IsolationError as error:
+            return str(error)
+        return None
+
+
+def check_required(findings: Findings, required: Iterable[str]) -> None:
+    """Check that the layers that the owner requires work.
+
+    Raises:
+        IsolationError: one does not; the message names it, the reason and the remedy.
+    """
+    by_name = dict(findings)
+    for name in required:
+        finding = by_name.get(name, Finding(False, "it does not exist on this system"))
+        if not finding.works:
+            raise IsolationError(
+                f"isolation.require: the layer {name} does not work here: {finding.detail}. Mend this, or remove "
+                f'"{name}" from [isolation] require'
+            )
+
+
+def summarize(findings: Findings) -> tuple[bool, str]:
+    """Return whether jobs are in a sandbox, and one line about the layers that work."""
+    working = ", ".join(name for name, finding in findings if finding.works) or "nothing"
+    sandbox = dict(findings).get("bubblewrap", Finding(False, "it does not exist on this system"))
+    if sandbox.works:
+        return True, f"jobs are isolated by {working}"
+    return False, (
+        f"jobs are isolated by {working} only, not by bubblewrap: {sandbox.detail}; "
+        "hypha-worker probe tells what stays open"
+    )

@@ -1,0 +1,233 @@
+"""The files of control groups: where this process's groups are, and one group of a run, in one or several hierarchies.
+
+See cgroups(7). Called by the variants beside this module: `cgroup_v1`, `cgroup_v2` and `systemd_scope`.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from hypha_worker.job_storage import GIGABYTE
+from hypha_worker.leasing.capacity import Allocation
+
+PROCESSES: Final = 512
+"""Processes and threads of a run, without those for its cores: an interpreter with torch has about 50."""
+PROCESSES_PER_CORE: Final = 256
+CPU_PERIOD: Final = 100_000
+"""Microseconds in which a run gets its share of processor time."""
+_MIN_CPU_QUOTA: Final = 1000
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_OWN: Final = Path("/proc/self/cgroup")
+_EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "oom_kill": {"memory": "memory.oom_control", "": "memory.events"},
+    "max": {"pids": "pids.events", "": "pids.events"},
+}
+"""Files of the counters of events, by controller."""
+_FREEZE_TIMEOUT: Final = 0.2
+_POLL: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may use; None is no limit."""
+
+    memory: int | None
+    """Bytes, swap included."""
+    processes: int
+    """Processes and threads."""
+    cpu: float | None
+    """Cores."""
+
+    @classmethod
+    def of(cls, allocation: Allocation) -> Limits:
+        """Return the limits of a lease; what it has none of is not limited."""
+        cores, memory = allocation.resources.cpu, int(allocation.resources.memory * GIGABYTE)
+        return cls(memory or None, PROCESSES + PROCESSES_PER_CORE * math.ceil(cores), cores or None)
+
+    @property
+    def cpu_quota(self) -> int | None:
+        """Microseconds of processor time in each `CPU_PERIOD`."""
+        return None if self.cpu is None else max(_MIN_CPU_QUOTA, int(self.cpu * CPU_PERIOD))
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Where a hierarchy is mounted."""
+
+    folder: Path
+    root: PurePosixPath
+    """Group of the hierarchy that is visible there."""
+    controllers: frozenset[str]
+    """Those of version 1; empty for version 2."""
+
+
+def find_mounts(text: str | None = None) -> Sequence[Mount]:
+    """Return where hierarchies of both versions are mounted, from the lines of ``/proc/self/mountinfo``."""
+    lines = (_read(_MOUNTS) if text is None else text).splitlines()
+    return [mount for line in lines if (mount := _parse_mount(line)) is not None]
+
+
+def _parse_mount(line: str) -> Mount | None:
+    before, _, after = line.partition(" - ")
+    kind, _, options = after.partition(" ")
+    if kind not in ("cgroup", "cgroup2"):
+        return None
+    _, _, _, root, folder, *_ = before.split(" ")
+    controllers = frozenset(options.rsplit(" ", 1)[-1].split(",")) if kind == "cgroup" else frozenset[str]()
+    return Mount(Path(folder), PurePosixPath(root), controllers)
+
+
+def find_own_groups(mounts: Sequence[Mount], text: str | None = None) -> Mapping[str, Path]:
+    """Return the folder of this process's group by controller; that of version 2 has the key ``""``.
+
+    Args:
+        mounts: where hierarchies are mounted.
+        text: lines of ``/proc/self/cgroup``, if not the present ones.
+    """
+    found: dict[str, Path] = {}
+    for line in (_read(_OWN) if text is None else text).splitlines():
+        _, controllers, group = line.split(":", 2)
+        for name in controllers.split(","):
+            mount = next((each for each in mounts if name in (each.controllers or {""})), None)
+            if mount is not None and (folder := _folder_of(mount, PurePosixPath(group))) is not None:
+                found[name] = folder
+    return found
+
+
+def _folder_of(mount: Mount, group: PurePosixPath) -> Path | None:
+    return mount.folder / group.relative_to(mount.root) if group.is_relative_to(mount.root) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # there is no procfs, as on macOS
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The group of one run, in each of its hierarchies; implements `layers.Confined`."""
+
+    folders: Mapping[str, Path]
+    """By controller; ``""`` is version 2."""
+    limits: Limits
+    _counts: dict[str, int] = field(default_factory=dict)
+    """Newest value of each counter, which outlives the group."""
+
+    @property
+    def procs(self) -> Sequence[Path]:
+        """Files that a process joins the group by, writing 0 to each."""
+        return [folder / "cgroup.procs" for folder in self.folders.values()]
+
+    def pids(self) -> Sequence[int]:
+        """Return the ids of all live processes of the group."""
+        return sorted({pid for file in self.procs for pid in _read_pids(file)})
+
+    def kill(self) -> bool:
+        """Send SIGKILL to all processes, also to those that they are just starting."""
+        if (v2 := self.folders.get("")) is not None and (v2 / "cgroup.kill").exists():
+            with suppress(FileNotFoundError):  # the group is gone
+                (v2 / "cgroup.kill").write_text("1")
+            return True
+        with self._frozen():
+            for pid in self.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _frozen(self) -> _Frozen:
+        return _Frozen(self.folders.get("freezer"))
+
+    def remove(self, timeout: float) -> list[Path]:
+        """End what still runs and remove the group.
+
+        Args:
+            timeout: seconds that the processes have to end.
+
+        Returns:
+            The folders that are left, because processes in them cannot be ended.
+        """
+        self._count_events()
+        deadline = time.monotonic() + timeout
+        while left := [folder for folder in self.folders.values() if not _remove(folder)]:
+            if time.monotonic() >= deadline:
+                return left
+            self.kill()
+            time.sleep(_POLL)
+        return []
+
+    def describe_end(self, exit_code: int) -> str | None:
+        """See `layers.Confined`: a limit is named if the kernel has counted that it was reached."""
+        self._count_events()
+        if exit_code == 0:
+            return None
+        if self.limits.memory is not None and self._counts["oom_kill"] > 0:
+            amount = f"{self.limits.memory / GIGABYTE:g} GB"
+            return f"was ended because it used more memory than the {amount} of its lease (memory): request more"
+        if self._counts["max"] > 0:
+            return f"could not start more than {self.limits.processes} processes and threads, the limit of its lease"
+        return None
+
+    def _count_events(self) -> None:
+        for name, files in _EVENTS.items():
+            found = [_count(self.folders[kind] / file, name) for kind, file in files.items() if kind in self.folders]
+            self._counts[name] = max(0, self._counts.get(name, 0), *found)
+
+
+class _Frozen:
+    """Stops all processes of a group of the freezer for the time of a context, so that none starts another."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._state = None if folder is None else folder / "freezer.state"
+
+    def __enter__(self) -> None:
+        self._write("FROZEN")
+        deadline = time.monotonic() + _FREEZE_TIMEOUT
+        while self._state is not None and _read(self._state) == "FREEZING\n" and time.monotonic() < deadline:
+            time.sleep(_POLL)
+
+    def __exit__(self, *_: object) -> None:
+        self._write("THAWED")
+
+    def _write(self, state: str) -> None:
+        if self._state is not None:
+            with suppress(FileNotFoundError):  # the group is gone
+                self._state.write_text(state)
+
+
+def _read_pids(file: Path) -> Iterator[int]:
+    try:
+        text = file.read_text()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):  # the group is gone
+            raise
+        return
+    yield from (int(line) for line in text.split() if line != "0")  # 0: of another pid namespace
+
+
+def _remove(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def _count(file: Path, name: str) -> int:
+    """Return a counter of a file with lines such as ``oom_kill 1``; 0 if it has none."""
+    fields = (line.split() for line in _read(file).splitlines())
+    return next((int(found[1]) for found in fields if found[0] == name), 0)

@@ -1,0 +1,106 @@
+"""The layer `landlock`: where bubblewrap does not work, the kernel refuses files, TCP and signals to the processes.
+
+Landlock hides nothing: refused files fail with EACCES. `launcher` applies the rules that are put together here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
+from hypha_worker.hardware.devices import device_nodes
+
+_LANDLOCK_CREATE_RULESET: Final = 444
+_VERSION_FLAG: Final = 1
+_WRITABLE: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/shm")
+_ABI_NETWORK: Final = 4
+_ABI_SCOPES: Final = 6
+
+
+class LandlockLayer:
+    """See the module."""
+
+    name = "landlock"
+
+    def __init__(self, probe_bubblewrap: Callable[[], Finding]) -> None:
+        """Prepare.
+
+        Args:
+            probe_bubblewrap: the probe of the layer that makes this one needless.
+        """
+        self._probe_bubblewrap = probe_bubblewrap
+
+    def probe(self) -> Finding:
+        """See `Layer.probe`."""
+        if self._probe_bubblewrap().works:
+            return Finding(False, "not needed: bubblewrap works")
+        abi = landlock_abi()
+        if abi < 1:
+            return Finding(False, "this kernel has no Landlock")
+        return Finding(True, f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}")
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[LandlockRules]:
+        """See `Layer.confine`."""
+        yield LandlockRules(confinement, landlock_abi())
+
+    def sweep(self) -> None:
+        """Nothing outlives the processes."""
+
+
+def _open_ways(abi: int) -> list[str]:
+    """Return what a process may still do that the layer does not hold back."""
+    ways = ["others' path sockets", "chmod", "UDP", "/dev/shm", "the list of processes"]
+    if abi < _ABI_NETWORK:
+        ways.append("TCP")
+    if abi < _ABI_SCOPES:
+        ways.append("signals")
+    return ways
+
+
+@dataclass(frozen=True, slots=True)
+class LandlockRules:
+    """The rules of one run."""
+
+    confinement: Confinement
+    abi: int
+
+    def apply(self, launch: Launch) -> None:
+        """See `Confined.apply`."""
+        confinement = self.confinement
+        launch.steps["landlock"] = {
+            "abi": self.abi,
+            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", "/dev", *map(str, confinement.readable)],
+            "writable": [*_WRITABLE, *self._devices(), str(confinement.work_dir), *map(str, confinement.writable)],
+            "network": confinement.network,
+        }
+
+    def _devices(self) -> list[str]:
+        """Return the device nodes of the lease's GPUs."""
+        return [str(node) for node in device_nodes(self.confinement.allocation.visible_devices)]
+
+    def pids(self) -> None:
+        """Return None: rules know no processes."""
+        return
+
+    def kill(self) -> bool:
+        """Return False: rules end no process."""
+        return False
+
+    def describe_end(self, exit_code: int) -> str | None:
+        """Return None: rules end no process."""
+        return None
+
+
+def landlock_abi() -> int:
+    """Return the version of the kernel's interface; 0 if there is none."""
+    if sys.platform != "linux":
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    return max(0, int(libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), None, ctypes.c_long(0), _VERSION_FLAG)))

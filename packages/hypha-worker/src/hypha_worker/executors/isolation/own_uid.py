@@ -1,0 +1,149 @@
+"""The layer `own-uid`: as root, the processes of each run belong to a user of their own.
+
+The uid comes from a range that no user of the machine has. Its use is marked by an abstract Unix socket, which ends
+with the worker, so that workers on one machine never share one. `bubblewrap` changes to the user inside of its
+namespaces: outside, folders of root hide the program from other users. The run's folder, its bridge's socket and the
+owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners outside: the worker
+need not change owners, and the cache of one run is usable by the next, whose uid is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.isolation import launcher
+from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+
+FIRST_UID: Final = 64000
+COUNT: Final = 1000
+"""Number of uids from `FIRST_UID` on that leases get."""
+_PROBE_TIMEOUT: Final = 10.0
+
+
+class OwnUidLayer:
+    """See the module."""
+
+    name = "own-uid"
+
+    def __init__(self, probe_bubblewrap: Callable[[], Finding], folder: Path) -> None:
+        """Prepare.
+
+        Args:
+            probe_bubblewrap: the probe of the layer that this one needs.
+            folder: where the folders of runs will be: its file system must have idmapped mounts.
+        """
+        self._probe_bubblewrap = probe_bubblewrap
+        self._folder = folder
+
+    def probe(self) -> Finding:
+        """See `Layer.probe`."""
+        if sys.platform != "linux" or os.geteuid() != 0:
+            return Finding(False, "only a worker that root runs can give each lease a uid of its own")
+        if not self._probe_bubblewrap().works:
+            return Finding(False, "it needs the layer bubblewrap")
+        if (error := _try(self._folder)) is not None:
+            return Finding(False, f"folders in {self._folder} cannot be given to another uid: {error}")
+        return Finding(True, f"each lease has one of the uids {FIRST_UID} to {FIRST_UID + COUNT - 1}")
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[OwnUid]:
+        """See `Layer.confine`.
+
+        Raises:
+            ExecutionError: all uids are in use.
+        """
+        reserved = _reserve_uid([confinement.work_dir, confinement.socket_path, *confinement.writable])
+        with reserved.mark:
+            yield reserved
+
+    def sweep(self) -> None:
+        """Marks end with the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnUid:
+    """A uid that no other run on this machine has."""
+
+    uid: int
+    mark: socket.socket
+    paths: Sequence[str]
+    """What the run may change."""
+
+    def apply(self, launch: Launch) -> None:
+        """Change to the uid, which `bubblewrap` carries out, and let what the run may change be its own."""
+        launch.steps["uid"] = self.uid
+        launch.steps["owners"] = {"uid": self.uid, "paths": list(self.paths)}
+
+    def pids(self) -> None:
+        """Return None: other layers know the processes."""
+        return
+
+    def kill(self) -> bool:
+        """Return False: other layers end the processes."""
+        return False
+
+    def describe_end(self, exit_code: int) -> str | None:
+        """Return None: a uid ends no process."""
+        return None
+
+
+def _try(folder: Path) -> str | None:
+    """Let another user create a file in a folder of the worker's; return why that does not work, or None."""
+    if (program := shutil.which("setpriv")) is None:
+        return "setpriv is not installed: install the package util-linux"
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".hypha-probe-", dir=existing) as probed:
+        steps = {"owners": {"uid": FIRST_UID, "paths": [probed]}}
+        # the folder is opened before the uid changes: those above it may be closed to others
+        script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]
+        change = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "touch", "file"]
+        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(steps), "--", *script, *change]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if done.returncode == 0 and (Path(probed) / "file").stat().st_uid == os.geteuid():
+            return None
+        return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+
+
+def _reserve_uid(paths: Sequence[Path]) -> OwnUid:
+    start = secrets.randbelow(COUNT)
+    for offset in range(COUNT):
+        uid = FIRST_UID + (start + offset) % COUNT
+        if _is_users(uid):
+            continue
+        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            mark.bind(f"\0hypha-uid-{uid}")
+        except OSError:
+            mark.close()
+            continue
+        return OwnUid(uid, mark, [str(path) for path in _outermost(paths) if path.exists()])
+    raise ExecutionError(f"all uids from {FIRST_UID} to {FIRST_UID + COUNT - 1} are in use on this machine")
+
+
+def _outermost(paths: Sequence[Path]) -> list[Path]:
+    return [path for path in paths if not any(other in path.parents for other in paths)]
+
+
+def _is_users(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True

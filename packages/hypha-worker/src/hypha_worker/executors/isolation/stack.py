@@ -1,0 +1,119 @@
+"""The layers of this machine in the order in which they are applied, what their probes have found, and a run in them.
+
+Called by `service`, which makes the stack when the worker starts, and by `process.process_runner`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hypha_worker.executors.isolation.bubblewrap import BubblewrapLayer
+from hypha_worker.executors.isolation.cgroup import CgroupLayer
+from hypha_worker.executors.isolation.landlock import LandlockLayer
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
+from hypha_worker.executors.isolation.own_uid import OwnUidLayer
+from hypha_worker.executors.isolation.rlimits import RlimitsLayer
+from hypha_worker.executors.isolation.supervisor import SupervisorLayer
+
+_log = logging.getLogger(__name__)
+
+DISABLED: Final = "disabled in the configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationStack:
+    """The working layers, the first one applied first; without any, a process is only started as the worker's user."""
+
+    layers: Sequence[Layer] = ()
+    findings: Sequence[tuple[str, Finding]] = ()
+    """Name and finding of every layer, also of those that do not work."""
+    private: Sequence[Path] = ()
+    """Files and folders of the worker that no job may see."""
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[ConfinedRun]:
+        """Prepare one run in all layers, and clean up after it.
+
+        Raises:
+            ExecutionError: a layer cannot be prepared.
+        """
+        async with AsyncExitStack() as entered:
+            parts = [await entered.enter_async_context(layer.confine(confinement)) for layer in self.layers]
+            yield ConfinedRun(parts)
+
+    def sweep(self) -> None:
+        """Remove what a killed worker's runs have left."""
+        for layer in self.layers:
+            layer.sweep()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfinedRun:
+    """One run in all layers, as a `Confined`."""
+
+    parts: Sequence[Confined] = ()
+
+    def apply(self, launch: Launch) -> None:
+        """See `Confined.apply`."""
+        for part in self.parts:
+            part.apply(launch)
+
+    def pids(self) -> Sequence[int] | None:
+        """Return what the first layer knows that knows them."""
+        return next((pids for part in self.parts if (pids := part.pids()) is not None), None)
+
+    def kill(self) -> bool:
+        """Let every layer that can kill all processes; return whether there is one."""
+        killed = [part.kill() for part in self.parts]  # all of them, not up to the first one that can
+        return any(killed)
+
+    def describe_end(self, exit_code: int) -> str | None:
+        """Return the first reason that a layer knows."""
+        return next((text for part in self.parts if (text := part.describe_end(exit_code)) is not None), None)
+
+
+def make_stack(work_dir: Path, private: Sequence[Path] = (), disabled: Collection[str] = ()) -> IsolationStack:
+    """Return the stack of this machine. Probes block for some hundred milliseconds; results are kept.
+
+    Args:
+        work_dir: where the folders of runs will be.
+        private: files and folders that no job may see, such as the worker's key.
+        disabled: names of layers that are not to be used.
+    """
+    layers = _make_layers(work_dir, private, "bubblewrap" in disabled)
+    findings = [
+        (layer.name, Finding(False, DISABLED) if layer.name in disabled else _probe_once(layer)) for layer in layers
+    ]
+    working = [layer for layer, (_, finding) in zip(layers, findings, strict=True) if finding.works]
+    return IsolationStack(working, findings, private)
+
+
+def _make_layers(work_dir: Path, private: Sequence[Path], without_bubblewrap: bool) -> list[Layer]:
+    bubblewrap = BubblewrapLayer(private)
+
+    def probe_bubblewrap() -> Finding:
+        return Finding(False, DISABLED) if without_bubblewrap else _probe_bubblewrap()
+
+    return [
+        OwnUidLayer(probe_bubblewrap, work_dir),
+        RlimitsLayer(),
+        bubblewrap,
+        LandlockLayer(probe_bubblewrap),
+        SupervisorLayer(probe_bubblewrap),
+        CgroupLayer(work_dir),  # outermost: systemd-run does not work inside of the others
+    ]
+
+
+@functools.cache
+def _probe_bubblewrap() -> Finding:
+    return BubblewrapLayer().probe()
+
+
+def _probe_once(layer: Layer) -> Finding:
+    return _probe_bubblewrap() if layer.name == BubblewrapLayer.name else layer.probe()

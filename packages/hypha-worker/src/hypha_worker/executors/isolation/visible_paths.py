@@ -1,0 +1,141 @@
+"""Which files of the machine a confined executor sees: the system's, those of its program, and what its owner named.
+
+Called by `process.process_runner`, which lists them in a `Confinement`, and by the layers that hide everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+_log = logging.getLogger(__name__)
+
+SYSTEM_FOLDERS: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store")
+ETC: Final = tuple(
+    f"/etc/{name}"
+    for name in (
+        *("alternatives", "ca-certificates", "crypto-policies", "debian_version", "fonts", "gai.conf", "group"),
+        *("host.conf", "hostname", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime"),
+        *("machine-id", "magic", "mime.types", "netconfig", "nsswitch.conf", "OpenCL", "os-release", "passwd", "pki"),
+        *("protocols", "python3", "python3.11", "python3.12", "python3.13", "resolv.conf", "services", "ssl/certs"),
+        *("ssl/cert.pem", "ssl/openssl.cnf", "timezone", "vulkan", "xml"),
+    )
+)
+"""Entries of /etc that programs need and that hold no secrets; what else is there stays hidden."""
+_SHEBANG: Final = re.compile(rb"#!\s*(\S+)(?:\s+(\S+))?")
+_LINK_LIMIT: Final = 40
+
+
+def program_paths(program: Path) -> list[Path]:
+    """Return what a program needs beside the system's folders: itself, its Python environment, its interpreter.
+
+    Args:
+        program: absolute path. Symbolic links, the ``home`` of ``pyvenv.cfg``, folders in ``.pth`` files (editable
+            installations) and the first line of a script are followed.
+    """
+    found: dict[Path, None] = {}
+    waiting = [program]
+    while waiting:
+        path = waiting.pop()
+        if path in found or _is_of_system(path) or not _exists(path):
+            continue
+        found[path] = None
+        if path.is_dir():
+            continue
+        waiting += _link_targets(path)
+        waiting += _interpreters(path)
+        if (prefix := _python_prefix(path)) is not None:
+            waiting += [prefix, *_referenced(prefix)]
+    return _outermost(found)
+
+
+def _link_targets(path: Path) -> list[Path]:
+    """Return what a symbolic link names, link by link."""
+    targets: list[Path] = []
+    while path.is_symlink() and len(targets) < _LINK_LIMIT:
+        path = Path(os.path.normpath(path.parent / os.readlink(path)))
+        targets.append(path)
+    return [*targets, path.resolve()]
+
+
+def _interpreters(path: Path) -> list[Path]:
+    """Return the programs that the first line of a script names, if they are named by absolute paths."""
+    try:
+        with path.open("rb") as file:
+            match = _SHEBANG.match(file.read(256))
+    except OSError:
+        return []
+    words = [] if match is None else [Path(os.fsdecode(word)) for word in match.groups() if word]
+    return [word for word in words if word.is_absolute()]
+
+
+def _python_prefix(program: Path) -> Path | None:
+    """Return the folder of the virtual environment or Python installation that a program belongs to."""
+    if program.parent.name != "bin":
+        return None
+    prefix = program.parent.parent
+    is_environment = (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
+    return prefix if is_environment or any(prefix.glob("lib/python3*/os.py")) else None
+
+
+def _referenced(prefix: Path) -> list[Path]:
+    """Return the base installation of a virtual environment, and the folders of packages that lie outside of it."""
+    found: list[Path] = []
+    if (config := prefix / "pyvenv.cfg").is_file():
+        homes = re.findall(r"^home\s*=\s*(.+?)\s*$", config.read_text(), re.MULTILINE)
+        # the folder's own programs lead to its prefix
+        found += [program for home in homes for program in Path(home).glob("python3")]
+    for file in prefix.glob("lib/python3*/site-packages/*.pth"):
+        lines = [Path(line.strip()) for line in file.read_text(errors="replace").splitlines()]
+        found += [line for line in lines if line.is_absolute() and line.is_dir()]
+    return found
+
+
+def configured_paths(texts: Iterable[str]) -> list[Path]:
+    """Return the existing files and folders that an executor's arguments and variables name by absolute paths."""
+    return _outermost(path for text in texts for path in _paths_in(text))
+
+
+def _paths_in(text: str) -> Iterator[Path]:
+    for part in text.rpartition("=")[2].split(os.pathsep):
+        if part.startswith("/") and "\0" not in part and _exists(path := Path(os.path.normpath(part))):
+            yield path
+            if path.is_symlink():
+                yield path.resolve()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a path, or a folder that may not be searched
+        return False
+
+
+def without_ancestors(paths: Iterable[Path], private: Sequence[Path]) -> list[Path]:
+    """Return those of `paths` that lead to nothing private; a warning names the others.
+
+    Used for paths that were guessed from arguments; what the owner lists in ``readable`` counts, and private files in
+    it are covered.
+    """
+    kept: list[Path] = []
+    for path in paths:
+        if path == Path("/") or any(path == each or path in each.parents for each in private):
+            _log.warning("an executor's argument names %s, which has the worker's private files: list in readable "
+                         "what the executor needs of it", path)  # fmt: skip
+        else:
+            kept.append(path)
+    return kept
+
+
+def _outermost(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths that lie in no other one and not in a folder of the system."""
+    unique = {path for path in paths if not _is_of_system(path)}
+    return sorted(path for path in unique if unique.isdisjoint(path.parents))
+
+
+def _is_of_system(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in SYSTEM_FOLDERS)

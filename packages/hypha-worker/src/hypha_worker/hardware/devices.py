@@ -1,0 +1,149 @@
+"""The GPUs that leases are made of: which there are, how a job's processes are told of theirs, and their device nodes.
+
+Called by `service` when the worker starts, and by `executors` for each process. CUDA takes GPUs by UUID, in the order
+in which the processes then number them from 0. ROCm filters twice: ``ROCR_VISIBLE_DEVICES`` chooses among all GPUs, and
+``HIP_VISIBLE_DEVICES`` among those by their new numbers; where it is not set, HIP reads ``CUDA_VISIBLE_DEVICES``.
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars
+https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from hypha_worker.hardware.nvml import Gpu, read_gpus
+from hypha_worker.leasing.capacity import Device
+
+_log = logging.getLogger(__name__)
+
+GIGABYTE: Final = 10**9
+_TOLERANCE: Final = 0.1
+"""Share by which ``resources.gpu`` may differ from the detected sum: a GPU of 24 GB has 25.8 billion bytes."""
+_DEVICE_FOLDER: Final = Path("/dev")
+_KFD_TOPOLOGY: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+_NVIDIA_CONTROL: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+_RENDER_MINOR: Final = re.compile(r"^drm_render_minor ([1-9][0-9]*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDevices:
+    """The devices that leases can have."""
+
+    devices: tuple[Device, ...] = ()
+    """Empty if they are not known one by one."""
+    largest: float = math.inf
+    """GB of the largest GPU, if `devices` is empty although there are some."""
+
+
+def find_devices(listed: Sequence[Device], gpu: float) -> FoundDevices:
+    """Return the devices of a worker with their UUIDs. Takes up to a second: call it in a thread.
+
+    Args:
+        listed: those of the configuration.
+        gpu: GB of all GPUs together in the configuration; if it lists none but their detected memory sums up to this,
+            the detected ones are returned, each with its share of `gpu`.
+    """
+    if not listed and not gpu:
+        return FoundDevices()
+    found = read_gpus()
+    if listed:
+        return FoundDevices(_identify(listed, found))
+    total = sum(each.memory for each in found) / GIGABYTE
+    if found and abs(total - gpu) <= _TOLERANCE * total:
+        return FoundDevices(
+            tuple(Device(each.index, each.memory / GIGABYTE * gpu / total, each.uuid, each.minor) for each in found)
+        )
+    _warn_about_undivided(found, total, gpu)
+    return FoundDevices(largest=max((each.memory / GIGABYTE for each in found), default=math.inf))
+
+
+def _identify(listed: Sequence[Device], found: Sequence[Gpu]) -> tuple[Device, ...]:
+    by_index = {gpu.index: gpu for gpu in found}
+    for device in listed:
+        if found and device.index not in by_index:
+            _log.warning(
+                "resources.devices: the driver reports no GPU with index %d, only %s: correct the list, or jobs on it "
+                "will see no GPU",
+                device.index,
+                ", ".join(str(index) for index in sorted(by_index)),
+            )
+    known = ((device, by_index.get(device.index)) for device in listed)
+    return tuple(device if gpu is None else replace(device, uuid=gpu.uuid, minor=gpu.minor) for device, gpu in known)
+
+
+def _warn_about_undivided(found: Sequence[Gpu], total: float, gpu: float) -> None:
+    reason = f"the GPUs of this machine have {total:.1f} GB in all" if found else "no GPU is detected by NVML"
+    _log.warning(
+        "resources.gpu is %g GB, and %s: one lease at a time gets GPU memory, and its job sees every GPU; list the "
+        "GPUs in [[resources.devices]] to lease them one by one",
+        gpu,
+        reason,
+    )
+
+
+def visibility_variables(devices: Sequence[Device] | None) -> dict[str, str]:
+    """Return the environment variables by which processes see only `devices`, numbered from 0.
+
+    By UUID where the driver gives them, else by index. `None` stands for every GPU: no variables.
+    """
+    if devices is None:
+        return {}
+    uuids = [device.uuid for device in devices if device.uuid is not None]
+    by_uuid = len(uuids) == len(devices)
+    indices = ",".join(str(device.index) for device in devices)
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(uuids) if by_uuid else indices,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's default differs
+        "ROCR_VISIBLE_DEVICES": "" if by_uuid else indices,  # NVML's UUIDs are of NVIDIA's GPUs: none is AMD's
+        "HIP_VISIBLE_DEVICES": "" if by_uuid else ",".join(str(number) for number in range(len(devices))),
+    }
+
+
+def device_nodes(
+    devices: Sequence[Device] | None, *, folder: Path = _DEVICE_FOLDER, topology: Path = _KFD_TOPOLOGY
+) -> list[Path]:
+    """Return the device nodes that processes need for `devices`, and no other GPU's; those that exist.
+
+    Args:
+        devices: `None` stands for every GPU of the machine.
+        folder: where the nodes are.
+        topology: where the driver of AMD's GPUs describes them.
+    """
+    if devices is not None and not devices:
+        return []
+    nvidia, amd = _nvidia_nodes(devices, folder), _amd_nodes(devices, folder, topology)
+    return [*_with_control(nvidia, folder, _NVIDIA_CONTROL), *_with_control(amd, folder, ("kfd",))]
+
+
+def _with_control(nodes: Sequence[Path], folder: Path, control: Sequence[str]) -> list[Path]:
+    """Return the nodes of devices that exist after those that all devices of the driver share, if there are any."""
+    present = [node for node in nodes if node.exists()]
+    return [*(folder / name for name in control if (folder / name).exists()), *present] if present else []
+
+
+def _nvidia_nodes(devices: Sequence[Device] | None, folder: Path) -> list[Path]:
+    if devices is None:
+        return sorted(path for path in folder.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
+    return [folder / f"nvidia{device.index if device.minor is None else device.minor}" for device in devices]
+
+
+def _amd_nodes(devices: Sequence[Device] | None, folder: Path, topology: Path) -> list[Path]:
+    """Return the render nodes of AMD's GPUs, which ROCm numbers in the order of the driver's topology."""
+    nodes = [folder / "dri" / f"renderD{minor}" for minor in _render_minors(topology)]
+    if devices is None:
+        return nodes
+    return [nodes[device.index] for device in devices if device.uuid is None and device.index < len(nodes)]
+
+
+def _render_minors(topology: Path) -> list[str]:
+    described = (
+        [node / "properties" for node in topology.iterdir() if node.name.isdecimal()] if topology.is_dir() else []
+    )
+    texts = [path.read_text() for path in sorted(described, key=lambda path: int(path.parent.name))]
+    return [found[1] for text in texts if (found := _RENDER_MINOR.search(text))]

@@ -1,0 +1,365 @@
+"""What an executor's process sees and may do: in the sandbox and without bubblewrap, for workers of root and of others.
+
+Each test runs a worker's `ProcessRunner` in a process of its own; root's tests also become an ordinary user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+from support.confined_runs import NOBODY, ConfinedRuns, require_layer, users
+
+from hypha_worker.executors.isolation.own_uid import COUNT, FIRST_UID
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's"),
+    pytest.mark.timeout(120),
+]
+NO_SANDBOX: dict[str, Any] = {"disabled": ["bubblewrap"]}
+LOOKS = """
+import json, os, sys
+def attempt(function, *arguments):
+    try:
+        return function(*arguments)
+    except OSError as error:
+        return type(error).__name__
+def read(path):
+    with open(path) as file:
+        return file.read()
+def write(path):
+    with open(path, "w") as file:
+        return file.write("x")
+def status(name):
+    return next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name + ":"))
+def connect(path):
+    import socket
+    socket.socket(socket.AF_UNIX).connect(path)
+    return "connected"
+folder = os.path.dirname(os.path.dirname(os.environ["HOME"]))
+"""
+HIDDEN = ("FileNotFoundError", "PermissionError")
+
+
+@pytest.fixture(params=users())
+def runs(request: pytest.FixtureRequest, tmp_path: Path) -> ConfinedRuns:
+    """Starts runs; beside the worker's folder lies its key, and in it another job with a socket."""
+    made = ConfinedRuns(tmp_path, as_nobody=request.param)
+    tmp_path.chmod(0o755)
+    (tmp_path / "key.pem").write_text("private")
+    sibling = tmp_path / "work" / "hypha-sibling"
+    sibling.mkdir(parents=True)
+    (sibling / "data").write_text("private")
+    for path in (tmp_path / "key.pem", tmp_path / "work", sibling, sibling / "data"):
+        path.chmod(0o700)
+        if request.param:
+            os.chown(path, NOBODY, NOBODY)
+    return made
+
+
+@pytest.fixture
+def sockets(runs: ConfinedRuns) -> Iterator[None]:
+    """Sockets of the worker's owner and of another job listen in the worker's folder."""
+    with socket.socket(socket.AF_UNIX) as control, socket.socket(socket.AF_UNIX) as bridge:
+        for listener, name in ((control, "worker.sock"), (bridge, "hypha-sibling/bridge.sock")):
+            with contextlib.chdir(runs.work_dir):  # pytest's folders have long paths
+                listener.bind(name)
+            listener.listen()
+            if runs.as_nobody:
+                os.chown(runs.work_dir / name, NOBODY, NOBODY)
+        yield
+
+
+SEES = """
+found = {
+    "key": attempt(read, folder + "/key.pem"),
+    "data": attempt(read, folder + "/work/hypha-sibling/data"),
+    "control": attempt(connect, folder + "/work/worker.sock"),
+    "bridge": attempt(connect, folder + "/work/hypha-sibling/bridge.sock"),
+    "shadow": attempt(read, "/etc/shadow"),
+    "home": attempt(os.listdir, "/root"),
+    "tmp": attempt(os.listdir, "/tmp"),
+    "usr": attempt(write, "/usr/x"),
+    "given": attempt(read, "given"),
+    "own": attempt(write, "given"),
+    "temporary": attempt(write, os.environ["TMPDIR"] + "/x"),
+    "own bridge": attempt(connect, "bridge.sock"),
+    "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
+}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.usefixtures("sockets")
+def test_a_job_sees_its_own_folder_and_the_system_only(runs: ConfinedRuns) -> None:
+    found = runs.run(LOOKS + SEES, "bubblewrap").answer
+    assert {found[name] for name in ("key", "data", "control", "bridge", "shadow")} <= {*HIDDEN}
+    assert found["home"] in (*HIDDEN, [".pyenv"], [".local"])
+    assert set(found["tmp"]) <= {runs.folder.parts[2]}
+    assert found["usr"] in ("OSError", "PermissionError")
+    assert (found["given"], found["own"], found["temporary"]) == ("by the worker", 1, 1)
+    assert found["own bridge"] == "connected"
+    assert found["processes"] <= 3
+    owner = NOBODY if runs.as_nobody else os.geteuid()
+    assert {path.stat().st_uid for path in (runs.work_dir / "hypha-job").rglob("*")} == {owner}
+
+
+@pytest.mark.usefixtures("sockets")
+def test_without_bubblewrap_landlock_refuses_files_of_others(runs: ConfinedRuns) -> None:
+    found = runs.run(LOOKS + SEES, "landlock", **NO_SANDBOX).answer
+    assert {found[name] for name in ("key", "data", "shadow")} == {"PermissionError"}
+    assert found["usr"] == "PermissionError"
+    assert (found["given"], found["own"], found["temporary"]) == ("by the worker", 1, 1)
+    assert found["own bridge"] == "connected"
+
+
+PRIVILEGES = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+found = {
+    "uid": os.getuid(),
+    "caps": [status(name) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb", "CapBnd")],
+    "no new": status("NoNewPrivs"),
+    "namespace": (libc.unshare(0x10000000), ctypes.get_errno()),
+    "clone3": (libc.syscall(435, None, 0), ctypes.get_errno()),
+    "user": attempt(os.setuid, 0),
+}
+umask = os.umask(0)
+print(json.dumps(found | {"umask": umask}))
+"""
+
+
+def test_a_job_has_no_privileges_and_makes_no_user_namespace(runs: ConfinedRuns) -> None:
+    run = runs.run(LOOKS + PRIVILEGES, "bubblewrap")
+    found = run.answer
+    if run.findings["own-uid"]:
+        assert FIRST_UID <= found["uid"] < FIRST_UID + COUNT
+    assert {int(each, 16) for each in found["caps"]} == {0}
+    assert found["no new"] == "1"
+    assert found["namespace"] == [-1, 1]  # EPERM
+    assert found["clone3"] == [-1, 38]  # ENOSYS
+    assert found["user"] in ("PermissionError", "OSError")  # EINVAL: the namespace maps no root
+    assert found["umask"] == 0o077
+
+
+def test_root_gives_each_run_a_uid_of_its_own(runs: ConfinedRuns) -> None:
+    if runs.as_nobody or os.geteuid() != 0:
+        pytest.skip("only root can")
+    require_layer("own-uid", runs.run("").findings)
+
+
+def test_without_bubblewrap_a_job_has_no_privileges(runs: ConfinedRuns) -> None:
+    found = runs.run(LOOKS + PRIVILEGES, "landlock", **NO_SANDBOX).answer
+    *held, bounding = (int(each, 16) for each in found["caps"])
+    assert set(held) == {0}
+    assert bounding == 0 or found["uid"] != 0
+    assert (found["no new"], found["umask"]) == ("1", 0o077)
+
+
+NETWORK = """
+import socket
+port = int(sys.argv[1])
+print(json.dumps([attempt(socket.create_connection, ("127.0.0.1", port)) and 0, attempt(connect, "bridge.sock")]))
+"""
+
+
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "landlock"])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_network_is_there_as_configured_and_the_bridge_always(
+    runs: ConfinedRuns, options: dict[str, Any], allowed: bool
+) -> None:
+    script = NETWORK.replace(" and 0", "")
+    script = script.replace("socket.create_connection,", "lambda place: str(socket.create_connection(place))[:6],")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        layer = "landlock" if options else "bubblewrap"
+        tcp, bridge = runs.run(LOOKS + script, layer, args=[port], network=allowed, **options).answer
+    assert bridge == "connected"
+    if allowed:
+        assert tcp == "<socke"
+    else:
+        assert tcp in ("PermissionError", "ConnectionRefusedError", "OSError")
+
+
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "landlock"])
+def test_readable_and_writable_paths_are_the_owners_choice(runs: ConfinedRuns, options: dict[str, Any]) -> None:
+    places = {}
+    for name in ("readable", "writable", "argument", "closed"):
+        places[name] = runs.folder / name
+        places[name].mkdir(mode=0o755)
+        (places[name] / "file").write_text(name)
+        if runs.as_nobody:
+            os.chown(places[name], NOBODY, NOBODY)
+    script = """
+result = [[attempt(read, f"{folder}/{name}/file"), attempt(write, f"{folder}/{name}/new")]
+          for name in ("readable", "writable", "argument", "closed")]
+print(json.dumps(result))
+"""
+    layer = "landlock" if options else "bubblewrap"
+    asked = {"readable": [places["readable"]], "writable": [places["writable"]], "args": [str(places["argument"])]}
+    readable, writable, argument, closed = runs.run(LOOKS + script, layer, **asked, **options).answer
+    assert (readable[0], writable[0], argument[0]) == ("readable", "writable", "argument")
+    assert closed[0] in HIDDEN
+    assert writable[1] == 1
+    assert {readable[1], argument[1], closed[1]} <= {"OSError", *HIDDEN}
+    assert (places["writable"] / "new").stat().st_uid == places["writable"].stat().st_uid
+
+
+def test_private_files_stay_hidden_in_a_readable_folder(runs: ConfinedRuns) -> None:
+    script = 'print(json.dumps([attempt(read, f"{folder}/{name}") for name in ("key.pem", "work/hypha-sibling/data")]))'
+    key, data = runs.run(LOOKS + script, "bubblewrap", readable=[runs.folder]).answer
+    assert key in ("", *HIDDEN)
+    assert data in HIDDEN
+
+
+def test_a_folder_named_by_an_argument_shows_no_private_files(runs: ConfinedRuns) -> None:
+    script = 'print(json.dumps(attempt(read, f"{folder}/key.pem")))'
+    assert runs.run(LOOKS + script, "bubblewrap", args=[str(runs.folder)]).answer in HIDDEN
+
+
+class TestLimits:
+    """Limits of single processes."""
+
+    WRITES: ClassVar[str] = 'open("large", "wb").truncate(2_000_000)'
+
+    def test_a_file_is_at_most_as_large_as_the_storage(self, runs: ConfinedRuns) -> None:
+        run = runs.run(self.WRITES, storage=1_000_000)
+        assert run.exit_code == 1
+        assert "File too large" in run.lines[-1]
+        assert runs.run(self.WRITES.replace("large", "again"), storage=3_000_000).exit_code == 0
+
+    def test_the_end_names_the_limit(self, runs: ConfinedRuns) -> None:
+        script = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL); " + self.WRITES
+        run = runs.run(script, storage=1_000_000)
+        assert run.exit_code == -signal.SIGXFSZ
+        assert "more than the 0.001 GB of its lease (storage): request more" in (run.error or "")
+
+    def test_a_fork_bomb_ends(self, runs: ConfinedRuns) -> None:
+        script = """
+import os, time
+count = 0
+try:
+    while count < 2000:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        count += 1
+except BlockingIOError:
+    print(count)
+"""
+        run = runs.run(script, "bubblewrap")
+        assert run.exit_code == 0, run
+        assert 100 < run.answer < 800
+
+
+TERMINATED = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), os._exit(7)))
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "supervisor"])
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import os; os.kill(os.getpid(), 15)", -15),
+        ("raise SystemExit(3)", 3),
+        (TERMINATED, 7),
+    ],
+)
+def test_a_run_ends_as_its_command_has(runs: ConfinedRuns, options: dict[str, Any], script: str, code: int) -> None:
+    assert runs.run(script, **options).exit_code == code
+
+
+LEAVES_AN_ORPHAN = """
+import os, subprocess, sys, time
+command = ["/usr/bin/env", "-i", "setsid", "sh", "-c", "touch ready; exec sleep 987654"]
+subprocess.Popen(command, stdin=subprocess.DEVNULL)
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+"""
+
+
+def sleepers(pause: str = "987654") -> list[psutil.Process]:
+    """Return the processes that run ``sleep`` for that many seconds."""
+    return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", pause]]
+
+
+@pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
+def test_orphans_without_environment_end_with_their_job(runs: ConfinedRuns, disabled: list[str]) -> None:
+    pause = str(900_000 + os.getpid())
+    run = runs.run(LEAVES_AN_ORPHAN.replace("987654", pause), disabled=disabled)
+    assert run.exit_code == 0, run
+    assert sleepers(pause) == []
+
+
+@pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
+def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[str]) -> None:
+    pause = str(800_000 + os.getpid())
+    script = LEAVES_AN_ORPHAN.replace("987654", pause) + "\nprint('on')\ntime.sleep(60)"
+    worker = subprocess.Popen(runs.command(script, disabled=disabled), stdout=subprocess.PIPE, text=True)
+    with worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "started\n"
+        _wait_until(lambda: bool(sleepers(pause)), 20.0)
+        before = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+    _wait_until(lambda: not sleepers(pause) and not any(map(_lives, before)), 5.0)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _wait_until(condition: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.concurrent
+def test_a_process_outlives_the_thread_that_trio_would_start_it_in(runs: ConfinedRuns) -> None:
+    """trio's threads retire after 10 s without work; PR_SET_PDEATHSIG would kill the sandbox then."""
+    run = runs.run("import time; time.sleep(15); print(json.dumps('done'))".replace("import time", "import json, time"))
+    assert (run.exit_code, run.lines[-1:]) == (0, ['"done"'])
+
+
+def test_the_environment_holds_what_is_listed_and_no_secret(runs: ConfinedRuns) -> None:
+    environment = {
+        **os.environ,
+        "HYPHA_KEY_PEM": "secret",
+        "OTEL_EXPORTER_OTLP_HEADERS": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "UV_PUBLISH_TOKEN": "secret",
+        "UV_INDEX_URL": "https://me:secret@example.org/simple",
+        "HTTPS_PROXY": "http://secret",
+        "HF_TOKEN": "secret",
+        "CUDA_CACHE_DISABLE": "1",
+        "LC_TIME": "C",
+        "PYTHONPATH": "",
+    }
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
+    found = runs.run(script, environment=environment, env={"HF_TOKEN": "the executor's", "LC_TIME": "C.UTF-8"}).answer
+    assert "secret" not in json.dumps(found)
+    assert found["HF_TOKEN"] == "the executor's"
+    assert (found["CUDA_CACHE_DISABLE"], found["LC_TIME"]) == ("1", "C.UTF-8")
+    assert not {"PYTHONPATH", "UV_PUBLISH_TOKEN", "UV_INDEX_URL", "HYPHA_KEY_PEM", "HTTPS_PROXY"} & set(found)
+    assert found["HOME"] == str(runs.work_dir / "hypha-job")
+    assert found["TMPDIR"].startswith(found["HOME"])

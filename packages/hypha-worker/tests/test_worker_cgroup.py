@@ -1,0 +1,281 @@
+"""The layer `cgroup`: limits of a lease that the kernel holds, and the end of everything in a run's group.
+
+What needs groups that can really be made is skipped where none can, with the layer's own reason.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import anyio
+import pytest
+
+from hypha_proto.resources import Resources
+from hypha_worker.executors.isolation.cgroup import CgroupLayer
+from hypha_worker.executors.isolation.cgroup_files import Limits, Mount, find_mounts, find_own_groups
+from hypha_worker.executors.isolation.cgroup_v2 import CgroupV2
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Launch
+from hypha_worker.executors.isolation.systemd_scope import ScopedGroup
+from hypha_worker.leasing.capacity import Allocation
+
+JOIN = 'for file; do [ "$file" = -- ] && break; echo 0 > "$file" || exit 99; shift; done; shift; exec "$@"'
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+LEAVES_ANOTHER = """
+import os, subprocess, sys
+quiet = subprocess.Popen(["env", "-i", "setsid", "sleep", "60"], stdout=subprocess.DEVNULL)
+print(quiet.pid, flush=True)
+"""
+FORK_BOMB = """
+import os, time
+print("begun", flush=True)
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def layer(tmp_path: Path) -> Iterator[CgroupLayer]:
+    layer = CgroupLayer(tmp_path)
+    finding = layer.probe()
+    if not finding.works:
+        pytest.skip(finding.detail)
+    yield layer
+    layer.sweep()
+
+
+def confinement(folder: Path, name: str = "run", **amounts: float) -> Confinement:
+    allocation = Allocation(Resources(**amounts))
+    return Confinement(name, folder / "hypha-job", folder / "socket", allocation, storage=1 << 20)
+
+
+def launch(confined: Confined, command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a command as the launcher does: it joins the groups, and becomes the command."""
+    start = Launch(command, dict(os.environ))
+    confined.apply(start)
+    joined = ["/bin/sh", "-c", JOIN, "sh", *start.steps.get("cgroups", []), "--", *start.command]
+    return subprocess.Popen(joined, env=start.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+
+def in_group(
+    layer: CgroupLayer, about: Confinement, case: Callable[[Confined], Awaitable[None]], seconds: float = 30
+) -> None:
+    async def main() -> None:
+        with anyio.fail_after(seconds):
+            async with layer.confine(about) as confined:
+                await case(confined)
+
+    anyio.run(main, backend="trio")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await anyio.sleep(0.01)
+
+
+def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_path: Path) -> None:
+    ended: list[Confined] = []
+
+    async def case(confined: Confined) -> None:
+        ended.append(confined)
+        fits = launch(confined, [*PYTHON, "bytearray(30_000_000)"])
+        assert await anyio.to_thread.run_sync(fits.wait) == 0
+        assert confined.describe_end(0) is None
+        exceeds = launch(confined, [*PYTHON, "bytearray(200_000_000)"])
+        code = await anyio.to_thread.run_sync(exceeds.wait)
+        assert code == -signal.SIGKILL
+        found = confined.describe_end(code)
+        assert found == "was ended because it used more memory than the 0.1 GB of its lease (memory): request more"
+
+    in_group(layer, confinement(tmp_path, memory=0.1), case)
+    assert "more memory" in str(ended[0].describe_end(-9)), "also when the group is gone"
+
+
+def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLayer, tmp_path: Path) -> None:
+    async def case(confined: Confined) -> None:
+        process = launch(confined, [*PYTHON, "bytearray(200_000_000)"])
+        assert await anyio.to_thread.run_sync(process.wait) == 0
+
+    in_group(layer, confinement(tmp_path, cpu=1), case)
+
+
+def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> None:
+    bound = Limits.of(Allocation(Resources(cpu=0.5))).processes
+
+    async def case(confined: Confined) -> None:
+        bomb = launch(confined, [*PYTHON, FORK_BOMB])
+        await until(lambda: len(confined.pids() or ()) >= bound)
+        assert len(confined.pids() or ()) == bound
+        assert confined.kill()
+        await until(lambda: not confined.pids())
+        assert bomb.wait() == -signal.SIGKILL
+        assert confined.describe_end(-signal.SIGKILL) == (
+            f"could not start more than {bound} processes and threads, the limit of its lease"
+        )
+
+    in_group(layer, confinement(tmp_path, cpu=0.5), case)
+
+
+def test_processor_time_is_the_lease_s_share(layer: CgroupLayer, tmp_path: Path) -> None:
+    spin = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+
+    async def case(confined: Confined) -> None:
+        process = launch(confined, [*PYTHON, spin])
+        output, _ = await anyio.to_thread.run_sync(process.communicate)
+        assert float(output) < 0.5  # 0.2 and the time of the start
+
+    in_group(layer, confinement(tmp_path, cpu=0.2), case)
+
+
+def test_a_process_without_token_in_a_session_of_its_own_ends_with_the_group(
+    layer: CgroupLayer, tmp_path: Path
+) -> None:
+    left: list[int] = []
+
+    async def case(confined: Confined) -> None:
+        process = launch(confined, [*PYTHON, LEAVES_ANOTHER])
+        output, _ = await anyio.to_thread.run_sync(process.communicate)
+        left.append(int(output))
+        assert left[0] in (confined.pids() or ())
+
+    in_group(layer, confinement(tmp_path), case)
+    assert not is_running(left[0])
+
+
+def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLayer, tmp_path: Path) -> None:
+    other_dir = tmp_path / "other"
+    other = CgroupLayer(other_dir)
+    assert other.probe().works
+
+    async def case(confined: Confined) -> None:
+        started = []
+        kept = launch(confined, ["sleep", "60"])
+        async with layer.confine(confinement(tmp_path)) as forgotten:
+            started.append(launch(forgotten, ["sleep", "60"]))
+            await until(forgotten.pids)
+            CgroupLayer(tmp_path).sweep()  # as of a worker that starts after this one was killed
+            assert started[0].wait() == -signal.SIGKILL
+            assert forgotten.pids() == []
+        assert kept.poll() is None
+        kept.kill()
+        kept.wait()
+
+    in_group(other, confinement(other_dir), case)
+
+
+def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: Path) -> None:
+    paths: list[str] = []
+
+    async def main() -> None:
+        with anyio.CancelScope() as scope:
+            async with layer.confine(confinement(tmp_path)) as confined:
+                start = Launch([], {})
+                confined.apply(start)
+                paths.extend(start.steps["cgroups"])
+                process = launch(confined, ["sleep", "60"])
+                await until(confined.pids)
+                scope.cancel()
+                await anyio.sleep_forever()
+        assert process.wait() == -signal.SIGKILL
+
+    anyio.run(main, backend="trio")
+    assert paths
+    assert not any(os.path.exists(path) for path in paths)
+
+
+# ------------------------------------------------------------------------------------------ what this machine has not
+
+
+def test_a_delegated_group_of_version_2_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "delegated"
+    own.mkdir()
+    (own / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    for name in ("cgroup.subtree_control", "cgroup.procs"):
+        (own / name).touch()
+    monkeypatch.setattr("hypha_worker.executors.isolation.cgroup_v2._SYSTEMD", tmp_path / "none")
+    variant = CgroupV2("worker", own)
+    assert variant.prepare() is None
+    assert (own / "worker" / "cgroup.procs").read_text() == "0"
+    assert (own / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    group = variant.create("run", Limits.of(Allocation(Resources(cpu=1.5, memory=2))))
+    values = {path.name: path.read_text() for path in (own / "run").iterdir()}
+    assert values == {
+        "memory.max": "2000000000",
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": "1024",
+        "cpu.max": "150000 100000",
+    }
+    (own / "run" / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\n")
+    assert "more memory than the 2 GB of its lease" in str(group.describe_end(137))
+    assert group.describe_end(0) is None
+
+
+def test_a_group_of_version_2_without_controllers_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.executors.isolation.cgroup_v2._SYSTEMD", tmp_path / "none")
+    for name, text in {"cgroup.controllers": "cpu\n", "cgroup.subtree_control": "", "cgroup.procs": ""}.items():
+        (tmp_path / name).write_text(text)
+    assert "has no controllers for memory and pids" in str(CgroupV2("worker", tmp_path).prepare())
+
+
+def test_a_scope_of_systemd_is_put_in_front_of_the_command() -> None:
+    start = Launch(["/usr/bin/bwrap", "--", "python"], {"PATH": "/usr/bin"})
+    scope = ScopedGroup("hypha-1.run", Limits.of(Allocation(Resources(cpu=0.5, memory=1))))
+    scope.apply(start)
+    manager = [] if os.geteuid() == 0 else ["--user"]
+    assert start.command == [
+        "systemd-run", *manager, "--scope", "--quiet", "--collect", "--unit=hypha-1.run", "--property=TasksMax=768",
+        "--property=MemoryMax=1000000000", "--property=MemorySwapMax=0", "--property=CPUQuota=50%", "--",
+        "env", "-u", "XDG_RUNTIME_DIR", "/usr/bin/bwrap", "--", "python",
+    ]  # fmt: skip
+    assert scope.pids() == ()
+    assert not scope.kill()
+    assert scope.describe_end(1) is None
+
+
+MOUNTS = """\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw,nsdelegate
+"""
+
+
+def test_the_groups_of_this_process_are_found_through_their_mounts() -> None:
+    mounts = find_mounts(MOUNTS)
+    root = Path("/sys/fs/cgroup")
+    assert mounts[1] == Mount(root / "memory", PurePosixPath("/docker/abc"), frozenset({"rw", "memory"}))
+    own = find_own_groups(mounts, "9:pids:/x\n4:memory:/docker/abc/job\n2:cpu,cpuacct:/y\n0::/user.slice/z\n")
+    assert own == {
+        "memory": root / "memory" / "job",
+        "cpu": root / "cpu,cpuacct" / "y",
+        "cpuacct": root / "cpu,cpuacct" / "y",
+        "": root / "unified" / "user.slice" / "z",
+    }
+
+
+def test_a_group_outside_of_what_is_mounted_is_not_found() -> None:
+    assert find_own_groups(find_mounts(MOUNTS), "4:memory:/elsewhere\n") == {}
+
+
+def test_a_probe_takes_little_time(layer: CgroupLayer) -> None:
+    started = time.monotonic()
+    assert layer.probe().works
+    assert time.monotonic() - started < 2.0

@@ -1,0 +1,334 @@
+"""A job that changes its folder while the worker reads and writes there: nothing outside the folder is touched.
+
+The hostile job is a real process with the rights of the worker: no sandbox helps here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hypha_net import transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.bridge_api import Transfer
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import (
+    Adam,
+    All,
+    Descriptor,
+    JobSpec,
+    Model,
+    One,
+    PeersReference,
+    SliceAddress,
+    TrainConfig,
+    TrainJob,
+)
+from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import BridgeError
+from hypha_worker.job_storage import JobStorage
+from hypha_worker.jobs.references import job_references, reference_peers
+from hypha_worker.tasks.output_files import OutputError
+from hypha_worker.tasks.output_store import OutputOwner, OutputStore
+
+SECRET = b"the worker's private key"
+RACES = 1000
+PEER = PeerId.parse("12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5")
+SWAP = """
+import itertools, os, sys
+os.chdir(sys.argv[1])
+os.write(1, b"x")
+gaps = itertools.count()
+while os.getppid() == int(sys.argv[2]):
+    for name in sys.argv[3:]:
+        try:
+            os.rename(name, name + ".mine")
+            os.rename(name + ".other", name)
+            os.rename(name, name + ".other")
+            os.rename(name + ".mine", name)
+        except OSError:
+            while os.path.lexists(name + ".mine"):  # the worker has made a folder in a gap
+                try:
+                    os.rename(name, f"{name}.{next(gaps)}")
+                    os.rename(name + ".mine", name)
+                except OSError:
+                    pass
+"""
+"""Puts NAME.other in the place of NAME and back, again and again."""
+
+
+@dataclass
+class Job:
+    """A training job's side of the bridge, and the peer that it exchanges files with."""
+
+    backend: JobBridgeBackend
+    queue: DeliveryQueue
+    peer: MemoryEndpoint
+    work_dir: Path
+    outside: Path
+    """A folder that is none of the job's, with a secret in it."""
+    received: list[bytes] = field(default_factory=list)
+    """What the peer got."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    pushed: int = 0
+    claimed: int = 0
+
+    @property
+    def _peers(self) -> PeersReference:
+        return PeersReference(peers=(self.peer.peer_id,), strategy=All())
+
+    async def send(self, path: str) -> None:
+        await self.backend.send(Transfer(reference=self._peers, path=path))
+
+    async def receive(self, folder: str) -> None:
+        """Push a file to the job, unless one is left from a refused request, and move it to a folder."""
+        if self.pushed == self.claimed:
+            await self._push()
+        wanted = Transfer(reference=self._peers, path=folder)
+        pending = await self.backend.next_pending_file(wanted)
+        assert pending is not None
+        await self.backend.claim_file(wanted, pending)
+        self.claimed += 1
+
+    async def _push(self) -> None:
+        worker = self.backend.endpoint.peer_id
+        header = PushHeader(
+            self.backend.spec.job_id, 1, OUTER_UPDATE, uuid.uuid4().hex, *await transfer.describe(b"pushed")
+        )
+        await transfer.push(self.peer, worker, b"pushed", header)
+        self.pushed += 1
+
+    async def fetch(self, folder: str) -> None:
+        address = SliceAddress(dataset="data", index=0)
+        wanted = PeersReference(peers=(self.peer.peer_id,), strategy=One(), resource=address)
+        await self.backend.fetch(Transfer(reference=wanted, path=folder))
+
+    async def attempt(self, request: Awaitable[None]) -> None:
+        """Await a request; count what became of it."""
+        try:
+            await request
+            self.outcomes["served"] += 1
+        except BridgeError as error:
+            self.outcomes["refused" if error.status in (400, 404) else str(error)] += 1
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether there were `RACES` requests, of which some met each state; at most ten times as many."""
+        count = self.outcomes.total()
+        return count >= RACES and (len(self.outcomes) > 1 or count >= 10 * RACES)
+
+    def check_untouched(self) -> None:
+        """Check that nothing outside was read or written."""
+        assert os.listdir(self.outside) == ["secret"]
+        assert (self.outside / "secret").read_bytes() == SECRET
+        assert SECRET not in self.received
+
+
+@contextmanager
+def swapping(folder: Path, *names: str) -> Iterator[None]:
+    """Run a process that swaps entries of a folder until the end of the context."""
+    arguments = [str(folder), str(os.getpid()), *names]
+    command = [sys.executable, "-I", "-S", "-c", SWAP, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"x"
+            yield
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def make_spec(peer: MemoryEndpoint) -> JobSpec:
+    peers = PeersReference(peers=(peer.peer_id,), strategy=All())
+    config = TrainConfig(
+        model=Model(task="auto", artifact=peers, input_names=("x",)),
+        data=peers,
+        updates=peers,
+        results=peers,
+        optimizer=Adam(learning_rate=0.1),
+        batch_size=1,
+    )
+    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+
+
+@asynccontextmanager
+async def open_job(folder: Path) -> AsyncIterator[Job]:
+    network = MemoryNetwork()
+    async with AsyncExitStack() as stack:
+        worker, peer = [await stack.enter_async_context(network.endpoint(name)) for name in ("worker", "peer")]
+        work_dir, outside, served = (folder / name for name in ("job", "outside", "served"))
+        work_dir.mkdir()
+        outside.mkdir()
+        (outside / "secret").write_bytes(SECRET)
+        served.write_bytes(b"served")
+        spec = make_spec(peer)
+        storage = JobStorage(work_dir, 1 << 24)
+        senders = reference_peers(job_references(spec))
+        queue = DeliveryQueue(spec.job_id, work_dir, senders, storage, OUTER_UPDATE, senders)
+        files = PeerFiles(worker, storage)
+        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), peer.peer_id, work_dir, queue, AccessPolicy(), files)
+        job = Job(backend, queue, peer, work_dir, outside)
+
+        async def accept_push(sender: Any, header: PushHeader | None) -> Any:
+            return queue.accept(sender, header)
+
+        async def accept_sent(_sender: Any, _header: PushHeader | None) -> transfer.MemoryPushTarget:
+            async def on_complete(content: bytearray, _digest: str) -> None:
+                job.received.append(bytes(content))
+
+            return transfer.MemoryPushTarget(1 << 20, on_complete)
+
+        async def serve(_sender: Any, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(served)
+
+        transfer.serve_pushes(worker, accept_push)
+        transfer.serve_pushes(peer, accept_sent)
+        transfer.serve_pulls(peer, serve)
+        yield job
+        queue.close()
+        job.check_untouched()
+
+
+@pytest.fixture
+def in_job(tmp_path: Path) -> Callable[[Callable[[Job], Awaitable[None]]], None]:
+    def run(case: Callable[[Job], Awaitable[None]]) -> None:
+        async def main() -> None:
+            with anyio.fail_after(60):
+                async with open_job(tmp_path) as job:
+                    await case(job)
+
+        anyio.run(main, backend="trio")
+
+    return run
+
+
+InJob = Callable[[Callable[[Job], Awaitable[None]]], None]
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("symbolic link", "symbolic link"),
+        ("symbolic link to a folder", "symbolic link"),
+        ("hard link", "a file with 2 hard links"),
+        ("FIFO", "a FIFO"),
+        ("socket", "a socket"),
+    ],
+)
+def test_only_a_regular_file_of_its_own_is_sent(in_job: InJob, made: str, told: str) -> None:
+    async def case(job: Job) -> None:
+        path = job.work_dir / "x"
+        if made == "symbolic link":
+            path.symlink_to(job.outside / "secret")
+        elif made == "symbolic link to a folder":
+            path.symlink_to(job.outside)
+        elif made == "hard link":
+            path.hardlink_to(job.outside / "secret")
+        elif made == "FIFO":
+            os.mkfifo(path)
+        else:
+            os.mknod(path, 0o140600)
+        with pytest.raises(BridgeError) as caught:
+            await job.send("x/secret" if made.endswith("folder") else "x")
+        assert caught.value.status == 400
+        assert told in caught.value.detail
+        path.unlink()
+        assert job.received == []
+
+    in_job(case)
+
+
+def test_a_link_where_pushed_files_were_kept_is_not_followed(in_job: InJob) -> None:
+    async def case(job: Job) -> None:
+        (job.work_dir / ".inbox").symlink_to(job.outside)
+        await job.receive("in")
+        job.check_untouched()
+
+    in_job(case)
+
+
+def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) -> None:
+    """A symbolic link, a hard link and a FIFO take the file's place, each a third of the time."""
+
+    async def case(job: Job) -> None:
+        for name in ("link", "hard", "fifo"):
+            (job.work_dir / name).write_bytes(b"mine")
+        (job.work_dir / "link.other").symlink_to(job.outside / "secret")
+        (job.work_dir / "hard.other").hardlink_to(job.outside / "secret")
+        os.mkfifo(job.work_dir / "fifo.other")
+        with swapping(job.work_dir, "link", "hard", "fifo"):
+            names = itertools.cycle(("link", "hard", "fifo"))
+            while not job.is_raced:
+                await job.attempt(job.send(next(names)))
+        assert set(job.received) == {b"mine"}
+        assert set(job.outcomes) == {"served", "refused"}
+
+    in_job(case)
+
+
+def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> None:
+    async def case(job: Job) -> None:
+        (job.work_dir / "in").mkdir()
+        (job.work_dir / "in" / "secret").write_bytes(b"mine")
+        (job.work_dir / "in.other").symlink_to(job.outside)
+        with swapping(job.work_dir, "in"):
+            requests = itertools.cycle(((job.receive, "in"), (job.fetch, "in"), (job.send, "in/secret")))
+            while not job.is_raced:
+                request, path = next(requests)
+                await job.attempt(request(path))
+        assert set(job.received) == {b"mine"}
+        assert set(job.outcomes) == {"served", "refused"}
+
+    in_job(case)
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["while it runs", "after its end"])
+def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_path: Path, copy: bool) -> None:
+    """After its end, too: a process that survived may still change what is taken."""
+    work_dir, outside, store = tmp_path / "job", tmp_path / "outside", OutputStore(tmp_path / "store")
+    work_dir.mkdir()
+    outside.mkdir()
+    owner = OutputOwner(PEER, uuid.uuid4(), uuid.uuid4())
+    outcomes: Counter[str] = Counter()
+
+    async def take(storage: JobStorage) -> None:
+        try:
+            output = await store.store(owner, "o", "out", storage, 0.0, copy=copy)
+        except OutputError:
+            outcomes["refused"] += 1
+        else:
+            [held] = store.find_owned(PEER, owner.job_id, ())
+            outcomes.update(held.file_path(index).read_bytes().decode() for index in range(len(output.files)))
+            await store.remove([held])
+
+    async def main() -> None:
+        storage = JobStorage(work_dir, 1 << 24)
+        while outcomes.total() < RACES // 4 or (len(outcomes) < 2 and outcomes.total() < RACES):
+            with suppress(OSError):  # it is being swapped
+                storage.files.write_file("out/secret", b"mine")
+            await take(storage)
+
+    (work_dir / "out").mkdir()
+    (outside / "secret").write_bytes(SECRET)
+    (work_dir / "out.other").symlink_to(outside)
+    with swapping(work_dir, "out"):
+        anyio.run(main, backend="trio")
+    assert set(outcomes) == {"refused", "mine"}
+    assert (outside / "secret").read_bytes() == SECRET

@@ -1,0 +1,74 @@
+"""What an owner is told about isolation: five lines of ``probe``, the start's log line, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hypha_worker.errors import IsolationError
+from hypha_worker.executors.isolation.assessment import Examination, Findings, assess, check_required, summarize
+from hypha_worker.executors.isolation.layers import Finding
+
+MISSING = "bwrap is not installed: install the package bubblewrap"
+
+
+def findings(*working: str) -> Findings:
+    names = ("cgroup", "own-uid", "rlimits", "bubblewrap", "landlock", "supervisor")
+    reasons = {"bubblewrap": MISSING}
+    return [(name, Finding(name in working, f"detail of {name}" if name in working else reasons.get(name, "no")))
+            for name in names]  # fmt: skip
+
+
+def states(*working: str) -> dict[str, str]:
+    return {aspect.name: aspect.state for aspect in assess(findings(*working))}
+
+
+def test_with_all_layers_everything_is_contained() -> None:
+    examination = Examination(findings("cgroup", "own-uid", "rlimits", "bubblewrap"))
+    assert len(examination.lines) == 5
+    assert set(states("cgroup", "own-uid", "rlimits", "bubblewrap").values()) == {"contained"}
+    assert MISSING not in "\n".join(examination.lines)
+
+
+def test_without_bubblewrap_each_line_says_what_stays_open_and_how_to_mend_it() -> None:
+    examination = Examination(findings("rlimits", "landlock", "supervisor"))
+    assert states("rlimits", "landlock", "supervisor") == dict.fromkeys(
+        ("files", "processes", "network", "resources", "user"), "partly"
+    )
+    assert len(examination.lines) == 5
+    for line in examination.lines[:3]:
+        assert f"(bubblewrap: {MISSING})" in line
+
+
+def test_without_any_layer_everything_is_open() -> None:
+    assert set(states().values()) == {"open"}
+
+
+def test_the_result_as_json_names_layers_and_aspects() -> None:
+    value = json.loads(json.dumps(Examination(findings("cgroup"), ["bubblewrap"]).value))
+    assert value["layers"]["cgroup"] == {"works": True, "detail": "detail of cgroup"}
+    assert value["layers"]["bubblewrap"] == {"works": False, "detail": MISSING}
+    assert value["aspects"]["resources"]["state"] == "contained"
+    assert value["aspects"]["resources"]["layer"] == "cgroup"
+    assert value["aspects"]["files"]["layer"] is None
+    assert "bubblewrap does not work here" in value["refusal"]
+
+
+def test_a_required_layer_that_does_not_work_is_refused_with_reason_and_remedy() -> None:
+    check_required(findings("cgroup"), ["cgroup"])
+    with pytest.raises(IsolationError) as refused:
+        check_required(findings("cgroup"), ["cgroup", "bubblewrap"])
+    assert str(refused.value) == (
+        f"isolation.require: the layer bubblewrap does not work here: {MISSING}. Mend this, or remove "
+        '"bubblewrap" from [isolation] require'
+    )
+    assert not Examination(findings("cgroup"), ["bubblewrap"]).passed
+    assert Examination(findings("cgroup"), ["cgroup"]).passed
+
+
+def test_the_start_s_line_tells_whether_there_is_a_sandbox() -> None:
+    assert summarize(findings("cgroup", "bubblewrap")) == (True, "jobs are isolated by cgroup, bubblewrap")
+    is_sandboxed, text = summarize(findings("cgroup"))
+    assert not is_sandboxed
+    assert text.startswith(f"jobs are isolated by cgroup only, not by bubblewrap: {MISSING}")

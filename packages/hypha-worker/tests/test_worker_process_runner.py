@@ -1,0 +1,69 @@
+"""The end of an executor's process, in the words of the layers that confine it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hypha_proto.resources import Resources
+from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.stack import IsolationStack
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.leasing.capacity import Allocation
+
+
+class LimitingLayer:
+    """A layer that knows why a run ended only until the run is cleaned up, as the kernel's counters of a cgroup."""
+
+    name = "limiting"
+
+    def __init__(self) -> None:
+        self._exists = False
+
+    def probe(self) -> Finding:
+        return Finding(True, "limits")
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[LimitingLayer]:
+        self._exists = True
+        yield self
+        self._exists = False
+
+    def apply(self, launch: Launch) -> None:
+        pass
+
+    def pids(self) -> Sequence[int] | None:
+        return None
+
+    def kill(self) -> bool:
+        return False
+
+    def describe_end(self, exit_code: int) -> str | None:
+        return "was ended because it used more memory than its lease has" if self._exists else None
+
+    def sweep(self) -> None:
+        pass
+
+
+def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path) -> None:
+    settings = ProcessSettings(
+        cmd=sys.executable,
+        args=("-I", "-S", "-c", "import os; os.kill(os.getpid(), 9)"),
+        stack=IsolationStack([LimitingLayer()]),
+    )
+    values = {"{SOCKET_PATH}": str(tmp_path / "bridge.sock"), "{WORK_DIR}": str(tmp_path)}
+
+    async def main() -> None:
+        allocation, scope = Allocation(Resources(cpu=1.0)), anyio.CancelScope()
+        place = ProcessPlace(tmp_path, allocation, storage=1 << 20, scope=scope, log_name="run")
+        with anyio.fail_after(20):
+            await ProcessRunner(settings, place).run(values)
+
+    with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has"):
+        anyio.run(main, backend="trio")

@@ -1,0 +1,243 @@
+"""Secrets of jobs reach the servers that they are for, and are shown nowhere: executors, logs, spans, errors."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.fake_http_server import served
+from support.scripted_task_scheduler import ScriptedTaskScheduler
+from support.task_bridge_client import EXECUTOR
+
+from hypha_net import instrumentation
+from hypha_proto.job_spec import (
+    Adam,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Model,
+    PeersReference,
+    Preprocessor,
+    TrainConfig,
+    TrainJob,
+    UriReference,
+)
+from hypha_proto.tasks import TaskResource, UriSource
+from hypha_worker.jobs.references import with_secrets, without_secrets
+
+USER, PASSWORD, SIGNATURE, REDIRECTED, TOKEN, BAD_TOKEN = (
+    "u5er-1d",
+    "pa55w0rd",
+    "5igna7ure",
+    "re-5igned",
+    "hf_t0k3n",
+    "hf_br0k3n",
+)
+SECRETS = (USER, PASSWORD, SIGNATURE, REDIRECTED, TOKEN, BAD_TOKEN, b64encode(f"{USER}:{PASSWORD}".encode()).decode())
+SHOWS = """
+print(open("/proc/self/cmdline").read(), dict(os.environ), open("job.json").read(), flush=True)
+"""
+FETCHES = (
+    SHOWS
+    + """
+for artifact in (config["model"]["artifact"], config["preprocessor"]["artifact"]):
+    status, answer = post("/resources/fetch", {"resource": artifact, "path": "in"})
+    print("fetched" if status == 200 else "failed", status, answer, flush=True)
+sys.exit(3)
+"""
+)
+
+
+@dataclass
+class Web:
+    """A web server, and a hub, with what was asked of them."""
+
+    address: str = ""
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """Path with query, and authorization."""
+
+    def url(self, path: str) -> str:
+        return f"http://{USER}:{PASSWORD}@{self.address}{path}?X-Amz-Signature={SIGNATURE}#{SIGNATURE}"
+
+    def uri(self, path: str) -> UriReference:
+        return UriReference(value=self.url(path))
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    made = Web()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            made.asked.append((self.path, self.headers.get("authorization")))
+            path, moved = self.path.partition("?")[0], self.path.startswith("/moved")
+            self.send_response(302 if moved else {"/found": 200, "/missing": 404}.get(path, 403))
+            if moved:
+                self.send_header("location", f"http://{made.address}/elsewhere?X-Amz-Signature={REDIRECTED}")
+            self.send_header("content-length", "7")
+            self.end_headers()
+            self.wfile.write(b"content")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with served(Handler) as url:
+        made.address = url.removeprefix("http://")
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield made
+
+
+@dataclass
+class Spans:
+    """A recorder that keeps everything that spans and metrics say."""
+
+    said: list[str] = field(default_factory=list)
+    traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+
+    def start_span(self, *about: object) -> Spans:
+        self.said.append(repr(about))
+        return self
+
+    def set(self, attributes: object) -> None:
+        self.said.append(repr(attributes))
+
+    def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
+        self.said.append(repr((error, kind)))
+
+    def measure(self, *about: object) -> None:
+        self.said.append(repr(about[1:]))
+
+    def forget(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """Return a function that returns all logs, spans and logs of jobs."""
+    caplog.set_level(logging.DEBUG, "hypha_worker")
+    caplog.set_level(logging.DEBUG, "hypha_net")
+    spans = Spans()
+    instrumentation.install(spans)
+
+    def read() -> str:
+        formatted = "\n".join(logging.Formatter().format(record) for record in caplog.records)
+        stored = "".join(path.read_text() for path in tmp_path.glob("work/logs/*/*.log"))
+        return f"{formatted}\n{spans.said}\n{stored}"
+
+    yield read
+    instrumentation.install(None)
+
+
+def assert_no_secret(text: str) -> None:
+    for secret in SECRETS:
+        at = text.find(secret)
+        assert at < 0, text[max(0, at - 200) : at + 100]
+
+
+def with_artifacts(spec: JobSpec, model: Any, preprocessor: Any) -> JobSpec:
+    executor: Any = spec.executor
+    config = msgspec.structs.replace(
+        executor.config,
+        model=Model(task="auto", artifact=model, input_names=()),
+        preprocessor=Preprocessor(task="auto", artifact=preprocessor, input_names=()),
+    )
+    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(executor, config=config))
+
+
+def hub(token: str) -> HuggingFaceReference:
+    return HuggingFaceReference(repository="org/model", filenames=("config.json",), token=token)
+
+
+@pytest.mark.parametrize("second", ["/missing", "/moved", "closed", "not allowed", "no URL", "hub", "bad token"])
+def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
+    in_lab: Callable[..., None], web: Web, everything: Callable[[], str], second: str
+) -> None:
+    other: Any = {
+        "closed": UriReference(value=web.url("/x").replace(web.address, "127.0.0.1:9")),
+        "not allowed": UriReference(value=web.url("/x").replace(web.address, "localhost")),
+        "no URL": UriReference(value=web.url("/x").replace(web.address, "[127.0.0.1")),
+        "hub": hub(TOKEN),
+        "bad token": hub(BAD_TOKEN + "\n"),
+    }.get(second, web.uri(second))
+
+    async def case(lab: Any) -> None:
+        await lab.start(FETCHES, with_artifacts(lab.train_spec(), web.uri("/found"), other))
+        end = await lab.scheduler.ended()
+        assert end.outcome == "failed"
+        lines = "\n".join(end.last_lines)
+        assert "fetched 200" in lines, lines
+        assert "failed" in lines, lines
+        assert_no_secret(repr(end))
+
+    in_lab(case, connectors={"hosts": ["127.0.0.1"]})
+    assert_no_secret(everything())
+    basic = b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    assert (f"/found?X-Amz-Signature={SIGNATURE}", f"Basic {basic}") in web.asked
+    if second == "hub":
+        assert f"Bearer {TOKEN}" in {authorization for _, authorization in web.asked}
+
+
+@pytest.mark.parametrize("second", ["/found", "/missing", "/moved", "closed", "hub", "bad token"])
+def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
+    in_task_lab: Callable[..., None], web: Web, everything: Callable[[], str], second: str
+) -> None:
+    closed = web.url("/x").replace(web.address, "127.0.0.1:9")
+    source: dict[str, Any] = {
+        "hub": {"huggingface": hub(TOKEN)},
+        "bad token": {"huggingface": hub(BAD_TOKEN + "\n")},
+        "closed": {"uri": UriSource(value=closed)},
+    }.get(second, {"uri": UriSource(value=web.url(second))})
+    resources = (
+        TaskResource(name="first", uri=UriSource(value=web.url("/found"))),
+        TaskResource(name="second", **source),
+    )
+
+    async def case(_lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        tasks.start(lease, "t", SHOWS, resources=resources)
+        report = await tasks.end("t")
+        if second == "/found":
+            assert report.finished is not None, report
+        else:
+            assert report.failed is not None, report
+            assert report.failed.resource == "second"
+        assert_no_secret(repr(report))
+
+    in_task_lab(case, executors=[EXECUTOR], connectors={"hosts": ["127.0.0.1"]})
+    assert_no_secret(everything())
+
+
+def test_executors_name_urls_by_what_is_not_secret_of_them(web: Web) -> None:
+    """Two that differ in what is hidden stay two."""
+    first, second = web.uri("/get"), UriReference(value=web.url("/get") + "&id=2")
+    plain = UriReference(value="https://host/model.safetensors")
+    spec = with_artifacts(make_spec(plain), first, second)
+    shown: Any = without_secrets(spec).executor
+    assert_no_secret(repr(shown))
+    config = shown.config
+    assert with_secrets(spec, config.model.artifact) == first
+    assert with_secrets(spec, config.preprocessor.artifact) == second
+    assert config.data == plain
+    chosen = UriReference(value="https://host/other?version=2")
+    assert with_secrets(spec, chosen) == chosen
+
+
+def make_spec(data: UriReference) -> JobSpec:
+    nobody = PeersReference(peers=(), strategy=All())
+    config = TrainConfig(
+        model=Model(task="auto", artifact=data, input_names=()),
+        data=data,
+        updates=nobody,
+        results=nobody,
+        optimizer=Adam(learning_rate=0.1),
+        batch_size=1,
+    )
+    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))

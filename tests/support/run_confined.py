@@ -1,0 +1,65 @@
+"""A program that runs one script as an executor's process, in the layers of this machine, and prints what came of it.
+
+Started by `support.confined_runs`, as any user, with a JSON object as its argument.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hypha_proto.resources import Resources
+from hypha_worker.errors import ExecutionError
+from hypha_worker.executors.isolation.stack import make_stack
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.leasing.capacity import Allocation
+
+
+async def run(options: dict[str, Any]) -> dict[str, Any]:
+    """Run the script, and return exit code, output and the layers' findings."""
+    work_dir = Path(options["work_dir"])
+    private = (work_dir, Path(options["key"]))
+    stack = make_stack(work_dir, private=private, disabled=options["disabled"])
+    job = work_dir / "hypha-job"
+    job.mkdir(mode=0o700, exist_ok=True)
+    (job / "given").write_text("by the worker")
+    settings = ProcessSettings(
+        cmd=sys.executable,
+        args=("-I", "-S", "-c", options["script"], *options["args"]),
+        env=options["env"],
+        network=options["network"],
+        readable=tuple(map(Path, options["readable"])),
+        writable=tuple(map(Path, options["writable"])),
+        stack=stack,
+    )
+    place = ProcessPlace(
+        work_dir=job,
+        allocation=Allocation(Resources(cpu=1.0, memory=1.0)),
+        storage=options["storage"],
+        scope=anyio.CancelScope(),
+        log_name="run",
+    )
+    runner = ProcessRunner(settings, place)
+    error = None
+    with socket.socket(socket.AF_UNIX) as bridge:
+        (job / "bridge.sock").unlink(missing_ok=True)
+        bridge.bind(str(job / "bridge.sock"))
+        (job / "bridge.sock").chmod(0o600)
+        bridge.listen()
+        try:
+            values = {"{SOCKET_PATH}": str(job / "bridge.sock"), "{WORK_DIR}": str(job)}
+            await runner.run(values, lambda: print("started", flush=True))
+        except ExecutionError as raised:
+            error = str(raised)
+    findings = {name: finding.works for name, finding in stack.findings}
+    trace = runner.trace
+    return {"exit_code": trace.exit_code, "lines": trace.last_lines, "error": error, "findings": findings}
+
+
+if __name__ == "__main__":
+    print(json.dumps(anyio.run(run, json.loads(sys.argv[1]), backend="trio")))
