@@ -310,6 +310,17 @@ def test_orphans_without_environment_end_with_their_job(runs: ConfinedRuns, disa
     assert sleepers(pause) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
+def test_orphans_of_a_job_that_ignores_sigterm_end_with_it(runs: ConfinedRuns, disabled: list[str]) -> None:
+    pause = str(700_000 + os.getpid())
+    ignoring = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    script = f"{ignoring}\n{LEAVES_AN_ORPHAN.replace('987654', pause)}\ntime.sleep(60)"
+    run = runs.run(script, disabled=disabled, cancelled=True)
+    assert run.exit_code == -signal.SIGKILL, run
+    assert sleepers(pause) == []
+
+
 @pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
 def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[str]) -> None:
     pause = str(800_000 + os.getpid())

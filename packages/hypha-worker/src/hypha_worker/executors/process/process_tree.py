@@ -13,12 +13,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,6 +27,8 @@ import psutil
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE: Final = "_HYPHA_JOB"  # not HYPHA_…: those variables are configuration keys
 TERM_GRACE: Final = 5.0
@@ -37,6 +39,8 @@ KILL_GRACE: Final = 3.0
 """Seconds that processes get to disappear after SIGKILL; one that waits for a device may take longer."""
 _POLL: Final = 0.02
 _REPEATED_KILL: Final = 0.2
+_LAYERS_GRACE: Final = 1.0
+"""Seconds that the layers have to end all processes before the group gets SIGKILL too, the launcher in it included."""
 _LEFT_TIMEOUT: Final = 2.0
 
 
@@ -88,10 +92,7 @@ class ProcessTree:
         """Return every live process; also reap the leader."""
         with anyio.move_on_after(0):
             await self.leader.wait()
-        known = () if self.killer is None else self.killer.pids() or ()
-        # a thread of its own: the end of a job must not wait for other jobs' threads
-        scan = partial(_scan, self.leader.pid, self.token, known)
-        return await anyio.to_thread.run_sync(scan, limiter=anyio.CapacityLimiter(1))
+        return await _in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer))
 
     async def pids(self) -> Sequence[int]:
         """Return the ids of all live processes."""
@@ -102,11 +103,10 @@ class ProcessTree:
         _signal_group(self.leader.pid, number)
         _signal_each(found, number)
 
-    def kill(self, found: list[psutil.Process]) -> None:
-        """Send SIGKILL to all processes, those included that the layers only know."""
-        if self.killer is not None:
-            self.killer.kill()
-        self.signal(found, signal.SIGKILL)
+    async def kill_by_layers(self) -> bool:
+        """Let the layers end all processes, also those that only they know; return False if they cannot."""
+        killer = self.killer
+        return killer is not None and await _in_own_thread(killer.kill)
 
 
 async def terminate_tree(
@@ -136,6 +136,9 @@ async def terminate_tree(
             survivors = await _wait_for_exit(tree, grace)
         if survivors:
             survivors = await _kill(tree, survivors, kill_grace)
+        if not survivors:
+            with anyio.move_on_after(kill_grace):  # it may have ended after it was waited for last
+                await process.wait()
     if survivors:
         pids = ", ".join(str(each.pid) for each in survivors)
         _log.error("processes %s of a job live %g s after SIGKILL; look at them with ps", pids, kill_grace)
@@ -143,10 +146,16 @@ async def terminate_tree(
 
 
 async def _kill(tree: ProcessTree, survivors: list[psutil.Process], grace: float) -> list[psutil.Process]:
-    """Kill until nothing is left or the time is over: a process may have been started after the last scan."""
+    """Kill until nothing is left or the time is over: a process may have been started after the last scan.
+
+    The layers come first: `isolation.supervisor` can end what left the group only as long as it lives itself.
+    """
     deadline = anyio.current_time() + grace
+    if await tree.kill_by_layers():
+        survivors = await _wait_for_exit(tree, min(grace, _LAYERS_GRACE))
     while survivors and (left := deadline - anyio.current_time()) > 0:
-        tree.kill(survivors)
+        await tree.kill_by_layers()
+        tree.signal(survivors, signal.SIGKILL)
         survivors = await _wait_for_exit(tree, min(left, _REPEATED_KILL))
     return survivors
 
@@ -193,12 +202,18 @@ async def _wait_for_exit(tree: ProcessTree, grace: float) -> list[psutil.Process
     return []
 
 
-def _scan(group: int, token: str, known: Sequence[int]) -> list[psutil.Process]:
-    """Return the live processes among those of the group, those with the token, and the known ones.
+async def _in_own_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own: the end of a job must not wait for other jobs' threads."""
+    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+
+
+def _scan(group: int, token: str, killer: Killer | None) -> list[psutil.Process]:
+    """Return the live processes among those of the group, those with the token, and those that the layers know.
 
     Those of other users count for root alone, who may end them.
     """
     uid = os.getuid()
+    known = () if killer is None else killer.pids() or ()
     pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
     return [
         found
