@@ -124,6 +124,14 @@ def test_without_bubblewrap_landlock_refuses_files_of_others(runs: ConfinedRuns)
     assert found["own bridge"] == "connected"
 
 
+def test_without_bubblewrap_landlock_refuses_device_nodes_but_the_usual_ones(runs: ConfinedRuns) -> None:
+    script = """
+names = ("null", "urandom", "ptmx")
+print(json.dumps([type(attempt(os.open, f"/dev/{name}", os.O_RDONLY)).__name__ for name in names]))
+"""
+    assert runs.run(LOOKS + script, "landlock", **NO_SANDBOX).answer == ["int", "int", "str"]
+
+
 PRIVILEGES = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)

@@ -76,7 +76,7 @@ class LandlockRules:
         confinement = self.confinement
         launch.steps["landlock"] = {
             "abi": self.abi,
-            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", "/dev", *map(str, confinement.readable)],
+            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", *map(str, confinement.readable)],
             "writable": [*_WRITABLE, *self._devices(), str(confinement.work_dir), *map(str, confinement.writable)],
             "network": confinement.network,
         }
