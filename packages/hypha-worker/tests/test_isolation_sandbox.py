@@ -247,6 +247,7 @@ class TestLimits:
         assert run.exit_code == -signal.SIGXFSZ
         assert "more than the 0.001 GB of its lease (storage): request more" in (run.error or "")
 
+    @pytest.mark.slow
     def test_a_fork_bomb_ends(self, runs: ConfinedRuns) -> None:
         script = """
 import os, time
