@@ -3,8 +3,8 @@
 The uid comes from a range that no user of the machine has. Its use is marked by a lock on a file that only root can
 open; the lock ends with the worker, so that workers on one machine never share a uid. `bubblewrap` changes to the user
 inside of its namespaces: outside, folders of root hide the program from other users. The run's folder, its bridge's
-socket and the owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners outside: the worker
-need not change owners, and the cache of one run is usable by the next, whose uid is another.
+socket and the owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners
+outside: the worker need not change owners, and the cache of one run is usable by the next, whose uid is another.
 """
 
 from __future__ import annotations
