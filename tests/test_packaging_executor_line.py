@@ -42,7 +42,8 @@ def executor_of_the_documents(site: str, accelerate_yaml: Path, wheels: Path, pr
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     env = {"PATH": path, "UV_FIND_LINKS": str(wheels), "UV_COMPILE_BYTECODE": "0", "VIRTUAL_ENV": ""}
     written = ", ".join(f"{name} = {json.dumps(value)}" for name, value in env.items())
-    return f"\n{text}env = {{ {written} }}\n"
+    cache = os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser()))  # else torch fills the job's storage
+    return f"\n{text}writable = [{json.dumps(cache)}]\nenv = {{ {written} }}\n"
 
 
 def test_a_job_is_trained_by_the_documented_executor(wheels: Path, tmp_path: Path) -> None:

@@ -199,8 +199,10 @@ def test_readable_and_writable_paths_are_the_owners_choice(runs: ConfinedRuns, o
         places[name] = runs.folder / name
         places[name].mkdir(mode=0o755)
         (places[name] / "file").write_text(name)
+        (places[name] / "file").chmod(0o600)  # of its owner, who names it
         if runs.as_nobody:
             os.chown(places[name], NOBODY, NOBODY)
+            os.chown(places[name] / "file", NOBODY, NOBODY)
     script = """
 result = [[attempt(read, f"{folder}/{name}/file"), attempt(write, f"{folder}/{name}/new")]
           for name in ("readable", "writable", "argument", "closed")]
@@ -350,6 +352,7 @@ class TestLimits:
         assert run.exit_code == -signal.SIGXFSZ
         assert "more than the 0.001 GB of its lease (storage): request more" in (run.error or "")
 
+    @pytest.mark.slow
     def test_a_fork_bomb_ends(self, runs: ConfinedRuns) -> None:
         script = """
 import os, time

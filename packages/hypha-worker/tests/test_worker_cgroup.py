@@ -178,6 +178,34 @@ def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLa
     in_group(other, confinement(other_dir), case)
 
 
+def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
+    layer: CgroupLayer, tmp_path: Path
+) -> None:
+    """Workers of temporary directories that are killed never start again."""
+
+    async def case(confined: Confined) -> None:
+        start = Launch([], {})
+        confined.apply(start)
+        folders = [Path(file).parent for file in start.steps["cgroups"]]
+        layer.sweep()
+        assert all(folder.exists() for folder in folders), "it may be about to start"
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        process = launch(confined, ["sleep", "60"])
+        await until(confined.pids)
+        layer.sweep()
+        assert process.poll() is None
+        assert all(folder.exists() for folder in folders)
+        process.kill()
+        process.wait()
+        layer.sweep()
+        assert not any(folder.exists() for folder in folders)
+
+    other = CgroupLayer(tmp_path / "other")
+    assert other.probe().works
+    in_group(other, confinement(tmp_path / "other"), case)
+
+
 def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: Path) -> None:
     paths: list[str] = []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_worker.executors.isolation.cgroup_files import Group, Limits, find_mounts
+from hypha_worker.executors.isolation.cgroup_files import Group, Limits, find_mounts, remove_empty
 from hypha_worker.executors.isolation.cgroup_v1 import CgroupV1
 from hypha_worker.executors.isolation.cgroup_v2 import CgroupV2
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch
@@ -30,6 +31,9 @@ _log = logging.getLogger(__name__)
 _REMOVAL_TIMEOUT: Final = 2.0
 """Seconds that processes which are still in a run's group at its end have to end."""
 _PROBE_TIMEOUT: Final = 5.0
+_OLD: Final = 3600.0
+"""Seconds after which a group that still has no process is one that nobody uses."""
+_RUN: Final = re.compile(r"hypha-[0-9a-f]{12}\.(?!worker$).+")
 _JOIN: Final = 'for file; do echo 0 > "$file" || exit 1; done'
 _TITLES: Final = {"memory": "memory", "pids": "processes", "cpu": "processor time"}
 T = TypeVar("T")
@@ -111,9 +115,14 @@ class CgroupLayer:
                     _log.warning("cgroup %s stays, processes in it cannot be ended: %s", left[0], list(group.pids()))
 
     def sweep(self) -> None:
-        """See `layers.Layer`."""
+        """See `layers.Layer`. Also removes old groups without processes that other work directories' workers left."""
         SystemdScopes().stop_all(f"{self._prefix}*")
-        left_groups = [Group({_kind(folder): folder}, Limits(None, 0, None)) for folder in self._find_left()]
+        found = list(_find_groups())
+        own = [folder for folder in found if folder.name.startswith(self._prefix)]
+        for folder in set(found) - set(own):
+            if _is_old(folder):
+                remove_empty(folder)
+        left_groups = [Group({_kind(folder): folder}, Limits(None, 0, None)) for folder in own]
         deadline = time.monotonic() + _REMOVAL_TIMEOUT
         for group in sorted(left_groups, key=lambda group: "" not in group.folders):
             if pids := group.pids():
@@ -121,12 +130,19 @@ class CgroupLayer:
             if left := group.remove(max(0.0, deadline - time.monotonic())):
                 _log.warning("cgroup %s stays, processes in it cannot be ended", left[0])
 
-    def _find_left(self) -> Iterator[Path]:
-        """Return the groups of this work directory in all hierarchies, but the one that this worker runs in."""
-        own = f"{self._prefix}worker"
-        for mount in find_mounts():
-            for folder, names, _ in os.walk(mount.folder):
-                yield from (Path(folder, name) for name in names if name.startswith(self._prefix) and name != own)
+
+def _find_groups() -> Iterator[Path]:
+    """Return the groups of runs of all work directories in all hierarchies."""
+    for mount in find_mounts():
+        for folder, names, _ in os.walk(mount.folder):
+            yield from (Path(folder, name) for name in names if _RUN.fullmatch(name))
+
+
+def _is_old(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > _OLD
+    except FileNotFoundError:
+        return False
 
 
 def _kind(folder: Path) -> str:

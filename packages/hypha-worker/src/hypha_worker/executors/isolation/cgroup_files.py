@@ -159,7 +159,7 @@ class Group:
         """
         self._count_events()
         deadline = time.monotonic() + timeout
-        while left := [folder for folder in self.folders.values() if not _remove(folder)]:
+        while left := [folder for folder in self.folders.values() if not remove_empty(folder)]:
             if time.monotonic() >= deadline:
                 return left
             self.kill()
@@ -215,7 +215,8 @@ def _read_pids(file: Path) -> Iterator[int]:
     yield from (int(line) for line in text.split() if line != "0")  # 0: of another pid namespace
 
 
-def _remove(folder: Path) -> bool:
+def remove_empty(folder: Path) -> bool:
+    """Remove a group; return False if it still has processes."""
     try:
         folder.rmdir()
     except FileNotFoundError:

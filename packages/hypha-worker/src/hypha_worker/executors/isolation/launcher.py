@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         os.umask(_UMASK)
         if (owners := steps.pop("owners", None)) is not None:
-            _map_owners(int(owners["uid"]), owners["paths"])
+            _map_owners(int(owners["uid"]), owners["paths"], owners["readable"])
         _join_cgroups(steps.pop("cgroups", ()))
         _set_rlimits(steps.pop("rlimits", {}))
         if (descriptor := steps.pop("supervisor", None)) is not None:
@@ -147,23 +147,41 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     os.close(descriptor)
 
 
-def _map_owners(uid: int, paths: Iterable[str]) -> None:
-    """Let each of `paths` appear as owned by `uid` where its owner stands: idmapped mounts, in a new mount namespace.
+def _map_owners(uid: int, paths: Iterable[str], readable: Iterable[str]) -> None:
+    """Let what an owner has appear as owned by `uid`: by idmapped mounts, in a new mount namespace. Needs root.
 
-    What a process of `uid` creates there belongs to the owner of the path outside. Needs root, and a file system with
-    idmapped mounts.
+    What a process of `uid` creates there belongs to the owner of the path outside.
+
+    Args:
+        uid: the user.
+        paths: must be on file systems that have idmapped mounts.
+        readable: the same, but where that does not work the modes of the files decide.
     """
     _unshare(_CLONE_NEWNS)
     _syscall(_MOUNT, b"none", b"/", 0, _MS_REC | _MS_PRIVATE, 0)
+    namespaces: dict[tuple[int, int], int] = {}
     for path in paths:
-        status = os.stat(path)
-        namespace = _open_user_namespace(f"{status.st_uid} {uid} 1", f"{status.st_gid} {uid} 1")
-        mount = _syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), _OPEN_TREE_CLONE | os.O_CLOEXEC)
-        attributes = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, namespace)
-        _syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, attributes, len(attributes))
-        _syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, path.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
-        os.close(mount)
+        _map_owner(uid, path, namespaces)
+    for path in readable:
+        with contextlib.suppress(OSError):  # its file system has no idmapped mounts: its modes decide
+            _map_owner(uid, path, namespaces)
+    for namespace in namespaces.values():
         os.close(namespace)
+
+
+def _map_owner(uid: int, path: str, namespaces: dict[tuple[int, int], int]) -> None:
+    place = os.fsencode(os.path.realpath(path))
+    status = os.stat(place)
+    owner = (status.st_uid, status.st_gid)
+    if owner not in namespaces:
+        namespaces[owner] = _open_user_namespace(f"{owner[0]} {uid} 1", f"{owner[1]} {uid} 1")
+    mount = _syscall(_OPEN_TREE, _AT_FDCWD, place, _OPEN_TREE_CLONE | os.O_CLOEXEC)
+    try:
+        attributes = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, namespaces[owner])
+        _syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, attributes, len(attributes))
+        _syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, place, _MOVE_MOUNT_F_EMPTY_PATH)
+    finally:
+        os.close(mount)
 
 
 def _open_user_namespace(uid_map: str, gid_map: str) -> int:

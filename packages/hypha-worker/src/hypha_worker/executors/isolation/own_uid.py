@@ -73,7 +73,9 @@ class OwnUidLayer:
         Raises:
             ExecutionError: all uids are in use, or cannot be marked.
         """
-        reserved = _reserve_uid([confinement.work_dir, confinement.socket_path, *confinement.writable])
+        changeable = _outermost([confinement.work_dir, confinement.socket_path, *confinement.writable])
+        readable = [path for path in confinement.readable if not any(path.is_relative_to(each) for each in changeable)]
+        reserved = _reserve_uid(changeable, _outermost(readable))
         with reserved.mark:
             yield reserved
 
@@ -90,11 +92,13 @@ class OwnUid:
     """Locked while it is open."""
     paths: Sequence[str]
     """What the run may change."""
+    readable: Sequence[str]
+    """What it may read as its owner could."""
 
     def apply(self, launch: Launch) -> None:
         """Change to the uid, which `bubblewrap` carries out, and let what the run may change be its own."""
         launch.steps["uid"] = self.uid
-        launch.steps["owners"] = {"uid": self.uid, "paths": list(self.paths)}
+        launch.steps["owners"] = {"uid": self.uid, "paths": list(self.paths), "readable": list(self.readable)}
 
     def pids(self) -> None:
         """Return None: other layers know the processes."""
@@ -115,7 +119,7 @@ def _try(folder: Path) -> str | None:
         return "setpriv is not installed: install the package util-linux"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".hypha-probe-", dir=existing) as probed:
-        steps = {"owners": {"uid": FIRST_UID, "paths": [probed]}}
+        steps = {"owners": {"uid": FIRST_UID, "paths": [probed], "readable": []}}
         # the folder is opened before the uid changes: those above it may be closed to others
         script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]
         change = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "touch", "file"]
@@ -129,7 +133,7 @@ def _try(folder: Path) -> str | None:
         return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
-def _reserve_uid(paths: Sequence[Path]) -> OwnUid:
+def _reserve_uid(paths: Sequence[Path], readable: Sequence[Path]) -> OwnUid:
     start = secrets.randbelow(COUNT)
     for offset in range(COUNT):
         uid = FIRST_UID + (start + offset) % COUNT
@@ -137,7 +141,7 @@ def _reserve_uid(paths: Sequence[Path]) -> OwnUid:
             continue
         if (mark := _lock_mark(uid)) is None:
             continue
-        return OwnUid(uid, mark, [str(path) for path in _outermost(paths) if path.exists()])
+        return OwnUid(uid, mark, _existing(paths), _existing(readable))
     raise ExecutionError(f"all uids from {FIRST_UID} to {FIRST_UID + COUNT - 1} are in use on this machine")
 
 
@@ -152,6 +156,10 @@ def _lock_mark(uid: int) -> FileIO | None:
         mark.close()
         return None
     return mark
+
+
+def _existing(paths: Sequence[Path]) -> list[str]:
+    return [str(path) for path in paths if path.exists()]
 
 
 def _outermost(paths: Sequence[Path]) -> list[Path]:
