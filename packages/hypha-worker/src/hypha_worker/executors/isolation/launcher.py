@@ -48,12 +48,15 @@ _RIGHTS_OF_FILES = 0b111 | 1 << 14 | 1 << 15  # execute, write, read, truncate, 
 _ABI_NETWORK, _TCP_RIGHTS = 4, 0b11  # bind, connect
 _ABI_SCOPES, _SCOPES = 6, 0b11  # abstract sockets, signals
 # the older system calls have other numbers on each architecture
-_MOUNT, _UNSHARE = {"x86_64": (165, 272)}.get(os.uname().machine, (40, 97))
+_MOUNT, _UNSHARE, _SECCOMP = {"x86_64": (165, 272, 317)}.get(os.uname().machine, (40, 97, 277))
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = -100, 0x1000, 1, 4
 _MOUNT_ATTR_IDMAP = 0x100000
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_INSTRUCTION = 8
+"""Bytes of one."""
 _FAILED = 126
 """Exit code if a step fails or the command cannot be started."""
 
@@ -120,7 +123,8 @@ def _restrict(rules: Mapping[str, Any]) -> None:
     """Take all capabilities from the command and what it starts, and apply Landlock's `rules`.
 
     Args:
-        rules: ``abi`` of the kernel; ``readable`` and ``writable``, lists of paths; ``network``, a bool.
+        rules: ``abi`` of the kernel; ``readable`` and ``writable``, lists of paths; ``network``, a bool; ``seccomp``,
+            a program in hexadecimal digits.
     """
     _drop_bounding_set()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -138,6 +142,15 @@ def _restrict(rules: Mapping[str, Any]) -> None:
         _allow(ruleset, path, handled)
     _syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
+    _filter_system_calls(bytes.fromhex(rules["seccomp"]))
+
+
+def _filter_system_calls(program: bytes) -> None:
+    import ctypes
+
+    instructions = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("=H6xQ", len(program) // _SECCOMP_INSTRUCTION, ctypes.addressof(instructions))
+    _syscall(_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, described)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
