@@ -194,8 +194,8 @@ class ExecutorSection(Section):
 
     job_class: ExecutorClassName = Field(
         alias="class",
-        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server; any other "
-        "name, such as inference or shell, for tasks only.",
+        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server, inference "
+        "for batch inference; any other name, such as shell, for tasks of jobs that ask for it.",
     )
     name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
