@@ -77,7 +77,8 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
             _Effect(
                 "cgroup",
                 "contained",
-                "memory, processes, processor time and storage are limited to what its lease has of them",
+                "memory, processes, processor time and storage are limited to the lease; without "
+                "[resources.default], a lease that states no memory or cores has no limit of these",
                 "cpu",
             ),
             _Effect(
