@@ -6,6 +6,7 @@ Landlock hides nothing: refused files fail with EACCES. `launcher` applies the r
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
 from hypha_worker.hardware.devices import device_nodes
 
@@ -78,9 +80,10 @@ class LandlockRules:
         confinement = self.confinement
         launch.steps["landlock"] = {
             "abi": self.abi,
-            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", "/dev", *map(str, confinement.readable)],
+            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", *map(str, confinement.readable)],
             "writable": [*_WRITABLE, *self._devices(), str(confinement.work_dir), *map(str, confinement.writable)],
             "network": confinement.network,
+            "seccomp": seccomp_filter(platform.machine(), sees_others=True).hex(),
         }
 
     def _devices(self) -> list[str]:

@@ -45,7 +45,7 @@ class Launch:
     """Program, as an absolute path, and arguments. A layer may put a program of its own in front."""
     env: dict[str, str]
     steps: dict[str, Any] = field(default_factory=dict)
-    """What `launcher` does in the new process before it runs `command`, by the name of the step; values are JSON."""
+    """What `launcher` does in the new process before it runs `command`, by the name of the step; values are plain."""
     descriptors: list[int] = field(default_factory=list)
     """Further file descriptors that the process inherits."""
     reports_signals_as_status: bool = False

@@ -222,8 +222,9 @@ class ProcessRunner:
             if not path.exists():
                 path.mkdir(mode=0o755, parents=True)
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
-        named = configured_paths([*settings.args, *settings.env.values()])
-        shown = [*program_paths(Path(self._executable())), *without_ancestors(named, settings.stack.private)]
+        named = configured_paths([*settings.args, *settings.env.values()], settings.writable)
+        program = program_paths(Path(self._executable()), settings.writable)
+        shown = [*program, *without_ancestors(named, settings.stack.private)]
         return Confinement(
             name=f"{place.work_dir.name}-{self._token[:8]}",
             work_dir=place.work_dir.absolute(),

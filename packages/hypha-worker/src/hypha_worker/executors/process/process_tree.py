@@ -38,6 +38,8 @@ KILL_GRACE: Final = 3.0
 _POLL: Final = 0.02
 _REPEATED_KILL: Final = 0.2
 _LEFT_TIMEOUT: Final = 2.0
+_ENVIRONMENT_LIMIT: Final = 1 << 20
+"""Bytes of an environment that are read. A process may declare any of its memory to be it (PR_SET_MM_MAP)."""
 
 
 def make_token(work_dir: Path) -> str:
@@ -212,9 +214,14 @@ def _find_in_proc(group: int, token: str) -> list[int]:
 
     Reads /proc itself, a tenth of the time of psutil: a job that has left nothing running pays for this scan alone.
     """
-    wanted = f"\0{TOKEN_VARIABLE}={token}\0".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if _is_in_group(pid, group) or wanted in _read_environment(pid)]
+    return [pid for pid in pids if _is_in_group(pid, group) or _has_token(pid, token)]
+
+
+def _has_token(pid: int, token: str) -> bool:
+    if sys.platform != "linux":
+        return psutil.Process(pid).environ().get(TOKEN_VARIABLE) == token
+    return f"\0{TOKEN_VARIABLE}={token}\0".encode() in _read_environment(pid)
 
 
 def _is_in_group(pid: int, group: int) -> bool:
@@ -225,20 +232,23 @@ def _is_in_group(pid: int, group: int) -> bool:
 
 
 def _read_environment(pid: int) -> bytes:
-    """Return a process's environment with a zero byte before each variable; empty if it ended or is another user's."""
-    parts = [b"\0"]
+    """Return a process's environment with a zero byte before each variable; empty if it ended or is another user's.
+
+    At most the first `_ENVIRONMENT_LIMIT` bytes.
+    """
+    found = bytearray(b"\0")
     try:
         descriptor = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""
     try:
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
+        while len(found) < _ENVIRONMENT_LIMIT and (part := os.read(descriptor, 1 << 16)):
+            found += part
     except OSError:  # it has ended meanwhile
         return b""
     finally:
         os.close(descriptor)
-    return b"".join(parts)
+    return bytes(found)
 
 
 def _open(pid: int) -> psutil.Process | None:
@@ -256,7 +266,7 @@ def _belongs(found: psutil.Process, group: int, token: str, uid: int, *, is_know
             if is_known:
                 return True
             is_own = uid in (0, found.uids().real)
-            return is_own and (os.getpgid(found.pid) == group or found.environ().get(TOKEN_VARIABLE) == token)
+            return is_own and (os.getpgid(found.pid) == group or _has_token(found.pid, token))
     except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
 

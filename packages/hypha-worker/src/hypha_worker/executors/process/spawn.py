@@ -7,7 +7,7 @@ process asks for by PR_SET_PDEATHSIG, as ``bwrap --die-with-parent`` does, when 
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import subprocess
 import sys
@@ -130,7 +130,7 @@ def spawn(launch: Launch, cwd: Path) -> SpawnedProcess:
         OSError: it cannot be started.
     """
     popen = subprocess.Popen(
-        [sys.executable, "-I", "-S", launcher.__file__, json.dumps(launch.steps), "--", *launch.command],
+        [sys.executable, "-I", "-S", launcher.__file__, marshal.dumps(launch.steps).hex(), "--", *launch.command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
