@@ -74,7 +74,8 @@ class CgroupLayer:
             if reason is None:
                 self._chosen = variant
                 limited = ", ".join(_TITLES[name] for name in variant.limited)
-                return Finding(True, f"limits {limited} to those of the lease ({variant.title})")
+                text = f"limits {limited} to those of the lease ({variant.title})"
+                return Finding(True, text, tuple(variant.limited))
             reasons.append(reason)
         return Finding(False, f"{'; '.join(reasons)}: run the worker as a systemd service with Delegate=yes")
 

@@ -23,6 +23,7 @@ _VERSION_FLAG: Final = 1
 _WRITABLE: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/shm")
 _ABI_NETWORK: Final = 4
 _ABI_SCOPES: Final = 6
+_FEATURES: Final = {"tcp": _ABI_NETWORK, "signals": _ABI_SCOPES}
 
 
 class LandlockLayer:
@@ -45,7 +46,8 @@ class LandlockLayer:
         abi = landlock_abi()
         if abi < 1:
             return Finding(False, "this kernel has no Landlock")
-        return Finding(True, f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}")
+        text = f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}"
+        return Finding(True, text, [name for name, least in _FEATURES.items() if abi >= least])
 
     @asynccontextmanager
     async def confine(self, confinement: Confinement) -> AsyncIterator[LandlockRules]:

@@ -6,7 +6,7 @@ the order of the list there. A layer never guesses from versions: its probe trie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,8 @@ class Finding:
     works: bool
     detail: str
     """One line for the owner: what it holds back here, or why it does not work."""
+    features: Collection[str] = ()
+    """What it holds back here and not on every system: ``tcp``, ``signals``, ``cpu``."""
 
 
 class Confined(Protocol):
