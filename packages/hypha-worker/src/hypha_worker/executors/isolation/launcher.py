@@ -97,6 +97,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os._exit(_FAILED)
 
 
+def launcher_command(steps: Mapping[str, Any]) -> list[str]:
+    """Return the program and arguments that carry out `steps`; the command to run is to follow."""
+    return [sys.executable, "-I", "-S", __file__, marshal.dumps(dict(steps)).hex(), "--"]
+
+
 def _join_cgroups(paths: Iterable[str]) -> None:
     for path in paths:
         with open(path, "w") as file:

@@ -10,7 +10,6 @@ outside: the worker need not change owners, and the cache of one run is usable b
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pwd
 import secrets
@@ -123,7 +122,7 @@ def _try(folder: Path) -> str | None:
         # the folder is opened before the uid changes: those above it may be closed to others
         script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]
         change = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "touch", "file"]
-        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(steps), "--", *script, *change]
+        command = [*launcher.launcher_command(steps), *script, *change]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
