@@ -58,8 +58,12 @@ class Submission:
         return [found for line in lines if line.endswith(b"\n") and (found := json.loads(line))[key] == kind]
 
     def finished(self) -> list[str]:
-        """Return the names of the tasks whose end the journal has, in that order."""
-        return [record["task"] for record in self.records("ended") if record["outcome"] == "finished"]
+        """Return the names of the tasks whose outputs the journal has, in the order of their ends.
+
+        These are what a resumed job does not run again. The record ``ended`` comes before: what has only that one when
+        the scheduler is killed runs again.
+        """
+        return [record["task"] for record in self.records("task_finished")]
 
     def wait_for_finished(self, count: int, timeout: float = 60.0) -> None:
         """Wait until so many tasks have finished; fail if the job ends first."""
