@@ -180,13 +180,19 @@ class LocalNetwork:
         return found[1]
 
     def executors(self) -> list[psutil.Process]:
-        """Return the processes that workers have started."""
+        """Return the processes that workers have started, those of their sandboxes included."""
         found = []
         for name in self.trainers:
             process = self.processes.child(name).process
             if process.poll() is None:
                 found += psutil.Process(process.pid).children(recursive=True)
         return found
+
+    def commands(self) -> list[psutil.Process]:
+        """Return the innermost of `executors`: the configured commands, if these have started no processes."""
+        started = self.executors()
+        parents = {process.ppid() for process in started}
+        return [process for process in started if process.pid not in parents]
 
     def job(
         self, *, rounds: int, kind: str | None = None, model: str | None = None, min_workers: int | None = None
