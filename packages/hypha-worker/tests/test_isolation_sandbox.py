@@ -226,6 +226,19 @@ print(json.dumps(result))
     assert (places["writable"] / "new").stat().st_uid == places["writable"].stat().st_uid
 
 
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "landlock"])
+def test_an_argument_may_name_a_link_in_a_folder_that_is_shown(runs: ConfinedRuns, options: dict[str, Any]) -> None:
+    """Such as the interpreter of a virtual environment: that of the program, or one in a readable folder."""
+    environment, target = runs.folder / "environment", runs.folder / "interpreter"
+    environment.mkdir(mode=0o755)
+    target.write_text("interpreter")
+    target.chmod(0o644)
+    (environment / "link").symlink_to(target)
+    script = 'print(json.dumps(attempt(read, f"{folder}/environment/link")))'
+    arguments = [str(environment / "link"), sys.executable]
+    assert runs.run(LOOKS + script, readable=[environment], args=arguments, **options).answer == "interpreter"
+
+
 def test_private_files_stay_hidden_in_a_readable_folder(runs: ConfinedRuns) -> None:
     script = 'print(json.dumps([attempt(read, f"{folder}/{name}") for name in ("key.pem", "work/hypha-sibling/data")]))'
     key, data = runs.run(LOOKS + script, "bubblewrap", readable=[runs.folder]).answer

@@ -153,6 +153,14 @@ def without_ancestors(paths: Iterable[Path], private: Sequence[Path]) -> list[Pa
     return kept
 
 
+def not_yet_shown(paths: Iterable[Path], shown: Sequence[Path]) -> list[Path]:
+    """Return those of `paths` that lie in no other one and in none of `shown`.
+
+    A sandbox cannot show a symbolic link once more that lies in a folder which it shows read-only.
+    """
+    return [path for path in _outermost(paths) if not _lies_in(path, shown)]
+
+
 def _outermost(paths: Iterable[Path]) -> list[Path]:
     """Return the paths that lie in no other one and not in a folder of the system."""
     unique = {path for path in paths if not _is_of_system(path)}

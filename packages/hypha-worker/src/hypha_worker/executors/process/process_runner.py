@@ -24,7 +24,12 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import ExecutionError, WorkReturnedError
 from hypha_worker.executors.isolation.layers import Confinement, Launch
 from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
-from hypha_worker.executors.isolation.visible_paths import configured_paths, program_paths, without_ancestors
+from hypha_worker.executors.isolation.visible_paths import (
+    configured_paths,
+    not_yet_shown,
+    program_paths,
+    without_ancestors,
+)
 from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
 from hypha_worker.executors.process.output_log import OutputLog
 from hypha_worker.executors.process.placeholders import JOB_JSON, SOCKET_PATH
@@ -224,7 +229,7 @@ class ProcessRunner:
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
         named = configured_paths([*settings.args, *settings.env.values()], settings.writable)
         program = program_paths(Path(self._executable()), settings.writable)
-        shown = [*program, *without_ancestors(named, settings.stack.private)]
+        found = [*program, *without_ancestors(named, settings.stack.private)]
         return Confinement(
             name=f"{place.work_dir.name}-{self._token[:8]}",
             work_dir=place.work_dir.absolute(),
@@ -232,7 +237,7 @@ class ProcessRunner:
             allocation=place.allocation,
             storage=place.storage,
             network=settings.network,
-            readable=(*settings.readable, *shown),
+            readable=(*settings.readable, *not_yet_shown(found, settings.readable)),
             writable=settings.writable,
         )
 
