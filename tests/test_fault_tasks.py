@@ -131,7 +131,7 @@ def test_a_task_stream_that_is_cut_goes_on_without_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["by the command", "by the scheduler"])
 def test_a_job_whose_scheduler_was_killed_is_resumed(network: TaskNetwork, is_restarted: bool) -> None:
     """Finished tasks do not run again: their outputs are still at the workers."""
-    ran = network.shared / f"ran-{is_restarted}"
+    ran = network.written / f"ran-{is_restarted}"
     job = network.submit(chains(6, 5, 0.4, ran))
     job.wait_for_finished(8)
     network.kill("scheduler")

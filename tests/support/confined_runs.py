@@ -83,6 +83,7 @@ class ConfinedRuns:
             "writable": [str(path) for path in options.get("writable", [])],
             "storage": options.get("storage", 10**9),
             "disabled": options.get("disabled", []),
+            "cancelled": options.get("cancelled", False),
         }
         command = [sys.executable, str(ROOT / "tests" / "support" / "run_confined.py"), json.dumps(told)]
         return as_user(command, [self.folder], NOBODY) if self.as_nobody else command

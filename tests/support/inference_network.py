@@ -45,11 +45,12 @@ sys.exit(main())
 """
 
 
-def executor(poison: Path, hold: Path, delay: float) -> str:
-    """Return TOML of the executor, which waits `delay` seconds at every batch."""
-    args = ["-c", _EXECUTOR.format(poison=str(poison), hold=str(hold), mark=_MARK)]
+def executor(switches: Path, delay: float) -> str:
+    """Return TOML of the executor, which waits `delay` seconds at every batch and looks for files in `switches`."""
+    args = ["-c", _EXECUTOR.format(poison=str(switches / "poison"), hold=str(switches / "hold"), mark=_MARK)]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     table = '\n[[executors]]\nclass = "inference"\nname = "transformers"\nruntime = "process"\n'
+    table += f"readable = {json.dumps([str(switches)])}\n"
     return f"{table}cmd = {json.dumps(sys.executable)}\nargs = {json.dumps(args)}\n" + (
         f'env = {{ HYPHA_EXECUTOR_DELAY = "{delay}" }}\n'
     )
@@ -61,12 +62,14 @@ class InferenceNetwork(TaskNetwork):
     def __init__(self, root: Path, workers: int, delay: float) -> None:
         """Plan the network; executors wait `delay` seconds at every batch."""
         super().__init__(root, workers, leases=1)
-        self.poison = self.shared / "poison"
+        switches = root / "switches"
+        switches.mkdir()
+        self.poison = switches / "poison"
         """While it exists, executors die of the row `DEADLY`."""
-        self.hold = self.shared / "hold"
+        self.hold = switches / "hold"
         """While it exists, executors compute nothing."""
         for name in self.trainers:
-            self.extend(name, executor(self.poison, self.hold, delay))
+            self.extend(name, executor(switches, delay))
 
     def up(self) -> None:
         """Create the model, then as `TaskNetwork`."""

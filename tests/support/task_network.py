@@ -24,9 +24,10 @@ RUN_CODE = "import json; task = json.load(open('job.json')); exec(task['settings
 """What ``shell/python`` runs; the code finds its task in `task`."""
 
 
-def executor(name: str, *args: str) -> str:
+def executor(name: str, *args: str, writable: Sequence[Path] = ()) -> str:
     """Return TOML of an executor of the class ``shell`` that runs Python with these arguments."""
     table = f'\n[[executors]]\nclass = "shell"\nname = "{name}"\nruntime = "process"\n'
+    table += f"writable = {json.dumps([str(path) for path in writable])}\n"
     return f"{table}cmd = {json.dumps(sys.executable)}\nargs = {json.dumps(args)}\n"
 
 
@@ -57,8 +58,12 @@ class Submission:
         return [found for line in lines if line.endswith(b"\n") and (found := json.loads(line))[key] == kind]
 
     def finished(self) -> list[str]:
-        """Return the names of the tasks whose end the journal has, in that order."""
-        return [record["task"] for record in self.records("ended") if record["outcome"] == "finished"]
+        """Return the names of the tasks whose outputs the journal has, in the order of their ends.
+
+        These are what a resumed job does not run again. The record ``ended`` comes before: what has only that one when
+        the scheduler is killed runs again.
+        """
+        return [record["task"] for record in self.records("task_finished")]
 
     def wait_for_finished(self, count: int, timeout: float = 60.0) -> None:
         """Wait until so many tasks have finished; fail if the job ends first."""
@@ -98,13 +103,16 @@ class TaskNetwork(LocalNetwork):
         self.shared = root / "shared"
         """File system that the workers' owners allow jobs to read."""
         self.shared.mkdir()
+        self.written = root / "written"
+        """Folder that tasks of ``shell/python`` may change, besides their own."""
+        self.written.mkdir()
         for name in self.trainers:
             text, _, _ = self.configuration(name).read_text().partition("[resources]")
             text = text.replace("drain_timeout = 0", "drain_timeout = 30")
             resources = f"[resources]\ncpu = {leases}\nmemory = 4\nstorage = 20\n"
             resources += "[resources.default]\ncpu = 1\nstorage = 1\n"
             roots = f"[connectors]\nroots = {json.dumps([str(self.shared)])}\n"
-            code = executor("python", "-c", RUN_CODE) + executor("pass", "-c", "pass")
+            code = executor("python", "-c", RUN_CODE, writable=[self.written]) + executor("pass", "-c", "pass")
             self.configuration(name).write_text(f"{text}{resources}{roots}{code}")
         scheduler, _, _ = self.configuration("scheduler").read_text().partition("output_dir")
         self.configuration("scheduler").write_text(f'{scheduler}output_dir = "../runs"\n')

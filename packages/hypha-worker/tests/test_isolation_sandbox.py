@@ -124,6 +124,14 @@ def test_without_bubblewrap_landlock_refuses_files_of_others(runs: ConfinedRuns)
     assert found["own bridge"] == "connected"
 
 
+def test_without_bubblewrap_landlock_refuses_device_nodes_but_the_usual_ones(runs: ConfinedRuns) -> None:
+    script = """
+names = ("null", "urandom", "ptmx")
+print(json.dumps([type(attempt(os.open, f"/dev/{name}", os.O_RDONLY)).__name__ for name in names]))
+"""
+    assert runs.run(LOOKS + script, "landlock", **NO_SANDBOX).answer == ["int", "int", "str"]
+
+
 PRIVILEGES = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -230,6 +238,111 @@ def test_a_folder_named_by_an_argument_shows_no_private_files(runs: ConfinedRuns
     assert runs.run(LOOKS + script, "bubblewrap", args=[str(runs.folder)]).answer in HIDDEN
 
 
+KERNEL_FILES = """
+print(json.dumps({
+    "sysctl": attempt(lambda: open("/proc/sys/kernel/core_pattern", "r+").close()),
+    "dev": attempt(write, "/dev/fill"),
+    "null": attempt(write, "/dev/null"),
+    "shm": attempt(write, "/dev/shm/x"),
+}))
+"""
+
+
+@pytest.mark.parametrize("disabled", [[], ["own-uid"]], ids=str)
+def test_a_job_changes_no_kernel_settings_and_no_devices(runs: ConfinedRuns, disabled: list[str]) -> None:
+    """Root without a uid of its own could set core_pattern, a command that the kernel runs as root outside."""
+    found = runs.run(LOOKS + KERNEL_FILES, "bubblewrap", disabled=disabled).answer
+    assert found["sysctl"] in ("PermissionError", "OSError", "FileNotFoundError")
+    assert found["dev"] in ("PermissionError", "OSError")
+    assert (found["null"], found["shm"]) == (1, 1)
+
+
+KERNEL_CALLS = """
+import ctypes, platform
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    result = libc.syscall(ctypes.c_long(number), *(a if isinstance(a, bytes) else ctypes.c_long(a) for a in arguments))
+    return result if result < 0 else 0, ctypes.get_errno() if result < 0 else 0
+add_key, request_key, keyctl = (248, 249, 250) if platform.machine() == "x86_64" else (217, 218, 219)
+unshare = 272 if platform.machine() == "x86_64" else 97
+print(json.dumps([
+    call(keyctl, 6, -3, 0, 0),
+    call(keyctl, 11, -3, 0, 0),
+    call(add_key, b"user", b"hypha-test", b"x", 1, -2),
+    call(request_key, b"user", b"hypha-test", 0, 0),
+    call(unshare, 0x10000000),
+]))
+"""
+
+
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "landlock"])
+def test_a_job_uses_no_keyrings_and_makes_no_user_namespace(runs: ConfinedRuns, options: dict[str, Any]) -> None:
+    """The session keyring is the worker's: a process inherits it through all namespaces."""
+    found = runs.run(LOOKS + KERNEL_CALLS, "landlock" if options else "bubblewrap", **options).answer
+    assert found == [[-1, 1]] * 5  # EPERM
+
+
+BINDS_MARKS = """
+import socket
+kept = []
+for uid in range(int(sys.argv[1]), int(sys.argv[2])):
+    kept.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    attempt(kept[-1].bind, f"\\0hypha-uid-{uid}")
+print("bound", flush=True)
+import time
+time.sleep(60)
+"""
+
+
+def test_a_job_cannot_take_the_uids_of_other_jobs(runs: ConfinedRuns) -> None:
+    """With the machine's network it shares abstract sockets, which marked the uids in use."""
+    require_layer("bubblewrap", runs.run("").findings)
+    taker = [sys.executable, "-c", LOOKS.partition("folder =")[0] + BINDS_MARKS, str(FIRST_UID), str(FIRST_UID + COUNT)]
+    with subprocess.Popen(taker, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "bound\n"
+            run = runs.run("print('ran')")
+        finally:
+            process.kill()
+    assert run.lines == ["ran"], run
+
+
+@pytest.mark.parametrize("options", [{}, NO_SANDBOX], ids=["sandbox", "landlock"])
+def test_a_link_in_a_writable_folder_shows_the_next_job_nothing(runs: ConfinedRuns, options: dict[str, Any]) -> None:
+    """A job replaces a folder in `writable`, which a variable names, by a link to what it wants to read."""
+    for name in ("cache", "cache/models", "secret"):
+        (runs.folder / name).mkdir(mode=0o755)
+    (runs.folder / "secret" / "data").write_text("secret")
+    for path in (runs.folder / "cache", runs.folder / "cache" / "models", runs.folder / "secret"):
+        if runs.as_nobody:
+            os.chown(path, NOBODY, NOBODY)
+    layer = "landlock" if options else "bubblewrap"
+    options = {
+        **options,
+        "writable": [runs.folder / "cache"],
+        "env": {"HF_HOME": str(runs.folder / "cache" / "models")},
+    }
+    first = 'print(json.dumps(attempt(write, os.environ["HF_HOME"] + "/file")))'
+    assert runs.run(LOOKS + first, layer, **options).answer == 1
+    (runs.folder / "cache" / "models" / "file").unlink()
+    (runs.folder / "cache" / "models").rmdir()
+    (runs.folder / "cache" / "models").symlink_to(runs.folder / "secret")
+    reads = 'print(json.dumps([attempt(read, p + "/data") for p in (os.environ["HF_HOME"], folder + "/secret")]))'
+    assert set(runs.run(LOOKS + reads, layer, **options).answer) <= {*HIDDEN}
+
+
+def test_private_files_stay_hidden_behind_a_link(runs: ConfinedRuns) -> None:
+    (runs.folder / "link").symlink_to(runs.folder)
+    script = """
+found = [attempt(read, f"{folder}/link/{name}") for name in ("key.pem", "work/hypha-sibling/data")]
+print(json.dumps([*found, attempt(read, f"{folder}/key.pem")]))
+"""
+    for options in ({"readable": [runs.folder / "link"]}, {"args": [str(runs.folder / "link")]}):
+        found = runs.run(LOOKS + script, "bubblewrap", **options).answer
+        assert set(found) <= {"", *HIDDEN}, options
+
+
 class TestLimits:
     """Limits of single processes."""
 
@@ -247,6 +360,7 @@ class TestLimits:
         assert run.exit_code == -signal.SIGXFSZ
         assert "more than the 0.001 GB of its lease (storage): request more" in (run.error or "")
 
+    @pytest.mark.slow
     def test_a_fork_bomb_ends(self, runs: ConfinedRuns) -> None:
         script = """
 import os, time
@@ -307,6 +421,17 @@ def test_orphans_without_environment_end_with_their_job(runs: ConfinedRuns, disa
     pause = str(900_000 + os.getpid())
     run = runs.run(LEAVES_AN_ORPHAN.replace("987654", pause), disabled=disabled)
     assert run.exit_code == 0, run
+    assert sleepers(pause) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
+def test_orphans_of_a_job_that_ignores_sigterm_end_with_it(runs: ConfinedRuns, disabled: list[str]) -> None:
+    pause = str(700_000 + os.getpid())
+    ignoring = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    script = f"{ignoring}\n{LEAVES_AN_ORPHAN.replace('987654', pause)}\ntime.sleep(60)"
+    run = runs.run(script, disabled=disabled, cancelled=True)
+    assert run.exit_code == -signal.SIGKILL, run
     assert sleepers(pause) == []
 
 

@@ -5,6 +5,7 @@ What needs groups that can really be made is skipped where none can, with the la
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -200,6 +201,30 @@ def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
         process.wait()
         layer.sweep()
         assert not any(folder.exists() for folder in folders)
+
+    other = CgroupLayer(tmp_path / "other")
+    assert other.probe().works
+    in_group(other, confinement(tmp_path / "other"), case)
+
+
+def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
+    layer: CgroupLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another user, or of a hierarchy that is mounted read-only: the worker starts all the same."""
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    async def case(confined: Confined) -> None:
+        start = Launch([], {})
+        confined.apply(start)
+        folders = [Path(file).parent for file in start.steps["cgroups"]]
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rmdir", refuse)
+            layer.sweep()
+        assert all(folder.exists() for folder in folders)
 
     other = CgroupLayer(tmp_path / "other")
     assert other.probe().works

@@ -179,7 +179,7 @@ gpu = 8
 [[executors]]
 class = "train"
 name = "x"
-cmd = "y"
+cmd = "sh"
 """
     loaded = load(tmp_path, LEAST + text)
     quota = Quota(max_offers=4, max_leases=3, max_jobs=2)
@@ -191,7 +191,7 @@ cmd = "y"
 
 
 def test_a_preferred_name_that_no_executor_has_is_a_warning(tmp_path: Path) -> None:
-    text = '[resources]\ncpu = 1\n[offer]\nprefer = ["y"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "z"\n'
+    text = '[resources]\ncpu = 1\n[offer]\nprefer = ["y"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "sh"\n'
     [warning] = load(tmp_path, LEAST + text).warnings
     assert warning == "offer.prefer: 'y' is neither a peer id nor the name of one of the [[executors]]"
 
@@ -267,10 +267,23 @@ def test_a_worker_that_can_get_no_jobs_warns(tmp_path: Path) -> None:
     warnings = load(tmp_path, LEAST).warnings
     assert any("[[executors]]" in warning for warning in warnings)
     assert any("[resources]" in warning for warning in warnings)
-    good = (
-        f'[resources]\ncpu = 1\n[offer]\nschedulers = ["{PEER}"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "y"'
-    )
+    good = f'[resources]\ncpu = 1\n[offer]\nschedulers = ["{PEER}"]\n'
+    good += '[[executors]]\nclass = "train"\nname = "x"\ncmd = "sh"'
     assert not load(tmp_path, LEAST + good).warnings
+
+
+def test_a_command_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
+    text = LEAST + '[resources]\ncpu = 1\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "no-such-program"\n'
+    [warning] = load(tmp_path, text).warnings
+    assert warning == (
+        "executors[0].cmd: 'no-such-program' is not found, and its jobs would fail: install it, or write its absolute "
+        "path"
+    )
+    program = tmp_path / "bin" / "no-such-program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert not load(tmp_path, text + f'env = {{ PATH = "{program.parent}" }}\n').warnings
 
 
 def run(*args: str) -> Any:

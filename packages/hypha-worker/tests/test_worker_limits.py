@@ -65,6 +65,7 @@ def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, is
     in_lab(case, isolation=isolation)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
 def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Callable
@@ -217,7 +218,17 @@ def test_the_command_lists_what_may_be_meant(run: Callable[..., Result], known: 
     assert "01239999" not in ambiguous.stderr
     unknown = run("ffff")
     assert unknown.exit_code == 2
-    assert "there is no log of 'ffff'" in unknown.stderr
+    assert f"there is no log of 'ffff'; {known.folder} has these:" in unknown.stderr
+
+
+def test_the_command_says_where_no_log_is(run: Callable[..., Result], known: LogFolder) -> None:
+    shutil.rmtree(known.folder)
+    listed = run()
+    assert (listed.exit_code, listed.stdout) == (0, "")
+    assert listed.stderr == f"no job has written a log in {known.folder} yet\n"
+    unknown = run("ffff")
+    assert unknown.exit_code == 2
+    assert f"there is no log of 'ffff', nor of any other job, in {known.folder}" in unknown.stderr
 
 
 def test_output_cannot_control_a_terminal() -> None:

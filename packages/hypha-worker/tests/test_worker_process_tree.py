@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tracemalloc
 from collections.abc import Sequence
 
 import anyio
@@ -141,3 +142,50 @@ def test_processes_that_survive_sigkill_are_named_and_returned(
 
     pid = anyio.run(main, backend="trio")
     assert re.search(rf"processes {pid} of a job live 0.3 s after SIGKILL", caplog.text)
+
+
+FORGES_ENVIRONMENT = """
+import ctypes, struct, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+size = int(sys.argv[1])
+private_anonymous_without_reserve = 0x4022
+start = libc.mmap(None, ctypes.c_size_t(size), 1, private_anonymous_without_reserve, -1, ctypes.c_long(0))
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+code, end_code, stack, data, end_data, heap, arguments, end_arguments = (
+    int(fields[number - 3]) for number in (26, 27, 28, 45, 46, 47, 48, 49)
+)
+layout = (code, end_code, data, end_data, heap, libc.sbrk(0), stack, arguments, end_arguments, start, start + size)
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+described = struct.pack("=12QII", *layout, 0, 0, 0xFFFFFFFF)
+failed = libc.prctl(PR_SET_MM, PR_SET_MM_MAP, described, ctypes.c_long(len(described)), 0)
+print(ctypes.get_errno() if failed else 0, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs is Linux's")
+def test_a_forged_environment_takes_no_memory_of_the_worker() -> None:
+    """Any process may declare a gigabyte that it has reserved to be its environment; each end of a job reads all."""
+
+    async def main() -> int:
+        with anyio.fail_after(30):
+            forger = await anyio.open_process([sys.executable, "-c", FORGES_ENVIRONMENT, str(1 << 30)])
+            assert forger.stdout is not None
+            try:
+                answer = await forger.stdout.receive()
+                if answer.strip() != b"0":
+                    pytest.skip(f"this kernel has no PR_SET_MM_MAP: {answer!r}")
+                process = await anyio.open_process([sys.executable, "-c", ""], start_new_session=True)
+                await process.wait()
+                tracemalloc.start()
+                await terminate_tree(process, "forged", 5.0)
+                peak = tracemalloc.get_traced_memory()[1]
+                await process.aclose()
+            finally:
+                tracemalloc.stop()
+                forger.kill()
+                await forger.aclose()
+            return peak
+
+    assert anyio.run(main, backend="trio") < 32 << 20

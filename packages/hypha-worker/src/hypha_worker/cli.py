@@ -122,7 +122,7 @@ def drain(file: Path | None, socket: Path | None, timeout: float | None) -> None
         raise click.ClickException(f"{len(answer['cancelled'])} jobs did not end in time and were cancelled")
 
 
-@main.command()
+@main.command(short_help="Print the output of a job; without JOB, list all logs.")
 @click.argument("job", required=False)
 @config_option
 @click.option("--follow", is_flag=True, help="Print further output as it comes, until the job has ended.")
@@ -142,7 +142,10 @@ def logs(job: str | None, file: Path | None, tail: int | None, *, follow: bool) 
     folder = _load(file).log_folder().folder
     try:
         if job is None:
-            click.echo(describe_logs(list_logs(folder)), nl=False)
+            found = list_logs(folder)
+            click.echo(describe_logs(found), nl=False)
+            if not found:
+                click.echo(f"no job has written a log in {folder} yet", err=True)
             return
         path = find_log(folder, job).path
         wait = partial(time.sleep, FOLLOW_PAUSE)

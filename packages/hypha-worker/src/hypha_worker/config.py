@@ -6,6 +6,7 @@ Called by `hypha_net.node.config`, which reads flags, environment and TOML; `ser
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
@@ -194,8 +195,8 @@ class ExecutorSection(Section):
 
     job_class: ExecutorClassName = Field(
         alias="class",
-        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server; any other "
-        "name, such as inference or shell, for tasks only.",
+        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server, inference "
+        "for batch inference; any other name, such as shell, for tasks of jobs that ask for it.",
     )
     name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
@@ -243,6 +244,11 @@ class ExecutorSection(Section):
             tuple(path.expanduser().absolute() for path in self.readable),
             tuple(path.expanduser().absolute() for path in self.writable),
         )
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its command, if it has one, is found on the path on which a process of it is sought."""
+        return self.cmd is None or shutil.which(self.cmd, path=self.env.get("PATH")) is not None
 
     @property
     def kind(self) -> str:
@@ -384,6 +390,12 @@ class WorkerConfig(NodeConfig):
             found.append("no [[executors]] are configured: this worker will get no jobs")
         if self.resources == ResourcesSection(default=self.resources.default):
             found.append("[resources] offers nothing: this worker will get no jobs")
+        for number, executor in enumerate(self.executors):
+            if not executor.is_installed:
+                found.append(
+                    f"executors[{number}].cmd: {executor.cmd!r} is not found, and its jobs would fail: install it, or "
+                    "write its absolute path"
+                )
         names = {executor.name for executor in self.executors}
         for text in self.offer.prefer:
             if text not in names and not text.startswith(_PEER_ID_START):

@@ -291,7 +291,13 @@ def _example(program: _Program, *, lan: bool) -> dict[str, Any]:
 
 
 def _probe(program: _Program) -> click.Command:
-    @click.command("probe", help=_PROBE_HELP + (_EXAMINE_HELP if program.examine is not None else ""))
+    examines = program.examine is not None
+
+    @click.command(
+        "probe",
+        help=_PROBE_HELP + (_EXAMINE_HELP if examines else ""),
+        short_help=_EXAMINE_SHORT_HELP if examines else None,
+    )
     @click.argument("address", required=program.examine is None)
     @config_option
     @set_option
@@ -317,6 +323,7 @@ def _probe(program: _Program) -> click.Command:
 _PROBE_HELP: Final = """Ask the node at ADDRESS, a multiaddr, for its health and identity.
 
 Exit code 0: healthy; 1: not healthy; 3: not reachable."""
+_EXAMINE_SHORT_HELP: Final = "Tell how well this machine contains jobs; with ADDRESS, ask that node for its health."
 _EXAMINE_HELP: Final = """
 
 Without ADDRESS, tell how well this machine contains jobs; with --config, as that

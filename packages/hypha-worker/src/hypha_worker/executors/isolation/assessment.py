@@ -34,8 +34,12 @@ class _Effect:
     layer: str
     state: State
     text: str
+    feature: str | None = None
+    """What a layer has to hold back, too (`Finding.features`), for this to be true."""
 
 
+_SEES: Final = "it sees those of others"
+_ENDS: Final = "it sees those of others and can end those of the worker's user, the worker itself included"
 _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
     "files": (
         (
@@ -43,8 +47,8 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
             _Effect(
                 "landlock",
                 "partly",
-                "a job opens its own folder, its program and the system's only; it can still list who else has files, "
-                "change their modes, and connect to sockets by their path",
+                "a job opens its own folder, its program and the system's only; of other files it can still change the "
+                "modes, and connect to those that are sockets",
             ),
         ),
         "a job reads and changes whatever the worker's user can, the worker's key and other jobs included",
@@ -52,17 +56,19 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
     "processes": (
         (
             _Effect("bubblewrap", "contained", "a job sees its own processes only, and all of them end with it"),
-            _Effect("cgroup", "partly", "all processes of a job end with it; it sees those of others"),
-            _Effect(
-                "supervisor", "partly", "processes of a job end with it and with the worker; it sees those of others"
-            ),
+            _Effect("cgroup", "partly", f"all processes of a job end with it; {_SEES}", "signals"),
+            _Effect("supervisor", "partly", f"processes of a job end with it and with the worker; {_SEES}", "signals"),
+            _Effect("cgroup", "partly", f"all processes of a job end with it; {_ENDS}"),
+            _Effect("supervisor", "partly", f"processes of a job end with it and with the worker; {_ENDS}"),
         ),
         "a process that leaves its group and clears its environment outlives its job",
     ),
     "network": (
         (
             _Effect("bubblewrap", "contained", "none for executors with network = false; for others, all of it"),
-            _Effect("landlock", "partly", "no TCP for executors with network = false, but UDP; for others, all of it"),
+            _Effect(
+                "landlock", "partly", "no TCP for executors with network = false, but UDP; for others, all of it", "tcp"
+            ),
         ),
         "all of it, also for executors with network = false",
     ),
@@ -71,7 +77,12 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
             _Effect(
                 "cgroup",
                 "contained",
-                "memory, processes, processor time and storage are limited to what its lease has of them",
+                "memory, processes, processor time and storage are limited to the lease; without "
+                "[resources.default], a lease that states no memory or cores has no limit of these",
+                "cpu",
+            ),
+            _Effect(
+                "cgroup", "partly", "memory, processes and storage are limited to the lease; processor time is not"
             ),
             _Effect("rlimits", "partly", "storage is limited to the lease; memory and processor time are not"),
         ),
@@ -95,7 +106,9 @@ def assess(findings: Findings) -> Sequence[Aspect]:
 
 
 def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Mapping[str, Finding]) -> Aspect:
-    working = next((each for each in effects if each.layer in findings and findings[each.layer].works), None)
+    works = {layer for layer, finding in findings.items() if finding.works}
+    features = {None, *(feature for layer in works for feature in findings[layer].features)}
+    working = next((each for each in effects if each.layer in works and each.feature in features), None)
     found = (
         Aspect(name, working.state, working.layer, working.text) if working else Aspect(name, "open", None, otherwise)
     )

@@ -1,8 +1,8 @@
 """The layer `bubblewrap`: namespaces of processes, files, IPC and network, made by the program bwrap.
 
 As root, the process runs in the namespaces as the user that `own_uid` has chosen; as another user, in a user namespace
-that maps only that user. In both cases it has no capabilities and cannot make user namespaces: a seccomp filter refuses
-that. Paths inside equal paths outside.
+that maps only that user. In both cases it has no capabilities and cannot make user namespaces: the filter of `seccomp`
+refuses that. Paths inside equal paths outside.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Final
 from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 from hypha_worker.executors.isolation.rlimits import process_limit
+from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
 from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.leasing.capacity import Allocation
@@ -35,17 +35,6 @@ _CPUS: Final = Path("/sys/devices/system/cpu")
 _LAST_STEPS: Final = 'umask 077; cd -- "$1" && shift && exec /usr/bin/env --default-signal=TERM -- "$@"'
 """Shell command that the user runs inside; only the user may enter the run's folder."""
 _CAPABILITIES_FOR_UID: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-
-_AUDIT_ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_SYSCALLS: Final = {  # unshare, clone, clone3, setns
-    "x86_64": (272, 56, 435, 308),
-    "aarch64": (97, 220, 435, 268),
-}
-_CLONE_NEWUSER: Final = 0x10000000
-_X32_BIT: Final = 0x40000000
-_ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
-_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 
 
 class BubblewrapLayer:
@@ -111,6 +100,7 @@ class BubblewrapConfined:
             *_namespaces(uid, network=self._confinement.network),
             *("--seccomp", str(self._filter_file)),
             *_file_system(self._confinement, self._private),
+            *_read_only(is_root=uid is None and os.geteuid() == 0),
             *("--chdir", "/", "--"),
             *inside,
             *launch.command,
@@ -164,7 +154,12 @@ def _file_system(confinement: Confinement, private: Sequence[Path]) -> list[str]
     options += _covers(private, [path for path, _ in shown])
     for path in (confinement.work_dir, confinement.socket_path):
         options += ["--bind", str(path), str(path)]
-    return [*options, "--remount-ro", "/"]
+    return options
+
+
+def _read_only(*, is_root: bool) -> list[str]:
+    """Return the options that close the new root; of root without a uid of its own also /proc, for its sysctls."""
+    return [word for path in ("/dev", *(["/proc"] if is_root else []), "/") for word in ("--remount-ro", path)]
 
 
 def _parents(paths: Iterable[Path]) -> list[str]:
@@ -189,12 +184,18 @@ def _system_folders() -> list[str]:
 
 
 def _covers(private: Sequence[Path], shown: Sequence[Path]) -> list[str]:
-    """Return options that cover private files and folders in what is shown."""
-    options: list[str] = []
-    for path in private:
-        if any(path == each or each in path.parents for each in (*shown, *map(Path, SYSTEM_FOLDERS))):
-            options += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
-    return options
+    """Return options that cover private files and folders in what is shown, also where a link leads to them."""
+    found: dict[Path, Path] = {}
+    for path in filter(Path.exists, private):
+        real = path.resolve()
+        for place in (*shown, *map(Path, (*SYSTEM_FOLDERS, *ETC))):
+            if real.is_relative_to(origin := place.resolve()):
+                found[place / real.relative_to(origin)] = real
+    return [word for place, real in found.items() for word in _cover(place, is_folder=real.is_dir())]
+
+
+def _cover(place: Path, *, is_folder: bool) -> tuple[str, ...]:
+    return ("--tmpfs", str(place)) if is_folder else ("--ro-bind", "/dev/null", str(place))
 
 
 def _gpu_options(allocation: Allocation) -> list[str]:
@@ -212,38 +213,6 @@ def _open_filter() -> int:
         file.write(seccomp_filter(platform.machine()))
         file.seek(0)
     return descriptor
-
-
-def seccomp_filter(machine: str) -> bytes:
-    """Return a seccomp program that refuses new user namespaces, entering others, and foreign system calls.
-
-    `clone3` hides its flags from filters: it fails as on a kernel without it, so that libraries use `clone`.
-    """
-    if machine not in _AUDIT_ARCHITECTURES:
-        return _instruction(_RETURN, _ALLOW)
-    unshare, clone, clone3, setns = _SYSCALLS[machine]
-    return b"".join(
-        (
-            _instruction(_LOAD, _ARCHITECTURE_OFFSET),
-            _instruction(_JUMP_EQUAL, _AUDIT_ARCHITECTURES[machine], 1, 0),
-            _instruction(_RETURN, _ENOSYS),
-            _instruction(_LOAD, _NUMBER_OFFSET),
-            _instruction(_JUMP_SET, _X32_BIT, 6, 0),  # to ENOSYS
-            _instruction(_JUMP_EQUAL, clone3, 5, 0),
-            _instruction(_JUMP_EQUAL, setns, 5, 0),  # to EPERM
-            _instruction(_JUMP_EQUAL, unshare, 1, 0),
-            _instruction(_JUMP_EQUAL, clone, 0, 4),  # else to ALLOW
-            _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET),
-            _instruction(_JUMP_SET, _CLONE_NEWUSER, 1, 2),
-            _instruction(_RETURN, _ENOSYS),
-            _instruction(_RETURN, _EPERM),
-            _instruction(_RETURN, _ALLOW),
-        )
-    )
-
-
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def _try(program: str, folder: Path) -> str | None:

@@ -74,7 +74,8 @@ class CgroupLayer:
             if reason is None:
                 self._chosen = variant
                 limited = ", ".join(_TITLES[name] for name in variant.limited)
-                return Finding(True, f"limits {limited} to those of the lease ({variant.title})")
+                text = f"limits {limited} to those of the lease ({variant.title})"
+                return Finding(True, text, tuple(variant.limited))
             reasons.append(reason)
         return Finding(False, f"{'; '.join(reasons)}: run the worker as a systemd service with Delegate=yes")
 
@@ -121,7 +122,7 @@ class CgroupLayer:
         own = [folder for folder in found if folder.name.startswith(self._prefix)]
         for folder in set(found) - set(own):
             if _is_old(folder):
-                remove_empty(folder)
+                _remove_old(folder)
         left_groups = [Group({_kind(folder): folder}, Limits(None, 0, None)) for folder in own]
         deadline = time.monotonic() + _REMOVAL_TIMEOUT
         for group in sorted(left_groups, key=lambda group: "" not in group.folders):
@@ -136,6 +137,13 @@ def _find_groups() -> Iterator[Path]:
     for mount in find_mounts():
         for folder, names, _ in os.walk(mount.folder):
             yield from (Path(folder, name) for name in names if _RUN.fullmatch(name))
+
+
+def _remove_old(folder: Path) -> None:
+    try:
+        remove_empty(folder)
+    except OSError as error:  # another user's, or the hierarchy is mounted read-only
+        _log.debug("the old cgroup %s stays: %s", folder, error)
 
 
 def _is_old(folder: Path) -> bool:

@@ -6,7 +6,6 @@ See cgroups(7). Called by the variants beside this module: `cgroup_v1`, `cgroup_
 from __future__ import annotations
 
 import errno
-import math
 import os
 import signal
 import time
@@ -16,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from hypha_worker.executors.isolation.rlimits import process_limit
 from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Allocation
 
-PROCESSES: Final = 512
-"""Processes and threads of a run, without those for its cores: an interpreter with torch has about 50."""
-PROCESSES_PER_CORE: Final = 256
 CPU_PERIOD: Final = 100_000
 """Microseconds in which a run gets its share of processor time."""
 _MIN_CPU_QUOTA: Final = 1000
@@ -51,7 +48,7 @@ class Limits:
     def of(cls, allocation: Allocation) -> Limits:
         """Return the limits of a lease; what it has none of is not limited."""
         cores, memory = allocation.resources.cpu, int(allocation.resources.memory * GIGABYTE)
-        return cls(memory or None, PROCESSES + PROCESSES_PER_CORE * math.ceil(cores), cores or None)
+        return cls(memory or None, process_limit(cores), cores or None)
 
     @property
     def cpu_quota(self) -> int | None:

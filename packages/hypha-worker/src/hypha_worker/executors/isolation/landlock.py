@@ -6,6 +6,7 @@ Landlock hides nothing: refused files fail with EACCES. `launcher` applies the r
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
 from hypha_worker.hardware.devices import device_nodes
 
@@ -21,6 +23,7 @@ _VERSION_FLAG: Final = 1
 _WRITABLE: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/shm")
 _ABI_NETWORK: Final = 4
 _ABI_SCOPES: Final = 6
+_FEATURES: Final = {"tcp": _ABI_NETWORK, "signals": _ABI_SCOPES}
 
 
 class LandlockLayer:
@@ -43,7 +46,8 @@ class LandlockLayer:
         abi = landlock_abi()
         if abi < 1:
             return Finding(False, "this kernel has no Landlock")
-        return Finding(True, f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}")
+        text = f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}"
+        return Finding(True, text, [name for name, least in _FEATURES.items() if abi >= least])
 
     @asynccontextmanager
     async def confine(self, confinement: Confinement) -> AsyncIterator[LandlockRules]:
@@ -76,9 +80,10 @@ class LandlockRules:
         confinement = self.confinement
         launch.steps["landlock"] = {
             "abi": self.abi,
-            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", "/dev", *map(str, confinement.readable)],
+            "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", *map(str, confinement.readable)],
             "writable": [*_WRITABLE, *self._devices(), str(confinement.work_dir), *map(str, confinement.writable)],
             "network": confinement.network,
+            "seccomp": seccomp_filter(platform.machine(), sees_others=True).hex(),
         }
 
     def _devices(self) -> list[str]:

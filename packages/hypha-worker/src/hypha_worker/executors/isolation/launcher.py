@@ -1,7 +1,8 @@
 """Runs first in an executor's process: limits the process, and then replaces itself by the executor's command.
 
 Started by `process.spawn` as a script of its own, so that no Python code runs between fork and exec in the worker. It
-imports the standard library only, and the costly `ctypes` only where a step needs it. The steps, a JSON object:
+imports little of the standard library, and the costly `ctypes` only where a step needs it: each start of an executor
+waits for it. The steps are a dictionary of plain values, as `marshal` writes it, in hexadecimal digits:
 
 - ``cgroups``: paths of `cgroup.procs` files that the process joins.
 - ``rlimits``: soft and hard limits by the name of the resource.
@@ -13,18 +14,22 @@ imports the standard library only, and the costly `ctypes` only where a step nee
 
 from __future__ import annotations
 
-import contextlib
-import json
+import marshal
 import os
 import resource
 import select
-import signal
 import stat
 import struct
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, NoReturn
+else:
+    import _signal as signal  # without the enumerations of `signal`
 
 _UMASK = 0o077
 _KILL_ROUNDS = 200
@@ -43,19 +48,35 @@ _RIGHTS_OF_FILES = 0b111 | 1 << 14 | 1 << 15  # execute, write, read, truncate, 
 _ABI_NETWORK, _TCP_RIGHTS = 4, 0b11  # bind, connect
 _ABI_SCOPES, _SCOPES = 6, 0b11  # abstract sockets, signals
 # the older system calls have other numbers on each architecture
-_MOUNT, _UNSHARE = {"x86_64": (165, 272)}.get(os.uname().machine, (40, 97))
+_MOUNT, _UNSHARE, _SECCOMP = {"x86_64": (165, 272, 317)}.get(os.uname().machine, (40, 97, 277))
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = -100, 0x1000, 1, 4
 _MOUNT_ATTR_IDMAP = 0x100000
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_INSTRUCTION = 8
+"""Bytes of one."""
 _FAILED = 126
 """Exit code if a step fails or the command cannot be started."""
 
 
+class _Suppressed:
+    """`contextlib.suppress`, whose module takes longer to import than everything here."""
+
+    def __init__(self, *errors: type[Exception]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, self._errors)
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     """Carry out the steps, the first argument, and run the command after ``--``."""
-    steps: dict[str, Any] = json.loads(arguments[0])
+    steps: dict[str, Any] = marshal.loads(bytes.fromhex(arguments[0]))
     command = list(arguments[2:])
     try:
         os.umask(_UMASK)
@@ -74,6 +95,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except (OSError, ValueError) as error:
         print(f"the executor cannot be started: {error}", file=sys.stderr, flush=True)
         os._exit(_FAILED)
+
+
+def launcher_command(steps: Mapping[str, Any]) -> list[str]:
+    """Return the program and arguments that carry out `steps`; the command to run is to follow."""
+    return [sys.executable, "-I", "-S", __file__, marshal.dumps(dict(steps)).hex(), "--"]
 
 
 def _join_cgroups(paths: Iterable[str]) -> None:
@@ -102,7 +128,8 @@ def _restrict(rules: Mapping[str, Any]) -> None:
     """Take all capabilities from the command and what it starts, and apply Landlock's `rules`.
 
     Args:
-        rules: ``abi`` of the kernel; ``readable`` and ``writable``, lists of paths; ``network``, a bool.
+        rules: ``abi`` of the kernel; ``readable`` and ``writable``, lists of paths; ``network``, a bool; ``seccomp``,
+            a program in hexadecimal digits.
     """
     _drop_bounding_set()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -120,6 +147,15 @@ def _restrict(rules: Mapping[str, Any]) -> None:
         _allow(ruleset, path, handled)
     _syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
+    _filter_system_calls(bytes.fromhex(rules["seccomp"]))
+
+
+def _filter_system_calls(program: bytes) -> None:
+    import ctypes
+
+    instructions = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("=H6xQ", len(program) // _SECCOMP_INSTRUCTION, ctypes.addressof(instructions))
+    _syscall(_SECCOMP, _SECCOMP_SET_MODE_FILTER, 0, described)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -150,7 +186,7 @@ def _map_owners(uid: int, paths: Iterable[str], readable: Iterable[str]) -> None
     for path in paths:
         _map_owner(uid, path, namespaces)
     for path in readable:
-        with contextlib.suppress(OSError):  # its file system has no idmapped mounts: its modes decide
+        with _Suppressed(OSError):  # its file system has no idmapped mounts: its modes decide
             _map_owner(uid, path, namespaces)
     for namespace in namespaces.values():
         os.close(namespace)
@@ -261,7 +297,7 @@ def _wait_for(child: int, descriptor: int) -> int | None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # the command's own signal goes to its process group
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     while True:
-        with contextlib.suppress(ChildProcessError):
+        with _Suppressed(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 if ended[0] == child:
                     return ended[1]
@@ -275,7 +311,7 @@ def _kill_descendants() -> None:
     """Kill all descendants; those whose parent has ended become children of this process."""
     for _ in range(_KILL_ROUNDS):
         for pid in _descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with _Suppressed(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
@@ -288,7 +324,7 @@ def _kill_descendants() -> None:
 def _descendants(ancestor: int) -> list[int]:
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as file:
+        with _Suppressed(OSError, ValueError), open(f"/proc/{int(name)}/stat", "rb") as file:
             parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     found = [ancestor]
     for pid in found:  # which grows
@@ -301,7 +337,7 @@ def _end_like(status: int | None) -> NoReturn:
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to reset
+    with _Suppressed(OSError, ValueError):  # SIGKILL has no handler to reset
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(128 - code)

@@ -6,7 +6,7 @@ the order of the list there. A layer never guesses from versions: its probe trie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ class Launch:
     """Program, as an absolute path, and arguments. A layer may put a program of its own in front."""
     env: dict[str, str]
     steps: dict[str, Any] = field(default_factory=dict)
-    """What `launcher` does in the new process before it runs `command`, by the name of the step; values are JSON."""
+    """What `launcher` does in the new process before it runs `command`, by the name of the step; values are plain."""
     descriptors: list[int] = field(default_factory=list)
     """Further file descriptors that the process inherits."""
     reports_signals_as_status: bool = False
@@ -59,6 +59,8 @@ class Finding:
     works: bool
     detail: str
     """One line for the owner: what it holds back here, or why it does not work."""
+    features: Collection[str] = ()
+    """What it holds back here and not on every system: ``tcp``, ``signals``, ``cpu``."""
 
 
 class Confined(Protocol):

@@ -1,26 +1,26 @@
 """The layer `own-uid`: as root, the processes of each run belong to a user of their own.
 
-The uid comes from a range that no user of the machine has. Its use is marked by an abstract Unix socket, which ends
-with the worker, so that workers on one machine never share one. `bubblewrap` changes to the user inside of its
-namespaces: outside, folders of root hide the program from other users. The run's folder, its bridge's socket and the
-owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners outside: the worker
-need not change owners, and the cache of one run is usable by the next, whose uid is another.
+The uid comes from a range that no user of the machine has. Its use is marked by a lock on a file that only root can
+open; the lock ends with the worker, so that workers on one machine never share a uid. `bubblewrap` changes to the user
+inside of its namespaces: outside, folders of root hide the program from other users. The run's folder, its bridge's
+socket and the owner's ``writable`` paths appear there as the user's own, by idmapped mounts, and keep their owners
+outside: the worker need not change owners, and the cache of one run is usable by the next, whose uid is another.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import pwd
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,8 @@ from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 FIRST_UID: Final = 64000
 COUNT: Final = 1000
 """Number of uids from `FIRST_UID` on that leases get."""
+_MARKS: Final = Path("/run/hypha-uids")
+"""Folder of the marks of uids in use, one for all workers on the machine."""
 _PROBE_TIMEOUT: Final = 10.0
 
 
@@ -57,6 +59,10 @@ class OwnUidLayer:
             return Finding(False, "it needs the layer bubblewrap")
         if (error := _try(self._folder)) is not None:
             return Finding(False, f"folders in {self._folder} cannot be given to another uid: {error}")
+        try:
+            _MARKS.mkdir(mode=0o700, exist_ok=True)
+        except OSError as refused:
+            return Finding(False, f"{_MARKS} cannot be made: {refused.strerror}")
         return Finding(True, f"each lease has one of the uids {FIRST_UID} to {FIRST_UID + COUNT - 1}")
 
     @asynccontextmanager
@@ -64,7 +70,7 @@ class OwnUidLayer:
         """See `Layer.confine`.
 
         Raises:
-            ExecutionError: all uids are in use.
+            ExecutionError: all uids are in use, or cannot be marked.
         """
         changeable = _outermost([confinement.work_dir, confinement.socket_path, *confinement.writable])
         readable = [path for path in confinement.readable if not any(path.is_relative_to(each) for each in changeable)]
@@ -81,7 +87,8 @@ class OwnUid:
     """A uid that no other run on this machine has."""
 
     uid: int
-    mark: socket.socket
+    mark: FileIO
+    """Locked while it is open."""
     paths: Sequence[str]
     """What the run may change."""
     readable: Sequence[str]
@@ -115,7 +122,7 @@ def _try(folder: Path) -> str | None:
         # the folder is opened before the uid changes: those above it may be closed to others
         script = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", probed]
         change = [program, f"--reuid={FIRST_UID}", f"--regid={FIRST_UID}", "--clear-groups", "touch", "file"]
-        command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(steps), "--", *script, *change]
+        command = [*launcher.launcher_command(steps), *script, *change]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -131,14 +138,23 @@ def _reserve_uid(paths: Sequence[Path], readable: Sequence[Path]) -> OwnUid:
         uid = FIRST_UID + (start + offset) % COUNT
         if _is_users(uid):
             continue
-        mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            mark.bind(f"\0hypha-uid-{uid}")
-        except OSError:
-            mark.close()
+        if (mark := _lock_mark(uid)) is None:
             continue
         return OwnUid(uid, mark, _existing(paths), _existing(readable))
     raise ExecutionError(f"all uids from {FIRST_UID} to {FIRST_UID + COUNT - 1} are in use on this machine")
+
+
+def _lock_mark(uid: int) -> FileIO | None:
+    try:
+        mark = FileIO(os.open(_MARKS / str(uid), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+")
+    except OSError as error:
+        raise ExecutionError(f"the use of a uid cannot be marked in {_MARKS}: {error.strerror}") from error
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        mark.close()
+        return None
+    return mark
 
 
 def _existing(paths: Sequence[Path]) -> list[str]:

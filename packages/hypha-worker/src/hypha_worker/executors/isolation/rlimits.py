@@ -5,6 +5,7 @@ Memory is not limited this way: CUDA reserves far more address space than it use
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Final
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 
 _BASE_PROCESSES: Final = 512
+"""Processes and threads of a run, without those for its cores: an interpreter with torch has about 50."""
 _PROCESSES_PER_CORE: Final = 256
 
 
@@ -62,4 +64,4 @@ class Rlimits:
 
 def process_limit(cores: float) -> int:
     """Return how many processes and threads a lease of so many cores may have at the same time."""
-    return _BASE_PROCESSES + int(_PROCESSES_PER_CORE * max(1.0, cores))
+    return _BASE_PROCESSES + _PROCESSES_PER_CORE * max(1, math.ceil(cores))

@@ -6,6 +6,7 @@ systemd-run(1) and systemd.resource-control(5).
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from typing import Final
 
 from hypha_worker.executors.isolation.cgroup_files import Group, Limits, find_mounts
 from hypha_worker.executors.isolation.layers import Launch
+
+_log = logging.getLogger(__name__)
 
 _SYSTEMD: Final = Path("/run/systemd/system")
 _RUNTIME_FOLDER: Final = "XDG_RUNTIME_DIR"
@@ -51,12 +54,15 @@ class SystemdScopes:
     def stop_all(self, pattern: str) -> None:
         """Kill everything in the scopes that match a pattern.
 
-        Raises:
-            OSError: systemctl cannot be run.
+        A failure is logged only.
         """
-        if _SYSTEMD.exists() and shutil.which("systemctl") is not None:
-            command = ["systemctl", *_manager(), "kill", "--signal=KILL", f"{pattern}.scope"]
+        if not _SYSTEMD.exists() or shutil.which("systemctl") is None:
+            return
+        command = ["systemctl", *_manager(), "kill", "--signal=KILL", f"{pattern}.scope"]
+        try:
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_STOP_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _log.warning("scopes of systemd that a killed worker has left may remain: %s", error)
 
 
 @dataclass(slots=True)

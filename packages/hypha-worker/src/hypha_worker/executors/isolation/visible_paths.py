@@ -30,25 +30,31 @@ _SHEBANG: Final = re.compile(rb"#!\s*(\S+)(?:\s+(\S+))?")
 _LINK_LIMIT: Final = 40
 
 
-def program_paths(program: Path) -> list[Path]:
+def program_paths(program: Path, writable: Sequence[Path] = ()) -> list[Path]:
     """Return what a program needs beside the system's folders: itself, its Python environment, its interpreter.
 
     Args:
         program: absolute path. Symbolic links, the ``home`` of ``pyvenv.cfg``, folders in ``.pth`` files (editable
             installations) and the first line of a script are followed.
+        writable: folders that jobs may change. They are shown in any case; what is in them names nothing further, since
+            a job may have put it there for the next one.
     """
+    shown = _with_targets(writable)
     found: dict[Path, None] = {}
     waiting = [program]
     while waiting:
         path = waiting.pop()
-        if path in found or _is_of_system(path) or not _exists(path):
+        if path in found or _is_of_system(path) or _lies_in(path, shown) or not _exists(path):
             continue
         found[path] = None
         if path.is_dir():
             continue
-        waiting += _link_targets(path)
+        targets = _link_targets(path)
+        if any(_lies_in(target, shown) for target in targets):
+            continue
+        waiting += targets
         waiting += _interpreters(path)
-        if (prefix := _python_prefix(path)) is not None:
+        if (prefix := _python_prefix(path)) is not None and not _lies_in(prefix, shown):
             waiting += [prefix, *_referenced(prefix)]
     return _outermost(found)
 
@@ -95,17 +101,33 @@ def _referenced(prefix: Path) -> list[Path]:
     return found
 
 
-def configured_paths(texts: Iterable[str]) -> list[Path]:
-    """Return the existing files and folders that an executor's arguments and variables name by absolute paths."""
-    return _outermost(path for text in texts for path in _paths_in(text))
+def configured_paths(texts: Iterable[str], writable: Sequence[Path] = ()) -> list[Path]:
+    """Return the existing files and folders that an executor's arguments and variables name by absolute paths.
+
+    Args:
+        texts: arguments and values of variables.
+        writable: folders that jobs may change; paths in them are left out, as in `program_paths`.
+    """
+    shown = _with_targets(writable)
+    return _outermost(path for text in texts for path in _paths_in(text, shown))
 
 
-def _paths_in(text: str) -> Iterator[Path]:
+def _paths_in(text: str, shown: Sequence[Path]) -> Iterator[Path]:
     for part in text.rpartition("=")[2].split(os.pathsep):
         if part.startswith("/") and "\0" not in part and _exists(path := Path(os.path.normpath(part))):
-            yield path
-            if path.is_symlink():
-                yield path.resolve()
+            targets = _link_targets(path)
+            if not any(_lies_in(each, shown) for each in (path, *targets)):
+                yield path
+                if path.is_symlink():
+                    yield targets[-1]
+
+
+def _with_targets(folders: Iterable[Path]) -> list[Path]:
+    return [each for folder in folders for each in (folder, folder.resolve())]
+
+
+def _lies_in(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def _exists(path: Path) -> bool:
@@ -123,7 +145,7 @@ def without_ancestors(paths: Iterable[Path], private: Sequence[Path]) -> list[Pa
     """
     kept: list[Path] = []
     for path in paths:
-        if path == Path("/") or any(path == each or path in each.parents for each in private):
+        if path == Path("/") or any(each.resolve().is_relative_to(path.resolve()) for each in private):
             _log.warning("an executor's argument names %s, which has the worker's private files: list in readable "
                          "what the executor needs of it", path)  # fmt: skip
         else:

@@ -27,7 +27,7 @@ from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
 from hypha_worker.executors.isolation.visible_paths import configured_paths, program_paths, without_ancestors
 from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
 from hypha_worker.executors.process.output_log import OutputLog
-from hypha_worker.executors.process.placeholders import JOB_JSON
+from hypha_worker.executors.process.placeholders import JOB_JSON, SOCKET_PATH
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     SHUTDOWN_GRACE,
@@ -222,12 +222,13 @@ class ProcessRunner:
             if not path.exists():
                 path.mkdir(mode=0o755, parents=True)
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
-        named = configured_paths([*settings.args, *settings.env.values()])
-        shown = [*program_paths(Path(self._executable())), *without_ancestors(named, settings.stack.private)]
+        named = configured_paths([*settings.args, *settings.env.values()], settings.writable)
+        program = program_paths(Path(self._executable()), settings.writable)
+        shown = [*program, *without_ancestors(named, settings.stack.private)]
         return Confinement(
             name=f"{place.work_dir.name}-{self._token[:8]}",
             work_dir=place.work_dir.absolute(),
-            socket_path=Path(values["{SOCKET_PATH}"]),
+            socket_path=Path(values[SOCKET_PATH]),
             allocation=place.allocation,
             storage=place.storage,
             network=settings.network,

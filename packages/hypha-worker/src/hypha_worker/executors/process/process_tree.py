@@ -13,12 +13,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,6 +27,8 @@ import psutil
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE: Final = "_HYPHA_JOB"  # not HYPHA_…: those variables are configuration keys
 TERM_GRACE: Final = 5.0
@@ -37,7 +39,11 @@ KILL_GRACE: Final = 3.0
 """Seconds that processes get to disappear after SIGKILL; one that waits for a device may take longer."""
 _POLL: Final = 0.02
 _REPEATED_KILL: Final = 0.2
+_LAYERS_GRACE: Final = 1.0
+"""Seconds that the layers have to end all processes before the group gets SIGKILL too, the launcher in it included."""
 _LEFT_TIMEOUT: Final = 2.0
+_ENVIRONMENT_LIMIT: Final = 1 << 20
+"""Bytes of an environment that are read. A process may declare any of its memory to be it (PR_SET_MM_MAP)."""
 
 
 def make_token(work_dir: Path) -> str:
@@ -88,10 +94,7 @@ class ProcessTree:
         """Return every live process; also reap the leader."""
         with anyio.move_on_after(0):
             await self.leader.wait()
-        known = () if self.killer is None else self.killer.pids() or ()
-        # a thread of its own: the end of a job must not wait for other jobs' threads
-        scan = partial(_scan, self.leader.pid, self.token, known)
-        return await anyio.to_thread.run_sync(scan, limiter=anyio.CapacityLimiter(1))
+        return await _in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer))
 
     async def pids(self) -> Sequence[int]:
         """Return the ids of all live processes."""
@@ -102,11 +105,10 @@ class ProcessTree:
         _signal_group(self.leader.pid, number)
         _signal_each(found, number)
 
-    def kill(self, found: list[psutil.Process]) -> None:
-        """Send SIGKILL to all processes, those included that the layers only know."""
-        if self.killer is not None:
-            self.killer.kill()
-        self.signal(found, signal.SIGKILL)
+    async def kill_by_layers(self) -> bool:
+        """Let the layers end all processes, also those that only they know; return False if they cannot."""
+        killer = self.killer
+        return killer is not None and await _in_own_thread(killer.kill)
 
 
 async def terminate_tree(
@@ -136,6 +138,9 @@ async def terminate_tree(
             survivors = await _wait_for_exit(tree, grace)
         if survivors:
             survivors = await _kill(tree, survivors, kill_grace)
+        if not survivors:
+            with anyio.move_on_after(kill_grace):  # it may have ended after it was waited for last
+                await process.wait()
     if survivors:
         pids = ", ".join(str(each.pid) for each in survivors)
         _log.error("processes %s of a job live %g s after SIGKILL; look at them with ps", pids, kill_grace)
@@ -143,10 +148,16 @@ async def terminate_tree(
 
 
 async def _kill(tree: ProcessTree, survivors: list[psutil.Process], grace: float) -> list[psutil.Process]:
-    """Kill until nothing is left or the time is over: a process may have been started after the last scan."""
+    """Kill until nothing is left or the time is over: a process may have been started after the last scan.
+
+    The layers come first: `isolation.supervisor` can end what left the group only as long as it lives itself.
+    """
     deadline = anyio.current_time() + grace
+    if await tree.kill_by_layers():
+        survivors = await _wait_for_exit(tree, min(grace, _LAYERS_GRACE))
     while survivors and (left := deadline - anyio.current_time()) > 0:
-        tree.kill(survivors)
+        await tree.kill_by_layers()
+        tree.signal(survivors, signal.SIGKILL)
         survivors = await _wait_for_exit(tree, min(left, _REPEATED_KILL))
     return survivors
 
@@ -193,12 +204,18 @@ async def _wait_for_exit(tree: ProcessTree, grace: float) -> list[psutil.Process
     return []
 
 
-def _scan(group: int, token: str, known: Sequence[int]) -> list[psutil.Process]:
-    """Return the live processes among those of the group, those with the token, and the known ones.
+async def _in_own_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own: the end of a job must not wait for other jobs' threads."""
+    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+
+
+def _scan(group: int, token: str, killer: Killer | None) -> list[psutil.Process]:
+    """Return the live processes among those of the group, those with the token, and those that the layers know.
 
     Those of other users count for root alone, who may end them.
     """
     uid = os.getuid()
+    known = () if killer is None else killer.pids() or ()
     pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
     return [
         found
@@ -212,9 +229,14 @@ def _find_in_proc(group: int, token: str) -> list[int]:
 
     Reads /proc itself, a tenth of the time of psutil: a job that has left nothing running pays for this scan alone.
     """
-    wanted = f"\0{TOKEN_VARIABLE}={token}\0".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if _is_in_group(pid, group) or wanted in _read_environment(pid)]
+    return [pid for pid in pids if _is_in_group(pid, group) or _has_token(pid, token)]
+
+
+def _has_token(pid: int, token: str) -> bool:
+    if sys.platform != "linux":
+        return psutil.Process(pid).environ().get(TOKEN_VARIABLE) == token
+    return f"\0{TOKEN_VARIABLE}={token}\0".encode() in _read_environment(pid)
 
 
 def _is_in_group(pid: int, group: int) -> bool:
@@ -225,20 +247,23 @@ def _is_in_group(pid: int, group: int) -> bool:
 
 
 def _read_environment(pid: int) -> bytes:
-    """Return a process's environment with a zero byte before each variable; empty if it ended or is another user's."""
-    parts = [b"\0"]
+    """Return a process's environment with a zero byte before each variable; empty if it ended or is another user's.
+
+    At most the first `_ENVIRONMENT_LIMIT` bytes.
+    """
+    found = bytearray(b"\0")
     try:
         descriptor = os.open(f"/proc/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""
     try:
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
+        while len(found) < _ENVIRONMENT_LIMIT and (part := os.read(descriptor, 1 << 16)):
+            found += part
     except OSError:  # it has ended meanwhile
         return b""
     finally:
         os.close(descriptor)
-    return b"".join(parts)
+    return bytes(found)
 
 
 def _open(pid: int) -> psutil.Process | None:
@@ -256,7 +281,7 @@ def _belongs(found: psutil.Process, group: int, token: str, uid: int, *, is_know
             if is_known:
                 return True
             is_own = uid in (0, found.uids().real)
-            return is_own and (os.getpgid(found.pid) == group or found.environ().get(TOKEN_VARIABLE) == token)
+            return is_own and (os.getpgid(found.pid) == group or _has_token(found.pid, token))
     except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
 

@@ -7,7 +7,6 @@ process asks for by PR_SET_PDEATHSIG, as ``bwrap --die-with-parent`` does, when 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -130,7 +129,7 @@ def spawn(launch: Launch, cwd: Path) -> SpawnedProcess:
         OSError: it cannot be started.
     """
     popen = subprocess.Popen(
-        [sys.executable, "-I", "-S", launcher.__file__, json.dumps(launch.steps), "--", *launch.command],
+        [*launcher.launcher_command(launch.steps), *launch.command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
