@@ -53,13 +53,11 @@ class _OutputPipe(anyio.abc.ByteReceiveStream):
 class SpawnedProcess(anyio.abc.Process):
     """A process that was started by `spawn`: the leader of its own session, without standard input."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], exit_code: Callable[[int], int]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], output: int, exit_code: Callable[[int], int]) -> None:
         self._popen = popen
         self._exit_code = exit_code
         self._pidfd = _open_pidfd(popen.pid)
-        assert popen.stdout is not None
-        self._stdout = _OutputPipe(os.dup(popen.stdout.fileno()))
-        popen.stdout.close()
+        self._stdout = _OutputPipe(output)
 
     async def wait(self) -> int:
         """Wait for the end, and return `returncode`."""
@@ -128,17 +126,24 @@ def spawn(launch: Launch, cwd: Path) -> SpawnedProcess:
     Raises:
         OSError: it cannot be started.
     """
-    popen = subprocess.Popen(
-        [*launcher.launcher_command(launch.steps), *launch.command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=cwd,
-        env=launch.env,
-        start_new_session=True,
-        pass_fds=launch.descriptors,
-    )
-    return SpawnedProcess(popen, _signal_status if launch.reports_signals_as_status else int)
+    reader, writer = os.pipe()  # before the start: a process whose output cannot be read would run unwatched
+    try:
+        popen = subprocess.Popen(
+            [*launcher.launcher_command(launch.steps), *launch.command],
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=launch.env,
+            start_new_session=True,
+            pass_fds=launch.descriptors,
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return SpawnedProcess(popen, reader, _signal_status if launch.reports_signals_as_status else int)
 
 
 def _signal_status(code: int) -> int:
