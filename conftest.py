@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-PROCESSES = 2
+PROCESSES = 3
 """Tests that run at once with ``-n auto``, as pytest.ini has it; most of them wait for something."""
 
 

@@ -101,12 +101,16 @@ print(json.dumps(found))
 """
 
 
+INTERPRETER = (Path(sys.prefix), Path(sys.base_prefix))
+"""What a job's program belongs to; a checkout may lie in /tmp."""
+
+
 @pytest.mark.usefixtures("sockets")
 def test_a_job_sees_its_own_folder_and_the_system_only(runs: ConfinedRuns) -> None:
     found = runs.run(LOOKS + SEES, "bubblewrap").answer
     assert {found[name] for name in ("key", "data", "control", "bridge", "shadow")} <= {*HIDDEN}
     assert found["home"] in (*HIDDEN, [".pyenv"], [".local"])
-    assert set(found["tmp"]) <= {runs.folder.parts[2]}
+    assert set(found["tmp"]) <= {path.parts[2] for path in (runs.folder, *INTERPRETER) if path.is_relative_to("/tmp")}
     assert found["usr"] in ("OSError", "PermissionError")
     assert (found["given"], found["own"], found["temporary"]) == ("by the worker", 1, 1)
     assert found["own bridge"] == "connected"
