@@ -81,7 +81,7 @@ def test_leases_without_a_job_end() -> None:
     """Four of six workers are held by a scheduler that needs more: the honest job gets its four when two are freed."""
     holder = LeaseHolder(BID, ONE_CORE, leases=4, requests=4)
     found = place({"cheat": holder}, Demand(train=3, timeout=2 * IDLE_LEASE), capacity=ONE_CORE, afterwards=10.0)
-    assert IDLE_LEASE / 2 < found.placement.seconds < IDLE_LEASE + 10.0, found.placement.failure
+    assert IDLE_LEASE / 2 < found.placement.seconds < IDLE_LEASE + 30.0, found.placement.failure
     assert holder.held == {}
 
 
