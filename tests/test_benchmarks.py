@@ -40,11 +40,11 @@ def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict
 
 @pytest.mark.slow
 @pytest.mark.concurrent
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(440)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_and_transfers_its_data(tmp_path: Path, name: str) -> None:
     small = ("--size", "8", "--repeat", "1", "--count", "20", "--leaves", "6")
-    printed, rows = run(tmp_path, name, *small, timeout=200)
+    printed, rows = run(tmp_path, name, *small, timeout=400)
     assert printed.startswith(f"\n{name}\n")
     assert rows
     for row in rows:
