@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_proto.resources import Resources
-from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.rlimits import process_limit
 from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
@@ -37,7 +37,7 @@ _LAST_STEPS: Final = 'umask 077; cd -- "$1" && shift && exec /usr/bin/env --defa
 _CAPABILITIES_FOR_UID: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
 
 
-class BubblewrapLayer:
+class BubblewrapLayer(Layer):
     """See the module."""
 
     name = "bubblewrap"
@@ -72,11 +72,8 @@ class BubblewrapLayer:
         finally:
             os.close(filter_file)
 
-    def sweep(self) -> None:
-        """Nothing outlives the processes."""
 
-
-class BubblewrapConfined:
+class BubblewrapConfined(Confined):
     """One sandbox."""
 
     def __init__(self, confinement: Confinement, private: Sequence[Path], filter_file: int) -> None:
@@ -108,18 +105,6 @@ class BubblewrapConfined:
         launch.descriptors.append(self._filter_file)
         launch.steps["ignored_signals"] = ["SIGTERM"]  # by bwrap, whose end would be that of all processes at once
         launch.reports_signals_as_status = True
-
-    def pids(self) -> None:
-        """Return None: the worker finds the processes by their group and token."""
-        return
-
-    def kill(self) -> bool:
-        """Return False: the processes end with bwrap, the leader of their process group."""
-        return False
-
-    def describe_end(self, exit_code: int) -> str | None:
-        """Return None: a sandbox ends no process."""
-        return None
 
 
 def _namespaces(uid: int | None, *, network: bool) -> list[str]:

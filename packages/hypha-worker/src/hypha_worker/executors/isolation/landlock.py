@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
 from hypha_worker.hardware.devices import device_nodes
@@ -26,23 +26,13 @@ _ABI_SCOPES: Final = 6
 _FEATURES: Final = {"tcp": _ABI_NETWORK, "signals": _ABI_SCOPES}
 
 
-class LandlockLayer:
+class LandlockLayer(Layer):
     """See the module."""
 
     name = "landlock"
 
-    def __init__(self, probe_bubblewrap: Callable[[], Finding]) -> None:
-        """Prepare.
-
-        Args:
-            probe_bubblewrap: the probe of the layer that makes this one needless.
-        """
-        self._probe_bubblewrap = probe_bubblewrap
-
     def probe(self) -> Finding:
         """See `Layer.probe`."""
-        if self._probe_bubblewrap().works:
-            return Finding(False, "not needed: bubblewrap works")
         abi = landlock_abi()
         if abi < 1:
             return Finding(False, "this kernel has no Landlock")
@@ -53,9 +43,6 @@ class LandlockLayer:
     async def confine(self, confinement: Confinement) -> AsyncIterator[LandlockRules]:
         """See `Layer.confine`."""
         yield LandlockRules(confinement, landlock_abi())
-
-    def sweep(self) -> None:
-        """Nothing outlives the processes."""
 
 
 def _open_ways(abi: int) -> list[str]:
@@ -69,7 +56,7 @@ def _open_ways(abi: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class LandlockRules:
+class LandlockRules(Confined):
     """The rules of one run."""
 
     confinement: Confinement
@@ -89,18 +76,6 @@ class LandlockRules:
     def _devices(self) -> list[str]:
         """Return the device nodes of the lease's GPUs."""
         return [str(node) for node in device_nodes(self.confinement.allocation.visible_devices)]
-
-    def pids(self) -> None:
-        """Return None: rules know no processes."""
-        return
-
-    def kill(self) -> bool:
-        """Return False: rules end no process."""
-        return False
-
-    def describe_end(self, exit_code: int) -> str | None:
-        """Return None: rules end no process."""
-        return None
 
 
 def landlock_abi() -> int:

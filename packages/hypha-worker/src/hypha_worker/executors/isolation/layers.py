@@ -64,7 +64,10 @@ class Finding:
 
 
 class Confined(Protocol):
-    """A layer's part in one run, from before its start until all of its processes are gone."""
+    """A layer's part in one run, from before its start until all of its processes are gone.
+
+    Layers inherit what they have no part in.
+    """
 
     def apply(self, launch: Launch) -> None:
         """Change how the process is started."""
@@ -72,15 +75,15 @@ class Confined(Protocol):
 
     def pids(self) -> Sequence[int] | None:
         """Return the ids of all processes of the run that live, or None if this layer does not know them."""
-        ...
+        return None
 
     def kill(self) -> bool:
         """Send SIGKILL to all processes of the run at once; return False if this layer cannot."""
-        ...
+        return False
 
     def describe_end(self, exit_code: int) -> str | None:
         """Return why the process ended, if this layer ended it: it exceeded a limit, for example."""
-        ...
+        return None
 
 
 class Layer(Protocol):
@@ -100,5 +103,8 @@ class Layer(Protocol):
         ...
 
     def sweep(self) -> None:
-        """Remove what a killed worker's runs have left; called when no run of this worker exists."""
-        ...
+        """Remove what a killed worker's runs have left; called when no run of this worker exists.
+
+        Most layers leave nothing that outlives the processes or the worker.
+        """
+        return

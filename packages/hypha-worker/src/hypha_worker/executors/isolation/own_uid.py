@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -26,7 +26,7 @@ from typing import Final
 
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation import launcher
-from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 
 FIRST_UID: Final = 64000
 COUNT: Final = 1000
@@ -36,27 +36,23 @@ _MARKS: Final = Path("/run/hypha-uids")
 _PROBE_TIMEOUT: Final = 10.0
 
 
-class OwnUidLayer:
+class OwnUidLayer(Layer):
     """See the module."""
 
     name = "own-uid"
 
-    def __init__(self, probe_bubblewrap: Callable[[], Finding], folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Prepare.
 
         Args:
-            probe_bubblewrap: the probe of the layer that this one needs.
             folder: where the folders of runs will be: its file system must have idmapped mounts.
         """
-        self._probe_bubblewrap = probe_bubblewrap
         self._folder = folder
 
     def probe(self) -> Finding:
         """See `Layer.probe`."""
         if sys.platform != "linux" or os.geteuid() != 0:
             return Finding(False, "only a worker that root runs can give each lease a uid of its own")
-        if not self._probe_bubblewrap().works:
-            return Finding(False, "it needs the layer bubblewrap")
         if (error := _try(self._folder)) is not None:
             return Finding(False, f"folders in {self._folder} cannot be given to another uid: {error}")
         try:
@@ -78,12 +74,9 @@ class OwnUidLayer:
         with reserved.mark:
             yield reserved
 
-    def sweep(self) -> None:
-        """Marks end with the worker."""
-
 
 @dataclass(frozen=True, slots=True)
-class OwnUid:
+class OwnUid(Confined):
     """A uid that no other run on this machine has."""
 
     uid: int
@@ -98,18 +91,6 @@ class OwnUid:
         """Change to the uid, which `bubblewrap` carries out, and let what the run may change be its own."""
         launch.steps["uid"] = self.uid
         launch.steps["owners"] = {"uid": self.uid, "paths": list(self.paths), "readable": list(self.readable)}
-
-    def pids(self) -> None:
-        """Return None: other layers know the processes."""
-        return
-
-    def kill(self) -> bool:
-        """Return False: other layers end the processes."""
-        return False
-
-    def describe_end(self, exit_code: int) -> str | None:
-        """Return None: a uid ends no process."""
-        return None
 
 
 def _try(folder: Path) -> str | None:

@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 
 _BASE_PROCESSES: Final = 512
 """Processes and threads of a run, without those for its cores: an interpreter with torch has about 50."""
 _PROCESSES_PER_CORE: Final = 256
 
 
-class RlimitsLayer:
+class RlimitsLayer(Layer):
     """Limits files and core dumps; the number of processes is limited by `bubblewrap`, which separates users."""
 
     name = "rlimits"
@@ -33,12 +33,9 @@ class RlimitsLayer:
         """See `Layer.confine`."""
         yield Rlimits(confinement.storage)
 
-    def sweep(self) -> None:
-        """Nothing outlives the processes."""
-
 
 @dataclass(frozen=True, slots=True)
-class Rlimits:
+class Rlimits(Confined):
     """The limits of one run."""
 
     storage: int
@@ -46,14 +43,6 @@ class Rlimits:
     def apply(self, launch: Launch) -> None:
         """See `Confined.apply`."""
         launch.steps["rlimits"] = {"RLIMIT_FSIZE": [self.storage, self.storage], "RLIMIT_CORE": [0, 0]}
-
-    def pids(self) -> None:
-        """Return None: a limit knows no processes."""
-        return
-
-    def kill(self) -> bool:
-        """Return False: a limit ends no other process."""
-        return False
 
     def describe_end(self, exit_code: int) -> str | None:
         """Return whether a file became too large."""

@@ -24,6 +24,7 @@ from hypha_worker.executors.isolation.supervisor import SupervisorLayer
 _log = logging.getLogger(__name__)
 
 DISABLED: Final = "disabled in the configuration"
+_IN_PLACE_OF_SANDBOX: Final = frozenset({LandlockLayer.name, SupervisorLayer.name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +87,34 @@ def make_stack(work_dir: Path, private: Sequence[Path] = (), disabled: Collectio
         private: files and folders that no job may see, such as the worker's key.
         disabled: names of layers that are not to be used.
     """
-    layers = _make_layers(work_dir, private, "bubblewrap" in disabled)
-    findings = [
-        (layer.name, Finding(False, DISABLED) if layer.name in disabled else _probe_once(layer)) for layer in layers
+    layers: list[Layer] = [
+        OwnUidLayer(work_dir),
+        RlimitsLayer(),
+        BubblewrapLayer(private),
+        LandlockLayer(),
+        SupervisorLayer(),
+        CgroupLayer(work_dir),  # outermost: systemd-run does not work inside of the others
     ]
+    sandbox = Finding(False, DISABLED) if BubblewrapLayer.name in disabled else _probe_bubblewrap()
+    findings = [(layer.name, _examine(layer, disabled, sandbox)) for layer in layers]
     working = [layer for layer, (_, finding) in zip(layers, findings, strict=True) if finding.works]
     return IsolationStack(working, findings, private)
 
 
-def _make_layers(work_dir: Path, private: Sequence[Path], without_bubblewrap: bool) -> list[Layer]:
-    bubblewrap = BubblewrapLayer(private)
-
-    def probe_bubblewrap() -> Finding:
-        return Finding(False, DISABLED) if without_bubblewrap else _probe_bubblewrap()
-
-    return [
-        OwnUidLayer(probe_bubblewrap, work_dir),
-        RlimitsLayer(),
-        bubblewrap,
-        LandlockLayer(probe_bubblewrap),
-        SupervisorLayer(probe_bubblewrap),
-        CgroupLayer(work_dir),  # outermost: systemd-run does not work inside of the others
-    ]
+def _examine(layer: Layer, disabled: Collection[str], sandbox: Finding) -> Finding:
+    """Return whether a layer is used: some stand in for the sandbox, and one works inside of it only."""
+    if layer.name in disabled:
+        return Finding(False, DISABLED)
+    if layer.name == BubblewrapLayer.name:
+        return sandbox
+    if sandbox.works and layer.name in _IN_PLACE_OF_SANDBOX:
+        return Finding(False, "not needed: bubblewrap works")
+    found = layer.probe()
+    if found.works and not sandbox.works and layer.name == OwnUidLayer.name:
+        return Finding(False, "it needs the layer bubblewrap")
+    return found
 
 
 @functools.cache
 def _probe_bubblewrap() -> Finding:
     return BubblewrapLayer().probe()
-
-
-def _probe_once(layer: Layer) -> Finding:
-    return _probe_bubblewrap() if layer.name == BubblewrapLayer.name else layer.probe()

@@ -9,29 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 
 
-class SupervisorLayer:
+class SupervisorLayer(Layer):
     """See the module."""
 
     name = "supervisor"
 
-    def __init__(self, probe_bubblewrap: Callable[[], Finding]) -> None:
-        """Prepare.
-
-        Args:
-            probe_bubblewrap: the probe of the layer that makes this one needless.
-        """
-        self._probe_bubblewrap = probe_bubblewrap
-
     def probe(self) -> Finding:
         """See `Layer.probe`."""
-        if self._probe_bubblewrap().works:
-            return Finding(False, "not needed: bubblewrap works")
         if sys.platform != "linux":
             return Finding(False, "it exists on Linux only")
         return Finding(True, "orphaned processes end with their job, and with the worker")
@@ -45,11 +35,8 @@ class SupervisorLayer:
         finally:
             supervised.close()
 
-    def sweep(self) -> None:
-        """The supervisor ends with the worker."""
 
-
-class SupervisedProcess:
+class SupervisedProcess(Confined):
     """The worker's end of the pipe, which the supervisor waits on."""
 
     def __init__(self) -> None:
@@ -61,10 +48,6 @@ class SupervisedProcess:
         launch.steps["supervisor"] = self._reader
         launch.descriptors.append(self._reader)
 
-    def pids(self) -> None:
-        """Return None: the worker finds the processes by their group and token."""
-        return
-
     def kill(self) -> bool:
         """Let the supervisor kill all of its descendants."""
         if self._writer is None:
@@ -72,10 +55,6 @@ class SupervisedProcess:
         os.close(self._writer)
         self._writer = None
         return True
-
-    def describe_end(self, exit_code: int) -> str | None:
-        """Return None: the supervisor ends as the command has."""
-        return None
 
     def close(self) -> None:
         """Release the pipe."""
