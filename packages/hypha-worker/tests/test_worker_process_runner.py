@@ -51,19 +51,32 @@ class LimitingLayer:
         pass
 
 
+def run(settings: ProcessSettings, folder: Path) -> None:
+    """Run an executor in a folder."""
+
+    async def main() -> None:
+        allocation, scope = Allocation(Resources(cpu=1.0)), anyio.CancelScope()
+        place = ProcessPlace(folder, allocation, storage=1 << 20, scope=scope, log_name="run")
+        values = {"{SOCKET_PATH}": str(folder / "bridge.sock"), "{WORK_DIR}": str(folder)}
+        with anyio.fail_after(20):
+            await ProcessRunner(settings, place).run(values)
+
+    anyio.run(main, backend="trio")
+
+
 def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path) -> None:
     settings = ProcessSettings(
         cmd=sys.executable,
         args=("-I", "-S", "-c", "import os; os.kill(os.getpid(), 9)"),
         stack=IsolationStack([LimitingLayer()]),
     )
-    values = {"{SOCKET_PATH}": str(tmp_path / "bridge.sock"), "{WORK_DIR}": str(tmp_path)}
-
-    async def main() -> None:
-        allocation, scope = Allocation(Resources(cpu=1.0)), anyio.CancelScope()
-        place = ProcessPlace(tmp_path, allocation, storage=1 << 20, scope=scope, log_name="run")
-        with anyio.fail_after(20):
-            await ProcessRunner(settings, place).run(values)
-
     with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has"):
-        anyio.run(main, backend="trio")
+        run(settings, tmp_path)
+
+
+def test_a_writable_folder_that_cannot_be_created_is_named_with_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    settings = ProcessSettings(cmd=sys.executable, writable=(file / "cache",))
+    with pytest.raises(ExecutionError, match=r"executors\.writable: .*/file/cache cannot be created: Not a directory;"):
+        run(settings, tmp_path)

@@ -88,8 +88,9 @@ class JobTable(Table):
 def token_warning(key: str, remedy: str = "") -> str:
     """Return the warning about a hub token that workers get."""
     return (
-        f"{key} is handed to every worker that this job leases, whoever owns it, since any worker that this network's "
-        f"certificates admit may make the best offer: {remedy}use a token that reads this repository only"
+        f"{key} is handed to every worker that this job leases, also to those of other owners, since any worker "
+        f"that this network's certificates admit may make the best offer: {remedy}use a token that reads this "
+        "repository only"
     )
 
 

@@ -224,8 +224,7 @@ class ProcessRunner:
         """Return what the process may use; create its folder for temporary files, and missing writable folders."""
         settings, place = self._settings, self._place
         for path in settings.writable:
-            if not path.exists():
-                path.mkdir(mode=0o755, parents=True)
+            _make_writable_folder(path)
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
         named = configured_paths([*settings.args, *settings.env.values()], settings.writable)
         program = program_paths(Path(self._executable()), settings.writable)
@@ -252,6 +251,21 @@ class ProcessRunner:
         assert process.stdout is not None
         with reading:
             await self._output.read(process.stdout)
+
+
+def _make_writable_folder(path: Path) -> None:
+    """Create a folder of an executor's `writable` that is missing.
+
+    Raises:
+        ExecutionError: it cannot be created.
+    """
+    try:
+        if not path.exists():
+            path.mkdir(mode=0o755, parents=True)
+    except OSError as error:
+        raise ExecutionError(
+            f"executors.writable: {path} cannot be created: {error.strerror}; create it, or remove it from writable"
+        ) from error
 
 
 def exit_text(code: int | None) -> str:
