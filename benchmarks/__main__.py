@@ -22,6 +22,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="how often a transfer is measured (5)")
     parser.add_argument("--count", type=int, default=500, help="requests, a fifth as many connections (500)")
     parser.add_argument("--leaves", type=int, default=60, help="nodes behind the gateway for gossip (60)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of each run with and without faults (10)")
+    parser.add_argument("--workers", type=int, default=200, help="workers of the largest simulated network (200)")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another version, for the demo")
     parser.add_argument("--folder", type=Path, help="where files are written (the system's temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     given = parser.parse_args()
@@ -31,7 +34,14 @@ def main() -> None:
     rows = []
     for name in given.names or MEASURES:
         with open_run(
-            given.folder, size=given.size * MIB, repeat=given.repeat, count=given.count, leaves=given.leaves
+            given.folder,
+            size=given.size * MIB,
+            repeat=given.repeat,
+            count=given.count,
+            leaves=given.leaves,
+            minutes=given.minutes,
+            workers=given.workers,
+            before=given.before,
         ) as run:
             found = MEASURES[name](run)
         print(f"\n{name}\n\n{table(found)}", flush=True)

@@ -6,16 +6,18 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 
+from benchmarks.children import start_child
+from benchmarks.programs.delayed_links import BEHIND, FRONT
 from hypha_local.certificates import write_certificates
-from hypha_local.network_layout import Folders, plan_nodes
+from hypha_local.network_layout import Folders, NodePlan, plan_nodes
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Processes, script
 
@@ -86,37 +88,60 @@ class JobNetwork:
 
 
 @contextmanager
-def job_network(worker: str, *, workers: int = 1, data: str | None = None) -> Iterator[JobNetwork]:
+def job_network(
+    worker: str | Sequence[str], *, workers: int = 1, data: str | None = None, delay: float = 0.0
+) -> Iterator[JobNetwork]:
     """Run a healthy network in a folder of its own; its processes and files are gone at the end.
 
     The folder is one of the system's temporary ones: paths of sockets are to be short.
 
     Args:
-        worker: TOML of each worker.
+        worker: TOML of each worker, or a text for each.
+        workers: number of workers, if they all have the same text.
         data: TOML of the data node; none is started without it. Paths are relative to a folder in `root`.
+        delay: seconds that every byte between two nodes takes, in each direction; 0 for direct connections.
     """
     root = Path(tempfile.mkdtemp(prefix="hypha-"))
     folders = Folders(root)
     folders.make()
-    nodes = {node.name: node for node in plan_nodes(workers)}
+    texts = [worker] * workers if isinstance(worker, str) else worker
+    nodes = {node.name: node for node in plan_nodes(len(texts))}
     identity = write_certificates(folders.certificates, nodes.values())
     own = {"gateway": 'state_dir = "../work"\n', "scheduler": 'output_dir = "../runs"\n'}
-    own |= {f"worker-{number}": f'work_dir = "../work/{number}"\n{worker}' for number in range(1, workers + 1)}
+    own |= {f"worker-{number}": f'work_dir = "../work/{number}"\n{text}' for number, text in enumerate(texts, 1)}
     own |= {} if data is None else {"data": data}
-    gateway = nodes["gateway"].address
     processes = Processes(folders.logs)
     programs = {name: node.program for name, node in nodes.items()}
     addresses = {name: node.address for name, node in nodes.items()}
     network = JobNetwork(folders, processes, programs, identity, addresses)
     try:
         for name, settings in own.items():
-            common: dict[str, Any] = {f"{kind}_pem": f"../certs/{name}-{kind}.pem" for kind in ("cert", "key", "trust")}
-            common |= {"listen_addresses": [addresses[name]], "exclude_cidr": []}
-            common["gateway_addresses"] = [] if name == "gateway" else [gateway]
+            common = _network_settings(nodes[name], nodes["gateway"], delayed=delay > 0)
             path = folders.configuration / f"{name}.toml"
             path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in common.items()) + settings)
-        network.start_nodes(*own)
-        yield network
+        with _links(nodes.values(), delay):
+            network.start_nodes(*own)
+            yield network
     finally:
         anyio.run(processes.stop, backend="trio")
         shutil.rmtree(root)
+
+
+def _network_settings(node: NodePlan, gateway: NodePlan, *, delayed: bool) -> dict[str, Any]:
+    """Return the settings that every node has; delayed ones are reached through `delayed_links` only."""
+    settings: dict[str, Any] = {f"{kind}_pem": f"../certs/{node.name}-{kind}.pem" for kind in ("cert", "key", "trust")}
+    settings |= {"listen_addresses": [node.address], "exclude_cidr": [f"{BEHIND}/32"] if delayed else []}
+    if delayed:
+        settings["external_addresses"] = [_front(node)]
+    settings["gateway_addresses"] = [] if node is gateway else [_front(gateway) if delayed else gateway.address]
+    return settings
+
+
+def _front(node: NodePlan) -> str:
+    return node.address.replace(BEHIND, FRONT)
+
+
+def _links(nodes: Iterable[NodePlan], delay: float) -> AbstractContextManager[object]:
+    if delay <= 0:
+        return nullcontext()
+    return start_child("delayed_links", delay=delay, ports=[node.port for node in nodes])

@@ -40,6 +40,12 @@ class BenchmarkRun:
     """Number of requests; connections and messages are derived from it."""
     leaves: int
     """Nodes behind a gateway."""
+    minutes: float
+    """Length of a run with faults."""
+    workers: int
+    """Workers of the largest simulated network."""
+    before: Path | None = None
+    """Checkout of another version that is measured in turns."""
 
     def file(self, name: str, size: int) -> tuple[Path, str]:
         """Create a file of random bytes; return its path and digest."""
@@ -76,10 +82,20 @@ class BenchmarkRun:
 
 
 @contextmanager
-def open_run(folder: Path | None, *, size: int, repeat: int, count: int, leaves: int) -> Iterator[BenchmarkRun]:
+def open_run(
+    folder: Path | None,
+    *,
+    size: int,
+    repeat: int,
+    count: int,
+    leaves: int,
+    minutes: float,
+    workers: int,
+    before: Path | None = None,
+) -> Iterator[BenchmarkRun]:
     """Open a run in a new folder inside `folder`, which is removed at the end."""
     place = Path(tempfile.mkdtemp(prefix="hypha-benchmark-", dir=folder))
     try:
-        yield BenchmarkRun(place, Organisation(place), size, repeat, count, leaves)
+        yield BenchmarkRun(place, Organisation(place), size, repeat, count, leaves, minutes, workers, before)
     finally:
         shutil.rmtree(place)

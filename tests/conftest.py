@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fault_table import HEAD, FaultRow, fault_row_of, rows_of
 from support.wheelhouse import build_wheelhouse
 
 
@@ -23,3 +25,17 @@ def wheels(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
         if not (shared / "wheels").exists():
             (shared / "wheels").symlink_to(build_wheelhouse(shared / name))
     return (shared / "wheels").resolve()
+
+
+@pytest.fixture
+def fault_row(record_property: Callable[[str, object], None]) -> FaultRow:
+    """Return a function that notes a fault and what was seen; all notes are printed after the tests."""
+    return fault_row_of(record_property)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the faults that passed tests have noted."""
+    if rows := rows_of(terminalreporter.getreports("passed")):
+        terminalreporter.section("faults")
+        for line in (*HEAD, *rows):
+            terminalreporter.write_line(line)

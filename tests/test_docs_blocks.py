@@ -97,12 +97,12 @@ def test_the_complete_worker_as_it_stands(tmp_path: Path) -> None:
         assert [text for text in loaded.warnings if f"worker.toml:{number}: {key} stands under [" in text], key
 
 
-def test_the_complete_worker_is_checked_from_the_command_line(tmp_path: Path) -> None:
+def test_the_complete_worker_is_shown_by_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "worker.toml"
     file.write_text(COMPLETE.text)
-    result = CliRunner().invoke(worker_main, ["run", "--check", "--config", str(file)])
+    result = CliRunner().invoke(worker_main, ["config", "show", "--config", str(file)])
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"{file}: ok\n"
+    assert "resources.gpu = 48.0" in result.stdout
 
 
 def test_resources_and_offer(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_the_optional_keys_of_the_inner_optimiser(tmp_path: Path) -> None:
     assert (job.inner_optimizer.betas, job.inner_optimizer.epsilon) == ((0.9, 0.999), 1e-8)
 
 
-def test_the_task_definition_of_the_early_design_is_no_configuration() -> None:
-    """It is a sketch: it has `...`, which is not JSON, and no program of the documents reads it."""
+def test_the_task_definition_of_the_early_design_is_no_json() -> None:
+    """It has `...` and trailing commas; `test_e2e_sources` runs it without them."""
     with pytest.raises(json.JSONDecodeError):
         json.loads(block("api:37").text)
 

@@ -45,5 +45,7 @@ def test_every_source_is_on_the_page_with_its_keys(source: str) -> None:
         "peers": config.PeersTable,
         "file": config.FileTable,
         "uri": config.UriTable,
+        "s3": config.S3Table,
+        "dht": config.DhtTable,
     }
     assert sorted(keys.split(", ")) == sorted(tables[source].model_fields)

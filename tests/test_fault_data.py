@@ -10,9 +10,7 @@ import pytest
 from support.local_network import LocalNetwork, processes_of
 from support.waiting import wait_until
 
-from hypha_local import network_layout
 from hypha_local.demo_tasks import DIGITS
-from hypha_local.network_layout import NodePlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -25,16 +23,7 @@ def given(network: LocalNetwork, name: str) -> int:
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     """A network with one data node; `second_data_node` adds another for the tests after it."""
-    planned, root = network_layout.plan_nodes, tmp_path_factory.mktemp("network") / "run"
-
-    def with_two(workers: int) -> list[NodePlan]:
-        nodes = planned(workers)
-        [data] = [node for node in nodes if node.name == "data"]
-        return [*nodes, NodePlan("data-2", data.program, data.role, network_layout.free_ports(1)[0])]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("support.local_network.plan_nodes", with_two)
-        network = LocalNetwork(root, 2)
+    network = LocalNetwork(tmp_path_factory.mktemp("network") / "run", 2, twins={"data-2": "data"})
     second = network.nodes.pop("data-2")
     try:
         network.up()
@@ -42,7 +31,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
         yield network
     finally:
         network.down()
-    assert processes_of(root) == []
+    assert processes_of(network.folders.root) == []
 
 
 @pytest.fixture

@@ -31,10 +31,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     network = LocalNetwork(root, workers=3)
     for name in network.trainers:
-        path = network.configuration(name)
-        at_once = path.read_text()
-        assert "drain_timeout = 0" in at_once
-        path.write_text(at_once.replace("drain_timeout = 0", f"drain_timeout = {DRAIN_TIMEOUT}"))
+        network.set_drain_timeout(name, DRAIN_TIMEOUT)
         network.extend(name, trainer(SLOW, 0.2))
     try:
         network.up()
@@ -103,7 +100,7 @@ def test_owner_drains_a_worker_by_command(network: LocalNetwork) -> None:
 
 
 def test_worker_that_the_job_needs_stays_until_a_second_sigterm(network: LocalNetwork) -> None:
-    job = network.job(rounds=MANY)
+    job = network.job(rounds=MANY, resources="allocation_timeout = 6\n")
     job.wait_for_round(2)
     process = network.processes.child("worker-3").process
     process.send_signal(signal.SIGTERM)
@@ -115,4 +112,4 @@ def test_worker_that_the_job_needs_stays_until_a_second_sigterm(network: LocalNe
     assert process.wait(20) == 0
     assert time.monotonic() - began < 15.0
     assert job.wait(30) == 1
-    assert "2 of at least 3 remain" in job.log
+    assert "2 of at least 3 remain" in job.events("paused")[0]["reason"]

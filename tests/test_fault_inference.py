@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -135,7 +136,7 @@ def test_a_worker_that_joins_computes_too(network: InferenceNetwork) -> None:
     wait_for_parts(job, 3)
     network.hold.touch()
     network.revive()
-    wait_until(lambda: network.is_computing("worker-3"), 60, "an executor of worker-3")
+    wait_until(lambda: network.is_computing("worker-3", job), 60, "an executor of worker-3")
     network.hold.unlink()
     job.wait(90)
     network.check(job)
@@ -177,9 +178,17 @@ def limit_files(process: psutil.Process, size: int | str) -> None:
     """Let a process write files of at most so many bytes: this stands in for a full disk.
 
     It is set as the user of the process, since each job of a worker of root has its own; the hard limit stays as it is.
+
+    Raises:
+        psutil.NoSuchProcess: If the process has ended, as a short-lived child of a worker may at any time.
     """
     command = ["prlimit", "--pid", str(process.pid), f"--fsize={size}:"]
-    subprocess.run(command, user=process.uids().real, group=process.gids().real, timeout=10, check=True)
+    try:
+        subprocess.run(command, user=process.uids().real, group=process.gids().real, timeout=10, check=True)
+    except subprocess.CalledProcessError as error:
+        if not process.is_running():
+            raise psutil.NoSuchProcess(process.pid) from error
+        raise
 
 
 def test_a_full_disk_at_the_scheduler_fails_the_job_which_is_resumed(network: InferenceNetwork) -> None:
@@ -199,8 +208,10 @@ def test_a_full_disk_at_the_scheduler_fails_the_job_which_is_resumed(network: In
 def test_a_full_disk_at_a_worker_leaves_the_work_to_others(network: InferenceNetwork) -> None:
     job = network.classify()
     worker = network.process(a_worker_of(network, job))
-    for process in [worker, *worker.children(recursive=True)]:
-        limit_files(process, 100)
+    limit_files(worker, 100)  # children started from now on inherit the limit
+    for process in worker.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            limit_files(process, 100)
     job.wait(90)
     network.check(job)
     limit_files(worker, "unlimited")

@@ -13,10 +13,10 @@ from support.waiting import wait_until
 
 from hypha_local.processes import child_environment, script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(400)]
 
-ENDS_WITHIN = 30.0
-"""Seconds for seven programs to shut down in order."""
+ENDS_WITHIN = 90.0
+"""Seconds for seven programs to shut down in order, while other tests run."""
 
 
 class Demo:

@@ -135,6 +135,38 @@ def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: P
     assert TOKEN not in repr(found)
 
 
+@pytest.mark.parametrize("serve", [False, True])
+def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub, tmp_path: Path, serve: bool) -> None:
+    """Workers get the same commit, from the hub or from the scheduler; after a restart always from the scheduler."""
+    table = {"repository": "org/model", "revision": "v2", "token": TOKEN, "serve": serve}
+    model = ModelTable.model_validate({**table, "type": "vision-classification"})
+    tokenizer = PreprocessorTable.model_validate({**table, "filenames": ["config.json"]})
+    job = uuid.UUID(int=5)
+
+    async def main() -> None:
+        for again in (False, True):
+            start = await open_start_model(model, tmp_path / "model", job, PEER, unchanged=True)
+            found = await open_preprocessor(tokenizer, tmp_path / "tokenizer", job, PEER, unchanged=True)
+            assert found is not None
+            for artifact, names in (
+                (start, ("config.json", "model.safetensors", "sub/more.safetensors")),
+                (found, ("config.json",)),
+            ):
+                reference = artifact.reference
+                if serve or again:
+                    assert isinstance(reference, PeersReference)
+                else:
+                    assert isinstance(reference, HuggingFaceReference)
+                    assert (reference.revision, reference.token) == (COMMIT, TOKEN)
+                assert tuple(sorted(reference.filenames)) == names
+            hub.seen.clear()
+
+    anyio.run(main, backend="trio")
+    assert hub.seen == [], "nothing is downloaded again"
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+    assert (tmp_path / "tokenizer" / "config.json").read_bytes() == FILES["config.json"]
+
+
 def test_a_resumed_job_knows_the_commit_of_a_model_that_is_served(hub: Hub, tmp_path: Path) -> None:
     names = ["config.json", "model.safetensors", "sub/more.safetensors"]
     expected = {"repository": "org/model", "revision": COMMIT, "files": names}

@@ -20,9 +20,12 @@ ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-s
 """Packages that need the override."""
 WITH_NUMPY = {
     "hypha_proto.global_model",
+    "hypha_proto.outer_arithmetic",
     "hypha_proto.outer_momentum",
+    "hypha_proto.outer_step",
     "hypha_proto.safetensors_io",
     "hypha_proto.update_file",
+    "hypha_proto.weights_digest",
 }
 """Modules that need hypha-proto's extra `update`."""
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
@@ -97,7 +100,7 @@ def test_it_installs_alone_without_a_compiler_and_shows_its_help(
             assert environment.program(program, "-h") == shown
             assert package.version in environment.program(program, "--version")
             if "  init " in shown:
-                environment.shell(f"{program} init --out node.toml && {program} run --check --config node.toml")
+                environment.shell(f"{program} init --out node.toml && {program} config show --config node.toml")
             if program == "hypha-worker":
                 check_executor_by_uv(environment.folder / "empty" / "node.toml")
 

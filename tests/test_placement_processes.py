@@ -16,7 +16,7 @@ BOUND = 4.0
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_job_gets_all_of_eight_real_workers_within_a_bound(tmp_path: Path) -> None:
-    with open_run(tmp_path, size=1, repeat=1, count=1, leaves=1) as run:
+    with open_run(tmp_path, size=1, repeat=1, count=1, leaves=1, minutes=1, workers=1) as run:
         times = place_on_real_workers(run, REAL_WORKERS, jobs=3)
     assert len(times) == 3
     assert max(times) < BOUND, times

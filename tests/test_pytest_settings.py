@@ -20,13 +20,13 @@ def run_pytest(folder: Path, *options: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = inherited | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, env=environment, cwd=folder, input="q\n", capture_output=True, text=True, timeout=90, check=False
+        command, env=environment, cwd=folder, input="q\n", capture_output=True, text=True, timeout=150, check=False
     )
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.timeout(330)
 def test_what_failed_last_is_run_again_and_debugged(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text("def test_passes():\n    pass\n\n\ndef test_fails():\n    assert False\n")
     printed = run_pytest(tmp_path)

@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.measures import (
+    bridge,
     connect,
+    connectors,
+    demo,
     footprint,
+    goodput,
     gossip,
     inference,
     isolation,
+    members,
     memory,
+    outer_step,
     placement,
+    prepare,
     relay,
     requests,
     runner,
     start,
     tasks,
+    training,
     transfer,
+    uneven,
 )
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
@@ -28,6 +37,7 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "relay": relay.measure,
     "requests": requests.measure,
     "connect": connect.measure,
+    "connectors": connectors.measure,
     "gossip": gossip.measure,
     "start": start.measure,
     "memory": memory.measure,
@@ -36,4 +46,12 @@ MEASURES: Mapping[str, Callable[[BenchmarkRun], list[Row]]] = {
     "tasks": tasks.measure,
     "inference": inference.measure,
     "isolation": isolation.measure,
+    "bridge": bridge.measure,
+    "goodput": goodput.measure,
+    "uneven": uneven.measure,
+    "members": members.measure,
+    "outer_step": outer_step.measure,
+    "prepare": prepare.measure,
+    "training": training.measure,
+    "demo": demo.measure,
 }

@@ -1,4 +1,4 @@
-"""Costs of isolation: the start of a confined process, training in it, and uploads over the job bridge's socket."""
+"""Costs of isolation: the start of a confined process, and training in it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TIMEOUT = 10.0
 SETTINGS = ((10, 8, 4.0), (100, 8, 1.0), (100, 90, 0.4), (200, 8, 0.6), (200, 180, 0.4))
 """Workers, leases of the job, and simulations for each repetition: few of large networks, which take seconds each."""
 MS = 1000
-CROWD, CROWD_WORKERS, CROWD_LEASES, CROWD_TIMEOUT = 50, 200, 4, 60.0
+CROWD_WORKERS, CROWD_LEASES, CROWD_TIMEOUT = 200, 4, 60.0
 REAL_WORKERS = 8
 GOSSIP_RATE = 64
 """Messages of one origin that gossip forwards per second in the long run."""
@@ -66,8 +66,10 @@ def measure(run: BenchmarkRun) -> list[Row]:
     rows: list[Row] = []
     # what nodes warn of beside cheats would hide the table
     with ProcessPoolExecutor(os.cpu_count(), initializer=logging.disable, initargs=(logging.WARNING,)) as pool:
-        crowd = pool.submit(place_crowd)
+        crowd = pool.submit(place_crowd, min(CROWD_WORKERS, run.workers))
         for nodes, leases, share in SETTINGS:
+            if nodes > run.workers:
+                continue
             runs = max(1, round(share * run.repeat))
             plain = [Scenario(seed, nodes, leases) for seed in range(runs)]
             cheated = [replace(scenario, cheats=nodes // 10) for scenario in plain]
@@ -149,8 +151,9 @@ def make_cheats(scenario: Scenario) -> tuple[list[Scripted], list[Scripted]]:
     return early, late
 
 
-def place_crowd() -> list[Row]:
+def place_crowd(workers: int) -> list[Row]:
     """Let as many jobs ask at once as all workers together can take, and count those that are placed."""
+    jobs = workers // CROWD_LEASES
     placed: list[float] = []
 
     async def place_one(network: PlacementNetwork, name: str) -> None:
@@ -161,21 +164,20 @@ def place_crowd() -> list[Row]:
 
     async def main() -> None:
         async with open_placement_network(0) as network:
-            await network.add_workers(CROWD_WORKERS, ONE_CORE)
+            await network.add_workers(workers, ONE_CORE)
             await anyio.sleep(_SETTLING)
             async with anyio.create_task_group() as tasks:
-                for number in range(CROWD):
+                for number in range(jobs):
                     tasks.start_soon(place_one, network, f"scheduler-{number}")
                 with anyio.move_on_after(CROWD_TIMEOUT):
-                    while len(placed) < CROWD:  # noqa: ASYNC110 - on a virtual clock
+                    while len(placed) < jobs:  # noqa: ASYNC110 - on a virtual clock
                         await anyio.sleep(0.1)
                 tasks.cancel_scope.cancel()
 
     with seeded_ids(0):
         simulate(main)
-    what = f"{CROWD} jobs of {CROWD_LEASES} leases on {CROWD_WORKERS} workers with one lease each"
-    fit = CROWD_WORKERS // CROWD_LEASES
-    rows = [Row(f"{what}, placed", "jobs", len(placed), fit, "all that fit", len(placed) / fit, "1")]
+    what = f"{jobs} jobs of {CROWD_LEASES} leases on {workers} workers with one lease each"
+    rows = [Row(f"{what}, placed", "jobs", len(placed), jobs, "all that fit", len(placed) / jobs, "1")]
     if placed:
         rows.append(Row(f"{what}, the last one placed", "s", max(placed)))
     return rows

@@ -50,7 +50,7 @@ from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 
-WORKERS, SLICES, RECORDS = 200, 100_000, 100_000
+WORKERS, SLICES, RECORDS = 200, 100_000, 10_000
 SLICE_SAMPLES, BATCH = 32, 8
 DATASET = "digits"
 MS = 1000
@@ -160,21 +160,35 @@ async def _take_slice(runner: JobRunner, peer: PeerId, lease: uuid.UUID) -> int:
 # ------------------------------------------------------------------------------------------------------------- journal
 
 
+def _round_record(number: int, peers: Sequence[str]) -> dict[str, object]:
+    """Return a record of a round of workers that state what they have used."""
+    digest = f"blake3:{number:064x}"
+    members = []
+    for position, peer in enumerate(peers):
+        epoch, index = divmod(8 * number + position, SLICES)
+        part = {"epoch": epoch, "slice": index, "first": 0, "end": 8 * BATCH}
+        stated = {"round": number, "weights": digest, "ranges": [part], "batches": 8, "batch_size": BATCH}
+        stated |= {"seed": 1, "optimizer": "kept", "update": digest}
+        member = {"peer": peer, "samples": 8 * BATCH, "batches": 8, "ranges": [[*part.values()]]}
+        members.append(member | {"contribution": stated, "update": digest})
+    digests = dict.fromkeys(("update", "weights_before", "weights"), digest)
+    return {"round": number, "term": 1, "members": members, "unused": [], "loss": 0.5, **digests}
+
+
 def measure_journal(path: Path) -> list[Row]:
     """Write a journal of closed rounds, read it back and restore DiLoCo's state from it."""
     peers = [str(PeerId.from_public_key(bytes([number]) * 32)) for number in range(8)]
     with Journal(path) as journal:
         journal.record("accepted")
-        for number in range(1, RECORDS):
-            workers = {peer: [8 * BATCH, 8] for peer in peers}
-            slices = [divmod(8 * number + index, SLICES) for index in range(8)]
-            journal.append("round", round=number, samples=64 * BATCH, loss=0.5, workers=workers, slices=slices)
+        journal.append("term", term=1, server=peers[0])
+        for number in range(1, RECORDS - 1):
+            journal.append("round", **_round_record(number, peers))
     size, begin = path.stat().st_size, time.perf_counter()
     records = read_journal(path)
     read = time.perf_counter() - begin
     state = restore(records)
     restored = time.perf_counter() - begin - read
-    if (len(records), state.closed) != (RECORDS, RECORDS - 1):
+    if (len(records), state.closed) != (RECORDS, RECORDS - 2):
         raise AssertionError(f"{len(records)} records and {state.closed} rounds were read of {RECORDS}")
     begin = time.perf_counter()
     with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""Start-up time of a daemon, and of its imports against those of the libraries that every node needs."""
+"""Start-up time of a daemon, and of its imports against those of the libraries that every node needs.
+
+Then that of a process that trains until its first step on the digits model, against a plain script of transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
@@ -15,6 +19,34 @@ TIMEOUT = 60.0
 REFERENCE = "import ssl, trio, cryptography.x509, cbor2, msgspec"
 """Libraries without which no node works."""
 ENGINE = "import hypha_net._libp2p.endpoint"
+_STEP = """
+model(pixel_values=torch.zeros(16, 1, 8, 8), labels=torch.zeros(16, dtype=torch.int64)).loss.backward()
+optimizer.step()
+os._exit(0)
+"""
+EXECUTOR = f"""
+import os, sys
+from pathlib import Path
+import hypha.accelerate_executor.training
+from hypha.accelerate_executor.environment import collected_at_end, leave_out_of_collections
+with collected_at_end():
+    import torch
+    import hypha.accelerate_executor.diloco.loop
+    from hypha.accelerate_executor.modeling.hf import import_library, load_model
+    from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
+    from hypha_proto.job_spec import Adam
+    import_library("image-classification")
+    leave_out_of_collections()
+    model = load_model("image-classification", Path(sys.argv[1]))
+    optimizer = InnerOptimizer(model.parameters(), Adam(learning_rate=1e-3))
+{_STEP}"""
+PLAIN = f"""
+import os, sys
+import torch
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained(sys.argv[1])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+{_STEP}"""
 
 
 def measure(run: BenchmarkRun) -> list[Row]:
@@ -49,12 +81,25 @@ def measure(run: BenchmarkRun) -> list[Row]:
             engine / reference,
             "≤ 3.5, aim 2.5",
         ),
+        _first_step(run),
     ]
 
 
-def _run(code: str) -> float:
+def _first_step(run: BenchmarkRun) -> Row:
+    """Measure a process that trains, until its first step, and the plain script, in turns."""
+    model = str(run.folder / "model")
+    program = Path(sys.executable).parent / "hypha-accelerate-executor"
+    create = [program, "create-model", "--arch", "resnet-digits", "--out", model]
+    subprocess.run(create, check=True, capture_output=True)
+    pairs = [(_run(EXECUTOR, model), _run(PLAIN, model)) for _ in range(run.repeat)]
+    ours, plain = (statistics.median(values) for values in zip(*pairs, strict=True))
+    ratio = statistics.median(one / other for one, other in pairs)
+    return Row("a training process until its first step", "s", ours, plain, "plain script of transformers", ratio)
+
+
+def _run(code: str, *arguments: str) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
     return time.perf_counter() - began
 
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -22,18 +23,28 @@ LEASES: Final = 3
 COMMAND: Final = (sys.executable, "-c", "pass")
 
 
+LAYERS: Final = ("bubblewrap", "cgroup", "landlock", "own-uid", "rlimits", "supervisor")
+
+
 def measure(run: BenchmarkRun) -> list[Row]:
-    """Measure both in turns, after one job that warms everything up."""
+    """Measure jobs and plain starts in turns, after one job that warms everything up; then with isolation."""
     count = max(CHAIN, 2 * run.count // CHAIN * CHAIN)
+    what = f"{count} tasks in chains of {CHAIN}, {LEASES} leases"
+    return [
+        _compare(run, count, f"{what}, no layer of isolation", LAYERS, "<= 3"),
+        _compare(run, count, f"{what}, all layers that work here", (), ""),
+    ]
+
+
+def _compare(run: BenchmarkRun, count: int, what: str, disabled: Sequence[str], limit: str) -> Row:
     ours, plain = [], []
-    with job_network(_worker()) as network:
+    with job_network(_worker(disabled)) as network:
         _run_job(network, CHAIN)
         for _ in range(run.repeat):
             plain.append(_start_plainly(count))
             ours.append(_run_job(network, count))
     ratio = sorted(one / other for one, other in zip(ours, plain, strict=True))[len(ours) // 2]
-    what = f"{count} tasks in chains of {CHAIN}, {LEASES} leases"
-    return [Row(what, "s", sorted(ours)[len(ours) // 2], sorted(plain)[len(plain) // 2], "plain starts", ratio, "<= 3")]
+    return Row(what, "s", sorted(ours)[len(ours) // 2], sorted(plain)[len(plain) // 2], "plain starts", ratio, limit)
 
 
 def _start_plainly(count: int) -> float:
@@ -61,8 +72,9 @@ def _run_job(network: JobNetwork, count: int) -> float:
     return time.perf_counter() - began
 
 
-def _worker() -> str:
+def _worker(disabled: Sequence[str]) -> str:
     """Return TOML of a worker with all leases."""
     table = f"cmd = {json.dumps(COMMAND[0])}\nargs = {json.dumps(COMMAND[1:])}\n"
     resources = f"[resources]\ncpu = {LEASES}\nstorage = 20\n[resources.default]\ncpu = 1\nstorage = 1\n"
-    return f'{resources}[[executors]]\nclass = "shell"\nname = "pass"\nruntime = "process"\n{table}'
+    isolation = f"[isolation]\ndisable = {json.dumps(list(disabled))}\n"
+    return f'{isolation}{resources}[[executors]]\nclass = "shell"\nname = "pass"\nruntime = "process"\n{table}'

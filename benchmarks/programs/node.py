@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from benchmarks.children import options, serve_commands_async
-from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
+from hypha_net import EndpointSettings, content_directory, open_endpoint, rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.identity import load_identity
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -29,6 +29,7 @@ class Node:
         self._endpoint = endpoint
         self._tasks = tasks
         self._busy: anyio.CancelScope | None = None
+        self._provided: dict[str, tuple[Path, str]] = {}
         rpc.serve(endpoint, HEALTH_CHECK, self._healthy)
 
     @staticmethod
@@ -42,6 +43,18 @@ class Node:
             return transfer.PullSource(Path(path), digest)
 
         transfer.serve_pulls(self._endpoint, resolve)
+
+    async def provide(self, path: str, sha256: str, size: int, rate: int | None = None) -> None:
+        """Announce a file by its SHA-256 and serve it, with at most `rate` bytes a second if given."""
+        self._provided[content_directory.content_request(sha256).dataset] = (Path(path), f"sha256:{sha256}")
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(*self._provided[request.dataset])
+
+        transfer.limit_bandwidth(self._endpoint, transfer.BandwidthLimits(upload=rate))
+        if len(self._provided) == 1:
+            transfer.serve_pulls(self._endpoint, resolve)
+        await content_directory.announce_content(self._endpoint, sha256, size)
 
     async def connect(self, address: str) -> float:
         """Reconnect to a peer; return the seconds."""
@@ -145,11 +158,8 @@ async def main() -> None:
         tasks = await stack.enter_async_context(anyio.create_task_group())
         node = Node(endpoint, tasks)
         about = {"peer": str(endpoint.peer_id), "address": next(iter(endpoint.addresses), "")}
-        commands = {
-            name: getattr(node, name)
-            for name in ("offer", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "subscribe", "peers")
-        }
-        await serve_commands_async(about, commands)
+        names = "offer", "provide", "connect", "pull", "keep_pulling", "stop", "ask", "circuit", "subscribe", "peers"
+        await serve_commands_async(about, {name: getattr(node, name) for name in names})
         tasks.cancel_scope.cancel()
 
 

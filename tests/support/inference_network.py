@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -114,9 +114,9 @@ class InferenceNetwork(TaskNetwork):
         parts = sorted((job.directory / "results").glob("part-*.jsonl"))
         return [json.loads(line) for path in parts for line in path.read_text().splitlines()]
 
-    def is_computing(self, name: str) -> bool:
-        """Return whether an executor of a worker, whose slices are here, has loaded the model."""
-        logs = (self.folders.work / name).glob("logs/*/*.log")
+    def is_computing(self, name: str, job: Submission) -> bool:
+        """Return whether an executor of a job at a worker has loaded the model."""
+        logs = (self.folders.work / name).glob(f"logs/{job.job_id}/*.log")
         return any("ready after" in path.read_text() for path in logs)
 
     @contextmanager
@@ -124,13 +124,15 @@ class InferenceNetwork(TaskNetwork):
         """Suspend a worker and its executors."""
         worker = self.process(name)
         processes = [worker, *worker.children(recursive=True)]
-        for process in processes:
-            process.suspend()
         try:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):  # a short-lived child
+                    process.suspend()
             yield
         finally:
             for process in processes:
-                process.resume()
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     def process(self, name: str) -> psutil.Process:
         """Return the process of a node."""

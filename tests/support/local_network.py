@@ -10,9 +10,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ import psutil
 from hypha_local.certificates import write_certificates
 from hypha_local.datasets.digits import write_digits
 from hypha_local.demo_tasks import DIGITS
-from hypha_local.network_layout import Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.network_layout import Folders, NodePlan, Training, free_ports, plan_nodes, write_configuration
 from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import Child, Processes, script
 from support.waiting import wait_until
 
 KIND = 'kind = "diloco-transformer"'
 """The executor that the planned job asks of its training workers."""
+TYPE = 'type = "diloco"\n'
+"""First line of the planned job."""
+ROUNDS = "[scheduler.job.rounds]\n"
+"""Begin of the planned job's table of rounds."""
 MODEL = 'path = "../start-model"'
 """Where the job starts in the planned scheduler configuration."""
 
@@ -47,6 +51,14 @@ def trainer(name: str, delay: float) -> str:
     args = ["-m", "hypha.accelerate_executor.training"]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     return f'{text}args = {json.dumps(args)}\nenv = {{ HYPHA_EXECUTOR_DELAY = "{delay}" }}\n'
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    """Return whether a process is the one by which a worker starts others; it lives as long as the worker."""
+    try:
+        return any(word.endswith("fork_server.py") for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -70,6 +82,11 @@ class Job:
     runs: Path
 
     @property
+    def name(self) -> str:
+        """Return the name of its configuration."""
+        return self.child.name
+
+    @property
     def log(self) -> str:
         """Return the scheduler's log."""
         return self.child.log.read_text(errors="replace")
@@ -80,14 +97,47 @@ class Job:
         events = [json.loads(line) for line in lines if line.endswith(b"\n")]
         return [event for event in events if event["event"] == kind]
 
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of one kind in ``journal.jsonl`` so far, oldest first."""
+        lines = [line for path in self.runs.glob("*/journal.jsonl") for line in path.read_bytes().splitlines(True)]
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [record for record in records if record["record"] == kind]
+
+    @property
+    def directory(self) -> Path:
+        """Return the job's directory."""
+        [journal] = self.runs.glob("*/journal.jsonl")
+        return journal.parent
+
+    def wait_for(self, happened: Callable[[], bool], what: str, timeout: float = 60.0) -> float:
+        """Wait until something has happened; fail if the job ends first. Return the seconds that it took."""
+
+        def has_happened() -> bool:
+            if happened():
+                return True
+            assert self.child.process.poll() is None, f"the job ended before {what}:\n{self.log}"
+            return False
+
+        return wait_until(has_happened, timeout, what)
+
+    def wait_for_event(self, kind: str, after: float = 0.0, timeout: float = 60.0, **fields: object) -> dict[str, Any]:
+        """Wait for an event with these fields at a time after `after`, seconds since the epoch; return the first."""
+        found: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            found[:] = [
+                event
+                for event in self.events(kind)
+                if event["time"] >= after and all(event.get(key) == value for key, value in fields.items())
+            ]
+            return bool(found)
+
+        self.wait_for(is_there, f"the event {kind} {fields or ''}", timeout)
+        return found[0]
+
     def wait_for_round(self, number: int, timeout: float = 60.0) -> None:
         """Wait until a round is closed; fail if the job ends first."""
-
-        def closed() -> bool:
-            assert self.child.process.poll() is None, self.log
-            return len(self.events("round")) >= number
-
-        wait_until(closed, timeout, f"round {number}")
+        self.wait_for(lambda: len(self.events("round")) >= number, f"round {number}", timeout)
 
     def wait(self, timeout: float) -> int:
         """Wait for the scheduler; return its exit status."""
@@ -97,15 +147,35 @@ class Job:
 class LocalNetwork:
     """Gateway, data node, training workers and a parameter server; `job` starts a scheduler."""
 
-    def __init__(self, root: Path, workers: int) -> None:
-        """Plan the network; nothing runs before `up`."""
+    def __init__(self, root: Path, workers: int, twins: Mapping[str, str] | None = None) -> None:
+        """Plan the network; nothing runs before `up`.
+
+        Args:
+            root: where its files are.
+            workers: number of training workers.
+            twins: names of further nodes, each with the node whose configuration it gets.
+        """
         self.folders = Folders(root)
         self.folders.make()
         self.nodes = {node.name: node for node in plan_nodes(workers)}
+        twins = twins or {}
+        for (name, original), port in zip(twins.items(), free_ports(len(twins)), strict=True):
+            self.nodes[name] = replace(self.nodes[original], name=name, port=port)
         self.processes = Processes(self.folders.logs)
         self.identity = write_certificates(self.folders.certificates, self.nodes.values())
         self._jobs = 0
-        write_configuration(self.folders, self.nodes.values(), Training(workers=workers), sys.executable)
+        self._started: list[Job] = []
+        planned = [node for name, node in self.nodes.items() if name not in twins]
+        write_configuration(self.folders, planned, Training(workers=workers), sys.executable)
+        for name, original in twins.items():
+            self._write_twin(name, original)
+
+    def _write_twin(self, name: str, original: str) -> None:
+        """Write the configuration of a node that differs from another's by its identity, address and folder."""
+        text, nodes = self.configuration(original).read_text(), self.nodes
+        text = text.replace(f"../certs/{original}-", f"../certs/{name}-")
+        text = text.replace(nodes[original].address, nodes[name].address)
+        self.configuration(name).write_text(text.replace(f'"../work/{original}"', f'"../work/{name}"'))
 
     def configuration(self, name: str) -> Path:
         """Return the path of a node's TOML file."""
@@ -115,6 +185,13 @@ class LocalNetwork:
         """Append to a node's TOML file."""
         path = self.configuration(name)
         path.write_text(path.read_text() + toml)
+
+    def set_drain_timeout(self, name: str, seconds: int) -> None:
+        """Let a worker that gets SIGTERM wait for its job so long; by default not at all."""
+        path, at_once = self.configuration(name), "drain_timeout = 0"
+        text = path.read_text()
+        assert at_once in text
+        path.write_text(text.replace(at_once, f"drain_timeout = {seconds}"))
 
     def up(self) -> None:
         """Create model and data, start every node but the scheduler, and wait until all are healthy."""
@@ -179,34 +256,53 @@ class LocalNetwork:
         assert found is not None, self.log(name)
         return found[1]
 
-    def executors(self) -> list[psutil.Process]:
-        """Return the processes that workers have started, those of their sandboxes included."""
+    def executors(self, *names: str) -> list[psutil.Process]:
+        """Return the processes that workers, by default all, have started, those of their sandboxes included."""
         found = []
-        for name in self.trainers:
+        for name in names or self.trainers:
             process = self.processes.child(name).process
             if process.poll() is None:
-                found += psutil.Process(process.pid).children(recursive=True)
+                worker = psutil.Process(process.pid)
+                servers = {child.pid for child in worker.children() if _is_fork_server(child)}
+                found += [child for child in worker.children(recursive=True) if child.pid not in servers]
         return found
 
-    def commands(self) -> list[psutil.Process]:
+    def commands(self, *names: str) -> list[psutil.Process]:
         """Return the innermost of `executors`: the configured commands, if these have started no processes."""
-        started = self.executors()
-        parents = {process.ppid() for process in started}
-        return [process for process in started if process.pid not in parents]
+        parents = {}
+        for process in self.executors(*names):
+            with suppress(psutil.NoSuchProcess):
+                parents[process] = process.ppid()
+        return [process for process in parents if process.pid not in parents.values()]
 
     def job(
-        self, *, rounds: int, kind: str | None = None, model: str | None = None, min_workers: int | None = None
+        self,
+        *,
+        rounds: int,
+        kind: str | None = None,
+        model: str | None = None,
+        workers: int | None = None,
+        min_workers: int | None = None,
+        settings: str = "",
+        round_settings: str = "",
+        resources: str = "",
     ) -> Job:
-        """Start a scheduler with a new job for all training workers.
+        """Start a scheduler with a new job.
 
         Args:
+            rounds: number of its rounds.
             kind: name of the training workers' executor; by default the plan's.
             model: TOML that replaces the model's path.
-            min_workers: training workers without which the job fails; by default all.
+            workers: training workers; by default all of the network.
+            min_workers: training workers without which the job pauses; by default all.
+            settings: TOML of further keys of the job itself.
+            round_settings: TOML of further keys of its table ``rounds``.
+            resources: TOML of further keys of its table ``resources``.
         """
         self._jobs += 1
         name = f"job-{self._jobs}"
-        training = Training(workers=len(self.trainers), rounds=rounds)
+        workers = len(self.trainers) if workers is None else workers
+        training = Training(workers=workers, rounds=rounds)
         some = [self.nodes["gateway"], self.nodes["scheduler"]]
         write_configuration(self.folders, some, training, sys.executable)
         runs = self.folders.runs / name
@@ -218,13 +314,36 @@ class LocalNetwork:
         if model is not None:
             assert MODEL in text
             text = text.replace(MODEL, model)
-        if min_workers is not None:
-            count = f"num_workers = {len(self.trainers)}\n"
-            assert count in text
-            text = text.replace(count, f"{count}min_workers = {min_workers}\n")
+        count = f"num_workers = {workers}\n"
+        assert count in text
+        least = "" if min_workers is None else f"min_workers = {min_workers}\n"
+        text = text.replace(count, f"{count}{least}{resources}")
+        assert TYPE in text
+        text = text.replace(TYPE, f"{TYPE}{settings}")
+        assert ROUNDS in text
+        text = text.replace(ROUNDS, f"{ROUNDS}{round_settings}")
         self.configuration(name).write_text(text)
+        return self.restart(name)
+
+    def restart(self, name: str) -> Job:
+        """Start a scheduler with the configuration of a job, whose earlier one has ended; `name` is `Job.name`."""
         command = [script("hypha-scheduler"), "run", "--config", str(self.configuration(name))]
-        return Job(self.processes.start(name, command), runs)
+        self._started.append(Job(self.processes.start(name, command), self.folders.runs / name))
+        return self._started[-1]
+
+    def stop_jobs(self) -> None:
+        """End the schedulers that a failed test has left, so that its workers are free for the next one."""
+        for job in self._started:
+            if job.child.process.poll() is None:
+                job.child.process.send_signal(signal.SIGINT)
+                job.child.process.wait(15)
+        self._started.clear()
+
+    def scheduler_command(self, job: Job, command: str, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the scheduler on the directory of a job."""
+        [directory] = (path.parent for path in job.runs.glob("*/journal.jsonl"))
+        words = [script("hypha-scheduler"), command, str(directory), *args]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
     def start_untrusted_worker(self, name: str) -> Child:
         """Start a worker whose certificate is signed by another authority."""
@@ -248,13 +367,21 @@ class LocalNetwork:
 
 
 @contextmanager
-def local_network(root: Path, workers: int = 2, **extensions: str) -> Iterator[LocalNetwork]:
+def local_network(
+    root: Path, workers: int = 2, twins: Mapping[str, str] | None = None, drain_timeout: int = 0, **extensions: str
+) -> Iterator[LocalNetwork]:
     """Run a healthy network; at the end none of its processes is left.
 
     Args:
+        root: where its files are.
+        workers: number of training workers.
+        twins: see `LocalNetwork`.
+        drain_timeout: seconds for which a training worker that gets SIGTERM waits for its job.
         extensions: TOML appended to a node's file, by node name with underscores for dashes.
     """
-    network = LocalNetwork(root, workers)
+    network = LocalNetwork(root, workers, twins)
+    for name in network.trainers:
+        network.set_drain_timeout(name, drain_timeout)
     for name, toml in extensions.items():
         network.extend(name.replace("_", "-"), toml)
     try:

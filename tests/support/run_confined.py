@@ -16,6 +16,7 @@ import anyio
 from hypha_proto.resources import Resources
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.stack import make_stack
+from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.leasing.capacity import Allocation
 
@@ -36,6 +37,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
         readable=tuple(map(Path, options["readable"])),
         writable=tuple(map(Path, options["writable"])),
         stack=stack,
+        fork_server=ForkServer(),
     )
     place = ProcessPlace(
         work_dir=job,

@@ -94,11 +94,19 @@ REAL_LIMIT = 30.0
 
 
 def role(
-    name: str = "train", count: int = 1, minimum: int = 0, *, distinct: bool = True, early: bool = False
+    name: str = "train",
+    count: int = 1,
+    minimum: int = 0,
+    *,
+    distinct: bool = True,
+    early: bool = False,
+    settle: float = 0.0,
 ) -> RoleRequest:
     """Return a request for leases; a worker makes offers for every role."""
     spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name=name),))
-    return RoleRequest(name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct, starts_at_minimum=early)
+    return RoleRequest(
+        name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct, starts_at_minimum=early, settle=settle
+    )
 
 
 def spec(job_id: uuid.UUID) -> JobSpec:
@@ -120,10 +128,20 @@ class ScriptedJob(JobTable):
 
     type: Literal["scripted"] = "scripted"
     seconds: float = 20.0
+    grace: float = 0.0
+    budget: float | None = None
+
+    @property
+    def token_budget(self) -> float | None:
+        return self.budget
 
     @property
     def allocation_timeout(self) -> float:
         return self.seconds
+
+    @property
+    def orphan_grace_seconds(self) -> float:
+        return self.grace
 
 
 class QuietOperator:
@@ -174,6 +192,11 @@ class QuietOperator:
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         self.leases += leases
         self.hear("acquired", *leases)
+        return ()
+
+    def on_tasks_adopted(self, tasks: Sequence[TaskRef], now: float) -> Effects:
+        self.leases += [task.lease for task in tasks]
+        self.hear("adopted", *tasks)
         return ()
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from hypha.accelerate_executor.environment import TIMEOUT_VARIABLE
 from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 HANG_UP = 0
@@ -72,6 +73,13 @@ class FakeWorker:
     """Route -> replacement for the default answer."""
     silent: bool = False
     """Whether outer updates are withheld."""
+    late_batches: int = 0
+    """Batches of a round that are allocated in the answer to the report of the last of the others."""
+    takes_batches: bool = False
+    """Whether it knows the route for several batches."""
+    batch_reports: list[Any] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    """Batches of each round that were reported there."""
 
     def __post_init__(self) -> None:
         self.handed_out = 0
@@ -123,8 +131,26 @@ class FakeWorker:
         self.done_rounds += 1
         return 200, {"type": "Done" if self.done_rounds == self.rounds else "Continue"}
 
+    def trained(self, body: Any) -> tuple[int, Any]:
+        if not self.takes_batches:
+            return 404, {"detail": "Not Found"}
+        self.batch_reports.append(body)
+        self.counted += [0] * (body["round"] - len(self.counted))
+        counted = body["first"] + len(body["batches"])
+        self.counted[body["round"] - 1] = counted
+        first_end = self.batches - self.late_batches
+        last = first_end if counted < first_end else self.batches
+        return 200, {"counted": counted, "last": last, "reason": ""}
+
+    def join(self, _body: Any) -> tuple[int, Any]:
+        """Answer as a worker that does not know the route."""
+        return 404, {"detail": "Not Found"}
+
     def answer(self, route: str, body: Any) -> tuple[int, Any]:
-        usual = {"/resources/fetch": self.fetch, "/resources/send": self.send, "/status/send": self.status}
+        usual = {
+            "/resources/fetch": self.fetch, "/resources/send": self.send, "/status/send": self.status,
+            "/rounds/join": self.join, "/status/batches": self.trained,
+        }  # fmt: skip
         return (self.answers.get(route) or usual[route])(body)
 
     def job(self, **config: Any) -> str:
@@ -343,6 +369,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]
     path = tmp_path_factory.mktemp("llama") / "model"
     create_model("causal-lm", llama_config, 1, path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _bounded_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound what a request waits for where a test names no timeout: threads in a request delay the end of the tests."""
+    monkeypatch.setenv(TIMEOUT_VARIABLE, "60")
 
 
 @pytest.fixture

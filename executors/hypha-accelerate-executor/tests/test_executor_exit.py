@@ -10,19 +10,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.environment import DELAY_VARIABLE
-from hypha.accelerate_executor.errors import BridgeRefused, ExecutorError
+from hypha.accelerate_executor.errors import BridgeClosed, BridgeRefused, ExecutorError
 from hypha_proto.job_spec import UriReference
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,9 +75,9 @@ def test_a_worker_that_does_not_answer_times_out(
         return 0, None
 
     worker.answers["/status/send"] = never
-    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "0.5"], 1)
+    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "2"], 1)
     enough.set()
-    assert message == "/status/send: the worker did not answer within 0.5 s"
+    assert message == "/status/send: the worker did not answer within 2 s"
 
 
 def _ends_with(caplog: pytest.LogCaptureFixture, arguments: list[str], code: int) -> str:
@@ -91,8 +93,8 @@ def test_an_outer_update_that_never_arrives_times_out(
     make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = make_worker(batches=3, silent=True)
-    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "0.5"], 1)
-    assert message == "no outer update of round 1 came within 0.5 s"
+    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "2"], 1)
+    assert message == "no outer update of round 1 came within 2 s"
 
 
 def test_a_stream_that_ends_early_fails(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -285,3 +287,84 @@ def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
     monkeypatch.setattr("hypha.accelerate_executor.diloco.replica.write_update", full)
     message = _ends_with(caplog, worker.arguments(), os.EX_IOERR)
     assert message == f"{worker.work_dir}: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "out of memory: MemoryError"),
+        (MemoryError("Unable to allocate 8 GiB for an array"), "out of memory: Unable to allocate 8 GiB for an array"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB."),
+            "out of memory: the model cannot take a batch of {'pixel_values': [16, 1, 8, 8], 'labels': [16]}: "
+            "CUDA out of memory. Tried to allocate 2 GiB.",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            "DefaultCPUAllocator: can't allocate memory",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
+    ],
+)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_exhausted_memory_has_an_exit_code_of_its_own_and_one_line(
+    make_worker: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    line: str,
+    place: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if place == "forward":
+        monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
+    else:
+        monkeypatch.setattr(torch.Tensor, "backward", fail)
+        line = f"out of memory: {' '.join(str(error).split())}" if str(error) else line
+    message = _ends_with(caplog, make_worker(batches=3).arguments(), 75)
+    assert line in message
+    assert "\n" not in message
+
+
+def test_a_model_that_does_not_fit_into_memory_has_that_exit_code(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.AutoModelForImageClassification.from_pretrained", fail)
+    message = _ends_with(caplog, make_worker().arguments(), 75)
+    assert message.startswith("out of memory: the model cannot be loaded")
+
+
+def test_another_error_of_torch_is_no_lack_of_memory(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
+    assert "cannot be multiplied" in _ends_with(caplog, make_worker(batches=3).arguments(), 1)
+
+
+def test_a_request_in_another_thread_ends_before_the_connection_is_closed(make_worker: Callable[..., Any]) -> None:
+    worker, asked, may_answer = make_worker(), threading.Event(), threading.Event()
+
+    def answer(_: Any) -> tuple[int, Any]:
+        asked.set()
+        assert may_answer.wait(20)
+        return 200, [{"path": "model", "metadata": {}}]
+
+    worker.answers["/resources/fetch"] = answer
+    reference = UriReference(value="https://x.invalid")
+    with ThreadPoolExecutor(1) as thread:
+        with Bridge(worker.socket, worker.work_dir, 30.0) as bridge:
+            fetched = thread.submit(bridge.fetch, reference, ".")
+            assert asked.wait(20)
+        may_answer.set()
+        [file] = fetched.result(20)
+    assert file.path == worker.work_dir / "model"
+    with pytest.raises(BridgeClosed, match="has closed the bridge"):
+        bridge.fetch(reference, ".")

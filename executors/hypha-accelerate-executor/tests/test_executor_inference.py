@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -432,7 +434,15 @@ def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
 def test_a_fetch_is_repeated_while_others_compute_the_slices(
     make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha.accelerate_executor.bridge.client._RETRY_SECONDS", 0.01)
+    slept = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+
+    # the waits take no time: together they are longer than the timeout of one request
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept, sleep=sleep)
+    monkeypatch.setattr("hypha.accelerate_executor.bridge.client.time", clock)
     worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
     asked = 0
 
@@ -444,8 +454,9 @@ def test_a_fetch_is_repeated_while_others_compute_the_slices(
         return worker.fetch(body)  # type: ignore[no-any-return]
 
     worker.answers["/resources/fetch"] = fetch
-    _run(worker, "--timeout", "0.2")
+    _run(worker, "--timeout", "10")
     assert asked == 30
+    assert slept > 10
 
 
 def test_a_drained_task_finishes_its_slice_and_ends(

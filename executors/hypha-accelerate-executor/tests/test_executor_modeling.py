@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
 from hypha.accelerate_executor.modeling.hf import auto_class, load_model
-from hypha_proto.global_model import GlobalModel
+from hypha_proto.global_model import WEIGHTS, GlobalModel
 from hypha_proto.job_spec import TASKS, Nesterov
 from hypha_proto.update_file import (
     TensorFile,
@@ -29,6 +30,7 @@ from hypha_proto.update_file import (
     open_update,
     write_update,
 )
+from hypha_proto.weights_digest import digest_weights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,16 +96,17 @@ def test_executors_and_the_schedulers_weights_stay_bit_identical(digit_model: Pa
         change = {name: np.float32(count) if name.endswith("tracked") else value for name, value in change.items()}
         write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
         replica.merge(path)
-        copy.add([path], number)
+        state = copy.add(path, number)
+        assert state.weights == digest_weights((name, value.detach().numpy()) for name, value in replica.local.items())
     after = module.state_dict()
-    weights = tmp_path / "outer-state" / "weights" / "model.safetensors"
-    with TensorFile(folder / "model.safetensors" if dtype == "F32" else weights) as file:
-        kept = replica.parameters.keys() if dtype != "F32" else replica.names
-        assert kept <= file.tensors.keys() <= replica.names
+    with TensorFile(copy.directory(4) / WEIGHTS) as file:
+        assert file.tensors.keys() == replica.names
         for name in file.tensors:
-            assert np.array_equal(after[name].numpy(), file.tensor(name)), name
+            assert np.array_equal(after[name].numpy(), file.stored(name)), name
     assert {int(value) for name, value in after.items() if name.endswith("tracked")} == {10}
-    for name, value in load_model("image-classification", folder).state_dict().items():
+    shutil.copytree(folder, tmp_path / "result")
+    copy.write_model(4, tmp_path / "result")
+    for name, value in load_model("image-classification", tmp_path / "result").state_dict().items():
         assert torch.equal(value, after[name].to(TORCH_DTYPES[dtype]).to(value.dtype)), name
 
 

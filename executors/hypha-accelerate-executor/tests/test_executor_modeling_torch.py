@@ -188,3 +188,15 @@ def test_create_model_reports_errors(owners_module: str, tmp_path: Path) -> None
         result = CliRunner().invoke(command, ["create-model", *options, "--out", str(tmp_path / "new")])
         assert result.exit_code == 1
         assert words in result.output
+
+
+def test_a_configuration_of_a_torch_model_names_an_allowed_module(owners_module: str, tmp_path: Path) -> None:
+    first = _create(tmp_path / "first", f"{owners_module}:Net", "--kwargs", '{"tied": true}', "--seed", "3")
+    options = ["create-model", "--task", "torch", "--config-json", str(first / "config.json"), "--seed", "3"]
+    result = CliRunner().invoke(command, [*options, "--out", str(tmp_path / "no")])
+    assert result.exit_code == 1
+    assert f"module '{owners_module}' is not allowed; name it in --allow-module" in result.output
+    allowed = [*options, "--allow-module", owners_module, "--out", str(tmp_path / "again")]
+    assert CliRunner().invoke(command, allowed).exit_code == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (first / name).read_bytes()

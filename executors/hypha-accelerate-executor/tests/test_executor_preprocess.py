@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,11 +82,13 @@ def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenize
     safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
     worker = make_worker(rounds=3, batches=10, model_dir=model, slices=[data])
     asked: list[Any] = []
+    fetching = threading.Lock()
 
     def fetch(body: Any) -> tuple[int, Any]:
         asked.append(body)
-        worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
-        return worker.fetch(body)
+        with fetching:  # the slice is fetched beside the model
+            worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
+            return worker.fetch(body)
 
     worker.answers["/resources/fetch"] = fetch
     artifact = {"type": "uri", "value": "file:///tokenizer"}
@@ -105,15 +108,16 @@ def test_a_job_with_a_tokenizer_is_evaluated(make_worker: Callable[..., Any], to
     model, data = tmp_path / "model", tmp_path / "text.safetensors"
     create_model("causal-lm", LLAMA, 0, model)
     safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
-    worker = make_worker(rounds=1, batches=4, model_dir=model, slices=[data])
+    worker, fetching = make_worker(rounds=1, batches=4, model_dir=model, slices=[data]), threading.Lock()
 
     def fetch(body: Any) -> tuple[int, Any]:
         if body["out_dir"] == "evaluation":
             out = worker.work_dir / body["out_dir"]
             out.mkdir()
             return 200, [worker._place(data, out, {})]
-        worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
-        return worker.fetch(body)  # type: ignore[no-any-return]
+        with fetching:  # the slice is fetched beside the model
+            worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
+            return worker.fetch(body)  # type: ignore[no-any-return]
 
     worker.answers["/resources/fetch"] = fetch
     config = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,30 @@ def test_spans_are_reported_with_children_and_age() -> None:
     assert outer.attributes == {"hypha.round": 3, "hypha.samples": 12}
     assert [(span.name, span.ago_ms, span.duration_ms) for span in outer.inside] == [("inner", 14_000, 4_000)]
     assert read_spans(msgspec.json.encode(report)) == report
+
+
+def test_a_span_of_another_thread_is_beside_those_of_this_one_also_across_reports() -> None:
+    recorder = Recorder()
+    spans = Spans(recorder, SAMPLED)
+    begun, reported = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with spans.span("evaluate"):
+            begun.set()
+            assert reported.wait(10)
+
+    thread = threading.Thread(target=work)
+    with spans.span("round"):
+        thread.start()
+        assert begun.wait(10)
+        with spans.span("train"):
+            pass
+    spans.flush()
+    reported.set()
+    thread.join(10)
+    spans.flush()
+    names = [[(span.name, [inner.name for inner in span.inside]) for span in each.spans] for each in recorder.reports]
+    assert names == [[("round", ["train"])], [("evaluate", [])]]
 
 
 def test_a_failed_span_has_the_redacted_reason() -> None:

@@ -23,6 +23,17 @@ from hypha_proto.update_file import apply_update_to_dir, open_update
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
 
+def test_every_round_says_where_its_time_has_gone(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=5)
+    assert training.main([*worker.arguments(), "--timeout", "60"]) == 0
+    first, second = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
+    assert first["compute_seconds"] > 0
+    assert first["data_wait_seconds"] > 0
+    assert first["report_wait_seconds"] >= 0
+    assert "sync_seconds" not in first
+    assert second["sync_seconds"] > 0  # between the two
+
+
 def _result(worker: Any, to: Path) -> Path:
     """Return the scheduler's copy: the start model plus every outer update."""
     shutil.copytree(worker.model_dir, to)

@@ -264,7 +264,7 @@ def invoke(*args: object) -> Any:
 
 
 def test_the_command_prepares_rows_and_notes_what_they_lack(tmp_path: Path) -> None:
-    done = invoke(source(tmp_path, name="ROWS.JSONL"), "--out", tmp_path / "out", "--slices", 3, "--format", "json")
+    done = invoke(source(tmp_path, name="ROWS.JSONL"), "--out", tmp_path / "out", "--slices", 3, "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["format"], result["samples"], result["slices"]) == ("jsonl", 3, 3)
@@ -273,11 +273,11 @@ def test_the_command_prepares_rows_and_notes_what_they_lack(tmp_path: Path) -> N
 
 
 def test_the_command_names_the_option_for_rows_with_another_suffix(tmp_path: Path) -> None:
-    path = source(tmp_path, name="rows.txt")
+    path = source(tmp_path, name="rows.dat")
     wrong = invoke(path, "--out", tmp_path / "out", "--slices", 1)
     assert wrong.exit_code == 1
-    assert "JSON rows need the suffix .jsonl or .ndjson, or --source-format jsonl" in wrong.output
-    right = invoke(path, "--out", tmp_path / "out", "--slices", 1, "--source-format", "jsonl")
+    assert "JSON rows need the suffix .jsonl or .ndjson, or --format jsonl" in wrong.output
+    right = invoke(path, "--out", tmp_path / "out", "--slices", 1, "--format", "jsonl")
     assert right.exit_code == 0, right.output
     assert (tmp_path / "out" / "slice-00000.jsonl").exists()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hypha_data import announcer, digest_cache, slice_resolver, verification
+from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
 from hypha_data.catalog import MANIFEST, open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import CACHE
@@ -117,6 +117,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer, "RECHECK", 0.02)
     monkeypatch.setattr(announcer, "SETTLE", 0.02)
     monkeypatch.setattr(verification, "RECHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(manifest_watch, "POLL_INTERVAL", 0.02)
 
 
 def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
@@ -445,3 +446,69 @@ def test_a_folder_that_cannot_be_written_to_is_served(tmp_path: Path, caplog: py
 
     run(case)
     assert "cannot be written, so every start reads all slices again" in caplog.text
+
+
+def prepare_again(folder: Path, slices: int) -> Manifest:
+    """Prepare the dataset anew, with another number of slices."""
+    return prepare_dataset(folder.parent / "all.safetensors", folder, name="digits", slices=slices, seed=1, force=True)
+
+
+async def until_announced(node: DataNode, slices: int) -> None:
+    while [each.record.num_slices for each in await node.announced()] != [slices]:
+        await anyio.sleep(0.01)
+
+
+def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            [before] = await node.announced()
+            await anyio.to_thread.run_sync(prepare_again, folder, 6)
+            await until_announced(node, 6)
+            [after] = await node.announced()
+            assert after.record.manifest != before.record.manifest
+            assert after.record.seq > before.record.seq
+            assert after.record.withheld is None
+            request = PullRequest(dataset="digits", index=0, name="manifest")
+            await transfer.pull(node.worker, node.peer, request, node.target, digest=after.record.manifest)
+            assert await node.pull(5) == slice_file(folder, 5).read_bytes()
+
+    run(case)
+
+
+@pytest.mark.parametrize("fault", ["not json", "missing slice"])
+def test_a_broken_new_manifest_leaves_the_old_one_served(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = prepared(tmp_path)
+    written = (folder / MANIFEST).read_bytes()
+    content = json.loads(written)
+    extra = {**content["slices"][0], "file": "slice-00009.safetensors"}
+    broken = b"{" if fault == "not json" else json.dumps({**content, "slices": [*content["slices"], extra]}).encode()
+
+    def warnings() -> list[str]:
+        return [line.getMessage() for line in caplog.records if "the earlier one stays" in line.getMessage()]
+
+    async def case() -> None:
+        async with running(folder) as node:
+            await node.until_ready()
+            [before] = await node.announced()
+            (tmp_path / "new").write_bytes(broken)
+            (tmp_path / "new").replace(folder / MANIFEST)
+            while not warnings():
+                await anyio.sleep(0.01)
+            await anyio.sleep(0.2)  # several further looks
+            assert await node.pull(3) == slice_file(folder, 3).read_bytes()
+            assert await node.announced() == [before]
+            assert len(warnings()) == 1
+            assert str(folder / MANIFEST) in warnings()[0]
+            if fault == "missing slice":  # which arrives late
+                (tmp_path / "late").write_bytes(slice_file(folder, 0).read_bytes())
+                (tmp_path / "late").replace(folder / "slice-00009.safetensors")
+            else:
+                await anyio.to_thread.run_sync(prepare_again, folder, 5)
+            await until_announced(node, 5)
+
+    run(case)

@@ -64,7 +64,10 @@ def test_prompts_of_the_standard_library_are_short(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "kill while training": (["--task", "digits", "--kill", "worker"], "--kill: not with --task digits"),
+    "a server to kill": (
+        ["--task", "inference", "--kill", "parameter-server"],
+        "--kill parameter-server: not with --task inference, which has none",
+    ),
     "a model to train": (["--task", "text", "--model", "."], "--model: not with --task text"),
     "prompts for images": (["--task", "inference", "--prompts", __file__], "--prompts: not with --task inference"),
     "comparison": (["--task", "generate", "--compare"], "--compare: not with --task generate"),

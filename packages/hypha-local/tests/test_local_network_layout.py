@@ -102,6 +102,16 @@ def test_every_node_has_its_own_configuration(tmp_path: Path) -> None:
     assert (job["dataset"], job["rounds"]["evaluate_every"]) == ({"dataset": "digits"}, 0)
 
 
+def test_the_spare_worker_can_take_any_part(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "run")
+    folders.make()
+    nodes = plan_nodes(1, spare=True)
+    write_configuration(folders, nodes, Training(workers=1), sys.executable)
+    spare = tomllib.loads((folders.configuration / "spare.toml").read_text())
+    assert sorted(each["class"] for each in spare["executors"]) == ["aggregate", "train"]
+    assert nodes[-1].role == "scheduler"
+
+
 def test_python_path_with_any_characters_is_configured(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "demo")
     folders.make()

@@ -8,15 +8,11 @@ import time
 from pathlib import Path
 
 import anyio
-import psutil
 import pytest
+from support.liveness import is_alive
 
 from hypha_local.errors import ProcessFailedError
 from hypha_local.processes import child_environment, local_processes
-
-
-def _alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_no_child_outlives_its_context(tmp_path: Path) -> None:
@@ -41,7 +37,7 @@ def test_no_child_outlives_its_context(tmp_path: Path) -> None:
         patch.setattr("hypha_local.processes.TERM_TIMEOUT", 0.5)
         anyio.run(main, backend="trio")
     assert time.monotonic() - started < 20
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 def test_early_exit_is_an_error_with_the_last_lines(tmp_path: Path) -> None:
@@ -80,6 +76,6 @@ def test_children_are_terminated_when_the_parent_is_killed(tmp_path: Path) -> No
         child = int(parent.stdout.readline())
         parent.kill()
     deadline = time.monotonic() + 20
-    while _alive(child):
+    while is_alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -156,6 +156,21 @@ def test_an_address_without_listener_is_unreachable(authority: Any) -> None:
     run(main)
 
 
+def test_connected_peers_hear_of_protocols_that_are_added_and_removed(libp2p_opener: Opener) -> None:
+    """A node that starts is dialled before its services have registered their handlers."""
+
+    async def main() -> None:
+        async with libp2p_opener(2) as (gateway, leaf):
+            await until(lambda: bool(gateway.connected_peers()[leaf.peer_id].protocols))
+            assert ECHO not in gateway.connected_peers()[leaf.peer_id].protocols
+            leaf.handle(ECHO, Stream.aclose)
+            await until(lambda: ECHO in gateway.connected_peers()[leaf.peer_id].protocols)
+            leaf.unhandle(ECHO)
+            await until(lambda: ECHO not in gateway.connected_peers()[leaf.peer_id].protocols)
+
+    run(main)
+
+
 def test_peer_info_contains_identify_and_certificate_data(libp2p_opener: Opener) -> None:
     async def main() -> None:
         async with libp2p_opener(2) as (gateway, leaf):
@@ -206,6 +221,21 @@ def test_nodes_restore_records_and_topics_after_a_gateway_restart(authority: Any
                     with anyio.fail_after(15):
                         assert (await anext(heard)).data == value
                 await until(lambda: not one.connected_peers().keys() & {gateway.peer_id})
+
+    run(main)
+
+
+def test_an_endpoint_tells_which_of_its_gateways_is_connected(authority: Any) -> None:
+    async def main() -> None:
+        settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
+        [address], silent = settings.listen_addresses, f"/ip4/127.0.0.1/tcp/{free_port()}"
+        node = EndpointSettings(gateway_addresses=(silent, address))
+        async with open_endpoint(authority.identity("one"), node) as one:
+            assert one.gateways() == {silent: None, address: None}
+            async with open_endpoint(authority.identity("gateway", "gateway"), settings) as hub:
+                assert hub.gateways() == {}
+                await until(lambda: one.gateways() == {silent: None, address: hub.peer_id}, 15)
+            await until(lambda: one.gateways() == {silent: None, address: None}, 15)
 
     run(main)
 

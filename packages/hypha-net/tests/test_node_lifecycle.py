@@ -31,10 +31,14 @@ from hypha_net.testing import MemoryNetwork
 class OwnError(Exception):
     pass
 
+# blocking code sleeps in steps: a signal that arrives just before a blocking call is handled only when the call returns
+STEPS = range(600)
+
 class SlowToGo:  # the interpreter prints and swallows what its destructor raises
     def __del__(self):
         print("running", flush=True)
-        time.sleep(60)
+        for _ in STEPS:
+            time.sleep(0.1)
 
 async def fails():
     await anyio.sleep(0)
@@ -62,13 +66,15 @@ async def serve(config, node):
         with anyio.CancelScope(shield=behaviour == "drains too long"):
             await anyio.sleep(60)
     if behaviour == "blocks":
-        time.sleep(60)
+        for _ in STEPS:
+            time.sleep(0.1)
     await anyio.sleep(60)
 
 def connect(config, role):
     if behaviour == "slow to start":
         print("running", flush=True)
-        time.sleep(60)
+        for _ in STEPS:
+            time.sleep(0.1)
     if behaviour == "slow destructor":
         SlowToGo()
     return MemoryNetwork().endpoint("node")

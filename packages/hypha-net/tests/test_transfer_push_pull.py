@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypha_net.errors import (
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH_WITH_HEADER
-from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 
 def _header(path: Path, size: int, digest: str) -> PushHeader:
@@ -81,6 +82,31 @@ def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
 
     run_with_pair(case)
     assert received == [content] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)],
+    ids=["full", "quota", "I/O"],
+)
+def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: int, is_full: bool) -> None:
+    """The sender may push the same again when there is room."""
+    content = b"abc" * 1000
+
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        async def on_complete(_size: int, _digest: str) -> None:
+            raise OSError(number, "cannot be stored", str(tmp_path))
+
+        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+            return transfer.FilePushTarget(tmp_path / "target", 1 << 20, on_complete)
+
+        transfer.serve_pushes(b, accept)
+        header = _header(Path("x"), *await transfer.describe(content))
+        with pytest.raises(TransferRefusedError, match="cannot be stored") as refused:
+            await transfer.push(a, b.peer_id, content, header)
+        assert refused.value.reason.startswith(NO_ROOM) is is_full
+
+    run_with_pair(case)
 
 
 def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:

@@ -10,13 +10,28 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import msgspec
 import pytest
 
+from hypha_proto.batch_reports import MAX_BATCHES, REPORT_BATCHES, BatchesCounted, ReportBatches
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json, to_plain
+from hypha_proto.contributions import (
+    AWAIT_COMMIT,
+    OPTIMIZER_KEPT,
+    STATE_CONTRIBUTION,
+    AwaitCommit,
+    CommitStatus,
+    Contribution,
+    ContributionKnown,
+    SampleRange,
+    StateContribution,
+)
+from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
 from hypha_proto.datasets import (
     DATA,
     JSONL,
+    ContentRecord,
     DataRequest,
     DatasetRecord,
     Manifest,
@@ -27,9 +42,21 @@ from hypha_proto.datasets import (
 )
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
-from hypha_proto.errors import InvalidIdError
+from hypha_proto.errors import DecodeError, InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
+from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
+from hypha_proto.job_membership import (
+    JOB_WORKERS,
+    JOIN_ROUND,
+    SERVER_CHANGED,
+    JobWorkers,
+    JobWorkersKnown,
+    JoinRound,
+    RoundToJoin,
+    ServerChanged,
+    ServerKnown,
+)
 from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
@@ -41,6 +68,7 @@ from hypha_proto.job_spec import (
     Model,
     Nesterov,
     PeersReference,
+    SliceAddress,
     TrainConfig,
     TrainJob,
     WarmupStableDecay,
@@ -65,7 +93,7 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest
+from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest, TrainedBatch
 from hypha_proto.protocols import TASKS
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
@@ -76,7 +104,7 @@ from hypha_proto.round_membership import (
     RoundMembers,
     UpdateRefused,
 )
-from hypha_proto.signed_records import heartbeat_key, publisher_named, signed_bytes, split_heartbeat
+from hypha_proto.signed_records import confirmed_key, heartbeat_key, publisher_named, signed_bytes, split_heartbeat
 from hypha_proto.task_resources import (
     LOCATE_RESOURCE,
     PUSH_OUTPUT,
@@ -97,6 +125,7 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import (
     DatasetSource,
+    DhtSource,
     Draining,
     DrainTask,
     FileSource,
@@ -104,6 +133,7 @@ from hypha_proto.tasks import (
     PeersSource,
     Ready,
     ResultSource,
+    S3Source,
     SchedulerFrame,
     SlicesSource,
     Started,
@@ -175,6 +205,45 @@ TRAIN = JobSpec(
     ),
 )
 
+SERVED = PeersReference(peers=(OTHER,), strategy=All())
+CONTRIBUTION = Contribution(
+    round=4,
+    weights=DIGEST,
+    ranges=(SampleRange(epoch=1, slice=3, first=10, end=100), SampleRange(epoch=1, slice=7, first=0, end=230)),
+    batches=20,
+    batch_size=16,
+    seed=1 << 60,
+    optimizer=OPTIMIZER_KEPT,
+    update=DIGEST,
+)
+RESUMED_TRAIN = msgspec.structs.replace(
+    TRAIN,
+    executor=msgspec.structs.replace(
+        TRAIN.executor,
+        config=msgspec.structs.replace(TRAIN.executor.config, first_round=5, term=2, weights=SERVED),
+    ),
+)
+JOINING_TRAIN = msgspec.structs.replace(
+    TRAIN,
+    executor=msgspec.structs.replace(
+        TRAIN.executor, config=msgspec.structs.replace(TRAIN.executor.config, term=2, join=True, micro_batch=8)
+    ),
+)
+RESUMED_AGGREGATE = msgspec.structs.replace(
+    JOB,
+    executor=AggregateJob(
+        descriptor=Descriptor(name="parameter-server"),
+        config=AggregateConfig(
+            updates=SERVED,
+            results=SERVED,
+            optimizer=Nesterov(learning_rate=0.5, momentum=0.75),
+            members=True,
+            term=2,
+            momentum=SERVED,
+        ),
+    ),
+)
+
 LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
 REQUESTS: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
@@ -193,6 +262,7 @@ REQUESTS: list[tuple[Any, Any]] = [
         RoundMembers(job_id=ID[7], round=4, members=(Member(peer=PEER, samples=320),), deadline_ms=30_000),
     ),
     (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="not finite")),
+    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="too late", missing=True)),
     (DATA, DataRequest(dataset="digits", job_id=ID[7])),
     (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[1])),
     (
@@ -216,6 +286,8 @@ REQUESTS: list[tuple[Any, Any]] = [
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
     (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
+    (LIST_LOGS, ListLogs(job_id=ID[7])),
+    (READ_LOG, ReadLog(job_id=ID[7], run="count[2]@3", position=1 << 20, limit=64 << 10)),
     (LOCATE_RESOURCE, LOCATE),
     (
         LOCATE_RESOURCE,
@@ -235,6 +307,79 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (RELEASE_OUTPUTS, ReleaseOutputs(job_id=ID[7], datasets=("unguessable",))),
     (DISPATCH_JOB, DispatchJob(id=ID[1], spec=TRAIN)),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=RESUMED_TRAIN, orphan_grace_ms=120_000)),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=RESUMED_AGGREGATE)),
+    (
+        ROUND_MEMBERS,
+        RoundMembers(
+            job_id=ID[7],
+            round=4,
+            members=(Member(peer=PEER, samples=320, update=DIGEST), Member(peer=OTHER, samples=80)),
+            deadline_ms=30_000,
+            term=2,
+        ),
+    ),
+    (
+        STATE_CONTRIBUTION,
+        StateContribution(
+            job_id=ID[7],
+            lease=ID[1],
+            round=4,
+            update=DIGEST,
+            samples=320,
+            contribution=CONTRIBUTION,
+            id=ID[2],
+        ),
+    ),
+    (STATE_CONTRIBUTION, StateContribution(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
+    (AWAIT_COMMIT, AwaitCommit(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOINING_TRAIN)),
+    (
+        STATE_CONTRIBUTION,
+        StateContribution(
+            job_id=ID[7],
+            lease=ID[1],
+            round=4,
+            update=DIGEST,
+            contribution=msgspec.structs.replace(CONTRIBUTION, micro_batch=8),
+        ),
+    ),
+    (JOIN_ROUND, JoinRound(job_id=ID[7], lease=ID[1])),
+    (
+        SERVER_CHANGED,
+        ServerChanged(
+            job_id=ID[7],
+            lease=ID[1],
+            term=2,
+            server=PEER,
+            round=4,
+            update=DIGEST,
+            outer_update=SliceAddress(dataset="outer-update", index=0),
+        ),
+    ),
+    (SERVER_CHANGED, ServerChanged(job_id=ID[7], lease=ID[1], term=2, server=PEER, round=1)),
+    (JOB_WORKERS, JobWorkers(job_id=ID[7], term=2, version=3, workers=(PEER, OTHER))),
+    (
+        REPORT_BATCHES,
+        ReportBatches(
+            job_id=ID[7],
+            lease=ID[1],
+            round=4,
+            first=20,
+            batches=(
+                TrainedBatch(batch_size=16, slices={"3": 10, "7": 6}, batch_ms=12.5, wait_ms=0.25),
+                TrainedBatch(batch_size=16, slices={"7": 16}, batch_ms=11.5, wait_ms=0.0),
+            ),
+        ),
+    ),
+    (
+        REPORT_BATCHES,
+        ReportBatches(
+            job_id=ID[7], lease=ID[1], round=4, first=20, batches=(TrainedBatch(batch_size=16, batch_ms=12.5),), last=21
+        ),
+    ),
+    (LIST_DATASETS, ListDatasets()),
+    (LIST_DATASETS, ListDatasets(after="größer", limit=100)),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -256,6 +401,8 @@ RESPONSES: list[tuple[Any, Any]] = [
     (SAY_GOODBYE, GoodbyeReceived()),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
     (ANNOUNCE_DRAIN, DrainReceived()),
+    (LIST_LOGS, LogsListed(logs=(LogEntry(run=str(ID[1]), start=4096, end=9000, ended=True),))),
+    (READ_LOG, LogPart(known=True, text="step 1\nstep 2\n", start=4100, next=4114)),
     (
         LOCATE_RESOURCE,
         ResourceLocation(
@@ -281,6 +428,34 @@ RESPONSES: list[tuple[Any, Any]] = [
     (PUSH_OUTPUT, PushBegun(accepted=True)),
     (PUSH_OUTPUT, PushBegun(accepted=False, reason="no such output")),
     (RELEASE_OUTPUTS, OutputsReleased(removed=3)),
+    (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, first=10, end=100)),
+    (STATE_CONTRIBUTION, ContributionKnown(accepted=True)),
+    (STATE_CONTRIBUTION, ContributionKnown(accepted=False, reason="slice 3 was not given to this worker")),
+    (STATE_CONTRIBUTION, ContributionKnown(accepted=False, reason="round 4 is closed", rejoin=True)),
+    (JOIN_ROUND, RoundToJoin()),
+    (JOIN_ROUND, RoundToJoin(round=5, weights=DIGEST)),
+    (JOIN_ROUND, RoundToJoin(reason="no training task of the job runs on this peer")),
+    (SERVER_CHANGED, ServerKnown(accepted=True, sends=DIGEST)),
+    (SERVER_CHANGED, ServerKnown(accepted=False, reason="term 3 is known")),
+    (JOB_WORKERS, JobWorkersKnown(accepted=True)),
+    (AWAIT_COMMIT, CommitStatus(committed=True, weights=DIGEST)),
+    (AWAIT_COMMIT, CommitStatus(committed=False)),
+    (AWAIT_COMMIT, CommitStatus(committed=False, reason="round 4 has another outer update")),
+    (REPORT_BATCHES, BatchesCounted(counted=22)),
+    (REPORT_BATCHES, BatchesCounted(counted=22, last=30)),
+    (REPORT_BATCHES, BatchesCounted(counted=22, done=True)),
+    (REPORT_BATCHES, BatchesCounted(counted=20, reason="no training task of the job runs on this peer")),
+    (LIST_DATASETS, DatasetPage(datasets=())),
+    (
+        LIST_DATASETS,
+        DatasetPage(
+            datasets=(
+                ListedDataset(name="cifar", num_slices=1 << 33, providers=1, manifests=1),
+                ListedDataset(name="größer", num_slices=16, providers=3, manifest=DIGEST, manifests=2),
+            ),
+            next="größer",
+        ),
+    ),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
@@ -289,6 +464,11 @@ HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
     ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
     ("PushHeader.scheduler", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER)),
+    (
+        "PushHeader.contribution",
+        PushHeader,
+        msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER, term=2, contribution=CONTRIBUTION),
+    ),
     (
         "PushHeader.delivery",
         PushHeader,
@@ -324,6 +504,14 @@ TASK_SPEC = TaskSpec(
     sends=True,
 )
 
+SOURCES_SPEC = TaskSpec(
+    executor="bash",
+    resources=(
+        TaskResource(name="dataset", s3=S3Source(bucket="my-bucket", key="data.csv")),
+        TaskResource(name="model", dht=DhtSource(sha256="ab" * 32)),
+    ),
+)
+
 LOCATED = LocatedFile(path="a", dataset="unguessable", index=0, size=7, digest=DIGEST, peers=(PEER,))
 LOCATED_SPEC = TaskSpec(
     executor="bash",
@@ -356,6 +544,7 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("SchedulerFrame.start.located", SchedulerFrame, definition(start=LOCATED_SPEC)),
     ("SchedulerFrame.stop", SchedulerFrame, definition(stop=Stop(reason="enough"))),
     ("SchedulerFrame.drain", SchedulerFrame, definition(drain=DrainTask(left_ms=60_000, reason="it moves"))),
+    ("SchedulerFrame.start.sources", SchedulerFrame, definition(start=SOURCES_SPEC)),
     ("WorkerFrame", WorkerFrame, WorkerFrame(sequence=7, acknowledged=6)),
     ("WorkerFrame.started", WorkerFrame, report(started=Started())),
     ("WorkerFrame.ready", WorkerFrame, report(ready=Ready())),
@@ -391,6 +580,7 @@ HEARTBEAT = [
 ]
 
 
+CONTENT_RECORDS = [ContentRecord(size=1 << 33)]
 RECORDS = [DatasetRecord(num_slices=4, seq=7, manifest="blake3:" + "ab" * 32, withheld=(1, 3))]
 ENTRY = SliceEntry(file="slice-00000.jsonl", samples=3, size=96, digest=DIGEST)
 TENSORS = Manifest(dataset="digits", slices=(msgspec.structs.replace(ENTRY, file="slice-00000.safetensors"),))
@@ -398,6 +588,7 @@ MANIFESTS = [
     TENSORS,
     msgspec.structs.replace(TENSORS, columns={"pixel_values": "float32[1,8,8]", "labels": "int64[]"}),
     Manifest(dataset="prompts", slices=(ENTRY,), format=JSONL, columns={"prompt": "text", "stars": "integer"}),
+    msgspec.structs.replace(TENSORS, columns={"labels": "int64[]"}, labels=("cat", "dög")),
 ]
 
 
@@ -422,6 +613,11 @@ def lines() -> list[dict[str, Any]]:
         made.append(
             {"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": "dataset", "hex": data.hex(), "json": plain}
         )
+    for content in CONTENT_RECORDS:
+        data, plain = to_json(ContentRecord, content), to_plain(ContentRecord, content)
+        made.append(
+            {"protocol": "/ipfs/kad/1.0.0", "kind": "record", "name": "content", "hex": data.hex(), "json": plain}
+        )
     for manifest in MANIFESTS:
         data, plain = to_json(Manifest, manifest), to_plain(Manifest, manifest)
         made.append({"protocol": "transfer", "kind": "file", "name": "manifest", "hex": data.hex(), "json": plain})
@@ -433,6 +629,7 @@ def golden() -> list[dict[str, Any]]:
 
 
 ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(TASK_FRAMES) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
+ALL += len(CONTENT_RECORDS)
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -449,17 +646,29 @@ def test_golden_bytes_decode() -> None:
     frames = [line for line in stored if line["kind"] == "frame"]
     for (_, annotated, value), line in zip(TASK_FRAMES, frames, strict=True):
         assert from_cbor(annotated, bytes.fromhex(line["hex"])) == value
-    records = stored[-len(RECORDS) - len(MANIFESTS) :]
+    records = stored[-len(RECORDS) - len(CONTENT_RECORDS) - len(MANIFESTS) :]
     for record, line in zip(RECORDS, records, strict=False):
         assert from_json(DatasetRecord, bytes.fromhex(line["hex"])) == record
+    for content, line in zip(CONTENT_RECORDS, records[len(RECORDS) :], strict=False):
+        assert from_json(ContentRecord, bytes.fromhex(line["hex"])) == content
     for manifest, line in zip(MANIFESTS, stored[-len(MANIFESTS) :], strict=True):
         assert from_json(Manifest, bytes.fromhex(line["hex"])) == manifest
     assert len(stored) == ALL
 
 
+@pytest.mark.parametrize("count", [0, MAX_BATCHES + 1])
+def test_a_report_of_no_batches_or_of_too_many_is_malformed(count: int) -> None:
+    plain = {"round": 1, "first": 0, "batches": [{"batch_size": 16}] * count, "job_id": ID[7].bytes}
+    message = cbor2.dumps({"ReportBatches": plain | {"lease": ID[1].bytes}})
+    with pytest.raises(DecodeError, match=f"{count} reports; expected 1 to 256"):
+        REPORT_BATCHES.decode_request(message)
+
+
 def test_only_heartbeat_keys_name_a_publisher() -> None:
     assert publisher_named(heartbeat_key(PEER, b"a/b\xff")) == PEER
     assert publisher_named(b"digits") is None
+    assert confirmed_key(heartbeat_key(PEER, b"a/b\xff")) == b"a/b\xff"
+    assert confirmed_key(b"a/b") == b"a/b"
     for spoilt in (
         b"/hypha/heartbeat/0.1.0/",
         b"/hypha/heartbeat/0.1.0/x/digits",

@@ -7,6 +7,7 @@ import random
 import resource
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,31 @@ def test_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
         writer.write("a", np.zeros(2, "f4"))
     assert path.read_bytes() == b"old"
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "folder"]
+
+
+def test_blocks_are_written_at_their_place_by_several_threads(tmp_path: Path) -> None:
+    values, size = np.arange(100_003, dtype="f4"), 1000
+    infos = {"a": TensorInfo("F32", values.shape), "b": TensorInfo("I64", (2,))}
+    with TensorFileWriter(tmp_path / "a", infos) as writer, ThreadPoolExecutor(4) as pool:
+        places = range(0, values.size, size)
+        done = [pool.submit(writer.write_stored_at, "a", at, values[at : at + size]) for at in reversed(places)]
+        for future in done:
+            future.result(timeout=60)
+        writer.write_stored_at("b", 1, np.array([7]))
+        writer.write_stored_at("b", 0, np.array([5]))
+    with TensorFile(tmp_path / "a") as file:
+        np.testing.assert_array_equal(file.stored("a"), values)
+        assert file.stored("b").tolist() == [5, 7]
+        found = [block.tolist() for block in file.blocks("a", 2, begin=99_999, end=100_002)]
+        assert found == [[99_999.0, 100_000.0], [100_001.0]]
+
+
+@pytest.mark.parametrize("begin", [-1, 2])
+def test_elements_outside_a_tensor_are_refused(tmp_path: Path, begin: int) -> None:
+    path, info, beyond = tmp_path / "a", {"a": TensorInfo("F32", (3,))}, "more than the 12 bytes"
+    with pytest.raises(TensorFileError, match=beyond), TensorFileWriter(path, info) as writer:
+        writer.write_stored_at("a", begin, np.zeros(2, "f4"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager

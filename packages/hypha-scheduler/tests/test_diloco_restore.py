@@ -1,132 +1,361 @@
-"""Restoring DiLoCo from its journal: the state is the one after the last closed round, whatever workers reported."""
+"""Restoring DiLoCo from its journal: committed rounds count, and what workers have is theirs after a restart."""
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import BatchDone, OuterStepTaken, RoundMetrics, SendingUpdate, UpdateMerged
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.strategies.base import WriteJournal
-from hypha_scheduler.strategies.diloco.events import round_closed_effects
-from hypha_scheduler.strategies.diloco.restore import restore
-from hypha_scheduler.strategies.diloco.rounds import RoundClosed, Rounds, RoundSettings
-from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger, SliceState
-from hypha_scheduler.strategies.diloco.training_state import TrainingState
+from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
+from hypha_scheduler.strategies.diloco.records import announced_record, contributed_record, round_record, term_record
+from hypha_scheduler.strategies.diloco.restore import BeganRecord, Restored, restore
+from hypha_scheduler.strategies.diloco.result_model import Advance
+from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SampleSpan, SliceLedger
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(3)]
 SERVER = PeerId.from_public_key(bytes([9]) * 32)
-SLICES, SAMPLES, BATCH, ROUNDS, SEED = 6, 12, 4, 3, 5
-KINDS = ["slice", "batch", "batch", "post", "metrics", "merged", "step", "lose", "round"]
-STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from(PEERS))
+SIZES, SEED = [12, 5, 20, 7], 5
+KINDS = ["slice", "slice", "contribute", "contribute", "refuse", "lose", "round", "announce", "restart"]
+STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from(PEERS), st.integers(0, 20))
+BEGAN = BeganRecord(
+    dataset="d", manifest="m", model="start", seed=SEED, batch_size=4,
+    settings={"outer_optimizer": {"learning_rate": 0.7}}, workers=tuple(PEERS),
+)  # fmt: skip
 
 
-class Writer:
-    """Feeds reports to a training state and writes its records to a journal, as the operator does."""
+def digest(text: str) -> str:
+    return f"blake3:{text.encode().hex():0>64}"
+
+
+def samples_of(spans: Iterable[SampleSpan]) -> list[tuple[int, int, int]]:
+    return [(span.epoch, span.index, position) for span in spans for position in range(span.first, span.end)]
+
+
+class Run:
+    """A job's ledger and journal, written as the operator writes it."""
 
     def __init__(self, path: Path) -> None:
-        ledger = SliceLedger([SAMPLES] * SLICES, SEED, BATCH)
-        self.state = TrainingState(Rounds(RoundSettings(ROUNDS, 24, BATCH, 1), PEERS, 0.0), ledger, SERVER)
+        self.path = path
         self.journal = Journal(path)
-        self.now = 0.0
-        self.recorded = 0
+        self.ledger = SliceLedger(SIZES, SEED)
+        self.closed = 0
+        self.used: list[SampleSpan] = []
         self.samples: Counter[PeerId] = Counter()
-        self.batches: Counter[PeerId] = Counter()
-        self.loss: float | None = None
-        self.used: set[Assignment] = set()
+        self.open: dict[PeerId, MemberUpdate] = {}
+        self.unused: list[UnusedUpdate] = []
+        self.lost: set[PeerId] = set()
+        self.journal.record("accepted", job={"type": "diloco"})
+        self.journal.append("began", **BEGAN.record())
+        self.write(term_record(1, SERVER, PEERS))
 
-    def act(self, what: str, peer: PeerId, loss: float) -> None:
-        if what == "round":
-            self.train_round(loss, ("slice", "batch", "post"))
+    def write(self, record: WriteJournal) -> None:
+        self.journal.append(record.kind, **record.fields)
+
+    def act(self, what: str, peer: PeerId, count: int) -> None:
+        if what == "slice":
+            self.assign(peer)
+        elif what == "contribute":
+            self.contribute(peer, count)
+        elif what == "refuse" and peer in self.open:
+            self.withdraw(peer, "refused")
+        elif what == "lose":
+            self.ledger.release(peer)
+            self.lost.add(peer)
+            if peer in self.open:
+                self.withdraw(peer, "lost")
+        elif what == "announce":
+            self.announce()
+        elif what == "round":
+            self.commit()
+        elif what == "restart":
+            self.restart(PEERS if count % 2 else [other for other in PEERS if other != peer])
+
+    def assign(self, peer: PeerId) -> None:
+        try:
+            span = self.ledger.assign(peer)
+        except LedgerFullError:
             return
-        self.now += 1.0
-        state = self.state
-        number = state.rounds.closed + 1
-        effects: tuple[object, ...] = ()
-        if what == "slice" and len(state.slices.held_by(peer)) < 3:
-            state.slice_for(peer, self.now)
-        elif what == "batch" and (held := state.slices.held_by(peer)):
-            effects = state.report(peer, BatchDone(batch_size=BATCH, slices={str(held[0].index): BATCH}), self.now)[1]
-        elif what == "post":
-            effects = state.report(peer, SendingUpdate(), self.now)[1]
-        elif what == "metrics":
-            for closed in (number - 1, number):
-                effects += state.report(peer, RoundMetrics(round=closed, metrics={"loss": loss}), self.now)[1]
-        elif what == "merged":
-            effects = state.report(peer, UpdateMerged(), self.now)[1]
-        elif what == "step":
-            effects = state.report(SERVER, OuterStepTaken(), self.now)[1]
-        elif what == "lose" and len(state.rounds.members) > 1:
-            effects = state.worker_lost(peer, "gone", self.now)
-        self.record(effects)
+        fields = {"epoch": span.epoch, "slice": span.index, "first": span.first, "end": span.end}
+        self.journal.record_lazily("assigned", worker=str(peer), dataset="d", **fields)
 
-    def train_round(self, loss: float, steps: Sequence[str]) -> None:
-        """Let all workers take these steps, then the parameter server its outer step, and all merge it."""
-        for peer in PEERS:
-            for what in steps:
-                self.act(what, peer, loss)
-        self.act("step", SERVER, loss)
-        for peer in PEERS:
-            self.act("metrics", peer, loss)
-            self.act("merged", peer, loss)
+    def contribute(self, peer: PeerId, count: int) -> None:
+        """Contribute `count` samples of what the worker has, oldest first."""
+        if peer in self.open:
+            return
+        spans = []
+        for held in self.ledger.held_by(peer):
+            end = min(held.end, held.first + count)
+            spans += [SampleSpan(held.epoch, held.index, held.first, end)] if end > held.first else []
+            count -= end - held.first
+        number = self.closed + 1
+        taken = self.ledger.contribute(peer, number, spans)
+        samples = sum(span.samples for span in taken)
+        update = digest(f"{peer}/{number}"[-30:])
+        stated = Contribution(
+            round=number, weights=digest(f"w{self.closed}"), batches=2, batch_size=4, seed=1, optimizer=OPTIMIZER_KEPT,
+            ranges=tuple(SampleRange(epoch=s.epoch, slice=s.index, first=s.first, end=s.end) for s in taken),
+            update=update,
+        )  # fmt: skip
+        self.open[peer] = MemberUpdate(peer, number, samples, 2, taken, update, stated if count % 2 else None)
+        self.write(contributed_record(self.open[peer]))
 
-    def record(self, effects: tuple[object, ...]) -> None:
-        for effect in effects:
-            if isinstance(effect, RoundClosed):
-                used = self.state.slices.take_used()
-                self.used.update(used)
-                self.samples.update(effect.samples)
-                self.batches.update(effect.batches)
-                self.recorded, self.loss = effect.round, effect.loss
-                for found in round_closed_effects(effect, 0, used):
-                    if isinstance(found, WriteJournal):
-                        self.journal.append(found.kind, **found.fields)
+    def withdraw(self, peer: PeerId, why: str) -> None:
+        self.ledger.withdraw(peer, self.closed + 1)
+        gone = self.open.pop(peer)
+        self.unused.append(UnusedUpdate(peer, why, gone.spans, gone.stated))
+
+    def restart(self, kept: list[PeerId]) -> None:
+        """Go on with the state of the journal and these workers; what the others have is lost."""
+        restored = restore(read_journal(self.path))
+        self.ledger = SliceLedger(SIZES, SEED)
+        restored.restore_ledger(self.ledger, kept)
+        self.lost.update(set(PEERS) - set(kept))
+        self.open = {
+            peer: MemberUpdate(peer, r.round, r.samples, r.batches, r.spans, r.update, r.contribution)
+            for peer, r in restored.contributed.items()
+            if peer in kept
+        }
+        self.unused = []
+
+    def announce(self) -> None:
+        members = [(peer, update.samples) for peer, update in self.open.items()]
+        self.write(announced_record(self.closed + 1, 1, members))
+
+    def commit(self) -> None:
+        number = self.closed + 1
+        self.announce()
+        self.ledger.commit(number, self.open)
+        updates = list(self.open.values())
+        before, after = digest(f"w{self.closed}"), digest(f"w{number}")
+        advance = Advance(before=before, weights=after, update=digest(f"u{number}"))
+        self.write(round_record(number, 1, updates, self.unused, advance, 1 / number))
+        for update in updates:
+            self.samples[update.peer] += update.samples
+            self.used += update.spans
+        self.closed, self.open, self.unused = number, {}, []
+
+
+def run_of(path: Path, steps: Iterable[tuple[str, PeerId, int]]) -> Run:
+    run = Run(path)
+    with run.journal:
+        for what, peer, count in steps:
+            run.act(what, peer, count)
+    return run
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=st.lists(STEP, max_size=120), loss=st.floats(0, 100))
-def test_restored_state_is_that_after_the_last_recorded_round(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, PeerId]], loss: float
+@given(steps=st.lists(STEP, min_size=8, max_size=60))
+def test_a_restart_continues_with_the_committed_rounds_and_what_workers_have(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, PeerId, int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / uuid.uuid4().hex
-    writer = Writer(path)
-    with writer.journal:
-        writer.journal.record("accepted")
-        for what, peer in steps:
-            writer.act(what, peer, loss)
+    run = run_of(path, steps)
     restored = restore(read_journal(path))
-    assert restored.closed == writer.recorded
-    assert (restored.samples, restored.batches) == (writer.samples, writer.batches)
-    assert restored.loss == writer.loss
-    assert set(restored.used_slices) == writer.used
-    assert len(restored.used_slices) == len(writer.used)
-    ledger = SliceLedger([SAMPLES] * SLICES, SEED, BATCH)
-    ledger.restore(restored.used_slices)
-    for epoch in range(3):
-        for index in range(SLICES):
-            used = Assignment(epoch, index) in writer.used
-            assert (ledger.state(epoch, index) is SliceState.USED) == used
-    handed_out = [ledger.assign(number) for number in range(2 * SLICES)]  # partially used ones are among them
-    assert not set(handed_out) & writer.used
-    assert len(set(handed_out)) == len(handed_out)
+    assert (restored.closed, restored.samples) == (run.closed, run.samples)
+    assert restored.loss == (1 / run.closed if run.closed else None)
+    assert restored.weights == (digest(f"w{run.closed}") if run.closed else None)
+    assert sorted(samples_of(restored.used)) == sorted(samples_of(run.used))
+    ledger = SliceLedger(SIZES, SEED)
+    restored.restore_ledger(ledger, PEERS)
+    check_restored(run, restored, ledger)
 
 
-def test_a_complete_run_is_restored(tmp_path: Path) -> None:
-    """Three rounds of three workers, with a slice in progress at the end of each."""
-    writer = Writer(tmp_path / "journal")
-    with writer.journal:
-        for _ in range(ROUNDS):
-            writer.train_round(0.5, ("slice", "batch", "batch", "batch", "slice", "batch", "post"))
+def check_restored(run: Run, restored: Restored, ledger: SliceLedger) -> None:
+    everything = Counter(samples_of([*ledger.available, *restored.used]))
+    for peer in PEERS:
+        held = samples_of(ledger.held_by(peer))
+        contributed = ledger.contribution(peer, run.closed + 1) or ()
+        everything.update([*held, *samples_of(contributed)])
+        if peer in run.open:
+            assert contributed == run.open[peer].spans
+            assert restored.contributed[peer].update == run.open[peer].update
+        assert set(held) >= set(samples_of(run.ledger.held_by(peer)))
+        if not run.unused and peer not in run.lost:  # those are in no record
+            assert ledger.held_by(peer) == run.ledger.held_by(peer)
+    assert max(everything.values(), default=1) == 1
+    assert everything.keys() == set(
+        samples_of(SampleSpan(e, i, 0, SIZES[i]) for e in range(epochs(everything)) for i in range(len(SIZES)))
+    )
+
+
+def epochs(samples: Iterable[tuple[int, int, int]]) -> int:
+    return max((epoch for epoch, _, _ in samples), default=-1) + 1
+
+
+HISTORY = [
+    ("slice", PEERS[0], 0), ("slice", PEERS[1], 0), ("slice", PEERS[2], 0), ("contribute", PEERS[0], 3),
+    ("contribute", PEERS[1], 4), ("contribute", PEERS[2], 5), ("announce", PEERS[0], 0), ("refuse", PEERS[2], 0),
+    ("round", PEERS[0], 0), ("slice", PEERS[2], 0), ("contribute", PEERS[1], 1), ("lose", PEERS[0], 0),
+    ("slice", PEERS[1], 0), ("contribute", PEERS[2], 9), ("round", PEERS[0], 0), ("slice", PEERS[1], 0),
+    ("contribute", PEERS[1], 2), ("announce", PEERS[1], 0),
+]  # fmt: skip
+
+
+def test_a_journal_cut_at_any_byte_is_restored_to_its_last_whole_record(tmp_path: Path) -> None:
+    run_of(tmp_path / "journal", HISTORY)
+    whole = (tmp_path / "journal").read_bytes()
+    records = read_journal(tmp_path / "journal")
+    expected = [restore(records[:count]) for count in range(len(records) + 1)]
+    assert expected[-1].closed == 2
+    cut = tmp_path / "cut"
+    cut.write_bytes(whole)
+    for size in range(len(whole), -1, -1):
+        os.truncate(cut, size)
+        found = read_journal(cut)
+        assert found == records[: whole.count(b"\n", 0, size)]
+        if whole[size - 1 : size] in (b"\n", b""):  # elsewhere the records are the same as with the next byte less
+            assert restore(found) == expected[len(found)]
+
+
+def test_the_open_round_is_restored(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "journal", HISTORY)
     restored = restore(read_journal(tmp_path / "journal"))
-    assert restored.closed == ROUNDS
-    assert (restored.samples, restored.batches) == (writer.state.samples, writer.state.batches)
-    assert sum(restored.samples.values()) == ROUNDS * 3 * 4 * BATCH
-    assert restored.loss == 0.5
-    assert set(restored.used_slices) == writer.used
+    assert restored.began == BEGAN
+    assert (restored.term, restored.server, restored.workers) == (1, SERVER, tuple(PEERS))
+    assert restored.commits == {number: (digest(f"u{number}"), digest(f"w{number}")) for number in (1, 2)}
+    assert restored.announced is not None
+    assert restored.announced.members == ((PEERS[1], 2),)
+    assert restored.contributed.keys() == {PEERS[1]}
+    assert restored.contributed[PEERS[1]].spans == run.open[PEERS[1]].spans
+
+
+def restarted(path: Path) -> SliceLedger:
+    ledger = SliceLedger(SIZES, SEED)
+    restore(read_journal(path)).restore_ledger(ledger, PEERS)
+    return ledger
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("is_assigned_again", [True, False])
+def test_a_refused_update_has_gone_back_after_a_restart(
+    tmp_path: Path, is_recorded: bool, is_assigned_again: bool
+) -> None:
+    """Also if the statement was refused at once, and if the same worker got its samples again."""
+    run = Run(tmp_path / "journal")
+    with run.journal:
+        run.assign(PEERS[0])
+        [span] = run.ledger.held_by(PEERS[0])
+        if is_recorded:
+            run.contribute(PEERS[0], 3)
+            run.withdraw(PEERS[0], "refused")
+        else:
+            taken = run.ledger.contribute(PEERS[0], 1, [SampleSpan(span.epoch, span.index, 0, 3)])
+            run.ledger.withdraw(PEERS[0], 1)
+            run.unused.append(UnusedUpdate(PEERS[0], "refused", taken, None))
+        if is_assigned_again:
+            run.assign(PEERS[0])
+        run.commit()
+    ledger = restarted(run.path)
+    assert ledger.held_by(PEERS[0]) == run.ledger.held_by(PEERS[0])
+    assert sorted(ledger.available) == sorted(run.ledger.available)
+    assert len(ledger.held_by(PEERS[0])) == (2 if is_assigned_again else 1)
+
+
+def test_what_a_lost_worker_has_contributed_is_restored_as_long_as_it_may_have_been_averaged(tmp_path: Path) -> None:
+    """A worker is lost after it was announced: the operator decides when its samples are free."""
+    run = Run(tmp_path / "journal")
+    with run.journal:
+        for peer in PEERS[:2]:
+            run.assign(peer)
+            run.contribute(peer, 3)
+        run.announce()
+        averaged = run.open[PEERS[0]].spans
+        run.act("lose", PEERS[0], 0)
+        run.announce()
+    restored = restore(read_journal(run.path))
+    assert restored.contributed[PEERS[0]].spans == averaged
+    ledger = SliceLedger(SIZES, SEED)
+    restored.restore_ledger(ledger, PEERS[1:2])
+    assert set(samples_of(averaged)) <= set(samples_of(ledger.available))
+
+
+def test_a_new_term_leaves_committed_rounds_only(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal")
+    with run.journal:
+        for what, peer, count in HISTORY:
+            run.act(what, peer, count)
+        run.write(term_record(2, PEERS[0], PEERS[2:]))
+    restored = restore(read_journal(tmp_path / "journal"))
+    assert (restored.term, restored.server, restored.workers) == (2, PEERS[0], (PEERS[2],))
+    assert (restored.closed, restored.contributed, restored.announced, restored.assigned) == (2, {}, None, {})
+    assert sorted(samples_of(restored.used)) == sorted(samples_of(run.used))
+
+
+def test_another_dataset_or_model_is_named() -> None:
+    other = BeganRecord(dataset="d", manifest="x", model="start", seed=SEED, batch_size=8, settings={"a": 1})
+    assert BEGAN.differences(BEGAN) == []
+    assert BEGAN.differences(other) == [
+        "manifest is 'x', and was 'm'",
+        "batch_size is 8, and was 4",
+        "a is 1, and was None",
+        "outer_optimizer is None, and was {'learning_rate': 0.7}",
+    ]
+
+
+def test_a_worker_keeps_what_the_journal_lost_the_assignment_of(tmp_path: Path) -> None:
+    """Assignments are not synced: after a power cut a contribution may stand without its assignment."""
+    run_of(tmp_path / "journal", [("slice", PEERS[0], 0), ("contribute", PEERS[0], 3)])
+    records = [record for record in read_journal(tmp_path / "journal") if record["record"] != "assigned"]
+    ledger = SliceLedger(SIZES, SEED)
+    restored = restore(records)
+    restored.restore_ledger(ledger, PEERS)
+    assert ledger.contribution(PEERS[0], 1) == restored.contributed[PEERS[0]].spans
+
+
+def test_a_journal_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    run_of(tmp_path / "journal", [("slice", PEERS[0], 0)])
+    restored = restore(read_journal(tmp_path / "journal"))
+    with pytest.raises(JobFailedError, match=r"does not fit the dataset: the dataset has no positions 0 to"):
+        restored.restore_ledger(SliceLedger([1]), PEERS)
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "fault"),
+    [
+        ("began", lambda r: r.update(seed="7"), r"line 2: the record 'began'.*seed is '7': Expected `int`"),
+        ("began", lambda r: r["workers"].append("x"), r"workers\[3\] is 'x'"),
+        ("term", lambda r: r.pop("server"), r"line 3: the record 'term'.*missing required field `server`"),
+        ("term", lambda r: r.update(term=0), r"term is 0"),
+        ("assigned", lambda r: r.update(end=r["first"]), r"line 4: .*range\[0\]: \[0, \d, 0, 0\] has no samples"),
+        ("assigned", lambda r: r.update(epoch=-1), r"epoch is -1"),
+        ("contributed", lambda r: r.update(round=2), r"round is 2, and the open one is 1"),
+        ("contributed", lambda r: r.update(update="blake3:x"), r"update: 'blake3:x' is not a digest"),
+        ("contributed", lambda r: r["ranges"].append([0, 1, 2]), r"ranges\[1\] is \[0, 1, 2\]"),
+        ("announced", lambda r: r.update(term=3), r"term is 3, and the last one is 1"),
+        ("announced", lambda r: r["members"].append(["x", 1]), r"members\[3\]\[0\] is 'x'"),
+        ("round", lambda r: r.update(round=3), r"round is 3, and the one before is 0"),
+        ("round", lambda r: r.update(weights=None), r"weights is None: Expected `str`"),
+        ("round", lambda r: r["members"][1].update(ranges=[[0, 1, 4, 2]]), r"members\[1\].ranges\[0\]: \[0, 1, 4, 2\]"),
+        ("round", lambda r: r["members"][0].update(samples=2.5), r"members\[0\].samples is 2.5"),
+        ("round", lambda r: r["members"][0].update(contribution=[]), r"members\[0\].contribution is \[\]"),
+        ("round", lambda r: r.update(unused={}), r"unused is \{\}"),
+    ],
+)
+def test_a_malformed_record_is_named(tmp_path: Path, kind: str, change: Change, fault: str) -> None:
+    run_of(tmp_path / "journal", HISTORY)
+    records = read_journal(tmp_path / "journal")
+    change(next(record for record in records if record["record"] == kind))
+    with pytest.raises(JobFailedError, match=fault):
+        restore(records)
+
+
+def test_records_of_another_job_are_refused(tmp_path: Path) -> None:
+    run_of(tmp_path / "journal", HISTORY)
+    records = read_journal(tmp_path / "journal")
+    with pytest.raises(JobFailedError, match=r"line \d+: .* of another job than the first one: seed is 6, and was 5"):
+        restore([*records, {"record": "began", **(BEGAN.record() | {"seed": 6})}])

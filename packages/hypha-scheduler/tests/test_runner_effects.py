@@ -20,12 +20,13 @@ from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, run_jobs
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import simulate
 from hypha_net.transfer import FilePushTarget
+from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
-from hypha_scheduler.strategies.base import EmitEvent, EndJob, PushTarget, StartTask, WriteJournal
+from hypha_scheduler.strategies.base import EmitEvent, EndJob, Lease, PushTarget, StartTask, TaskRef, WriteJournal
 
 ON_FSYNC = "hypha_scheduler.jobs.json_lines.os.fsync"
 
@@ -128,6 +129,22 @@ def test_nothing_after_a_record_that_cannot_be_synced_is_carried_out(
         assert [error.errno for error in errors] == [errno.ENOSPC]
 
     simulate(lambda: run_queue(tmp_path / "j", case))
+
+
+def test_task_whose_record_finds_no_room_will_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its lease has no task, and is released while the job pauses."""
+    task = TaskRef("train", Lease(uuid.uuid4(), PeerId.from_public_key(bytes(32)), "train", 1.0))
+
+    def raise_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal(tmp_path / JOURNAL) as journal:
+        queue = EffectQueue(journal, lambda effect: None, lambda error: None)
+        monkeypatch.setattr(journal, "append", raise_full)
+        queue.submit((record(), StartTask(task, None)))  # type: ignore[arg-type]
+        assert queue.is_full
+        assert queue.will_start_on(task.lease.id)
+        assert not queue.will_start_on(uuid.uuid4())
 
 
 def test_closed_queue_lets_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,17 @@ from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrat
 
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
-from hypha_scheduler.strategies.base import EndJob, StartTask, StopTask, TaskEnded, TaskNotStarted, TaskStarted
+from hypha_scheduler.strategies.base import (
+    EndJob,
+    RoleRequest,
+    StartTask,
+    StopTask,
+    TaskEnded,
+    TaskNotStarted,
+    TaskStarted,
+)
 
 
 def journal(lab: Lab) -> list[dict[str, Any]]:
@@ -98,6 +109,139 @@ def test_job_that_starts_at_its_minimum_waits_for_the_minimum(tmp_path: Path, mo
     run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
+def demanding(*requests: RoleRequest) -> Callable[[Any], QuietOperator]:
+    """Return what makes an operator that asks for leases."""
+
+    def operator(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = requests
+        return made
+
+    return operator
+
+
+@pytest.mark.parametrize("comes_at", [None, 1.0])
+def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_at: float | None
+) -> None:
+    async def case(lab: Lab) -> None:
+        late = lab.workers[2]
+        late.cores = 0
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
+        began = anyio.current_time()
+        if comes_at is not None:
+            await anyio.sleep(comes_at)
+            late.cores = 1
+        first, *_ = await operator.until("acquired")
+        seconds = anyio.current_time() - began
+        assert len(first) == (2 if comes_at is None else 3)
+        assert 2.0 <= seconds < 3.0 if comes_at is None else seconds < comes_at + 2.0
+        late.cores = 1
+        while len(operator.leases) < 3:
+            await operator.changed.wait()
+        assert operator.told("timeout") == []
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0))), case)
+
+
+def test_all_roles_must_have_their_minimum_before_it_settles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is lost before the start is not counted: the time begins again."""
+
+    async def case(lab: Lab) -> None:
+        for worker in lab.workers[2:]:
+            worker.cores = 0
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
+        await anyio.sleep(10.0)
+        assert operator.told("acquired") == []
+        lab.workers[2].cores = 1
+        [leases] = await operator.until("acquired")
+        assert sorted(lease.role for lease in leases) == ["one", "train", "train"]
+        await lab.finish(operator)
+
+    demand = (role("train", 3, 2, early=True, settle=2.0), role("one", 1, 1, early=True, settle=2.0))
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(*demand)), case)
+
+
+def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further loss, or a changed demand, does not give the job more time."""
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
+        [leases] = await operator.until("acquired")
+        await anyio.sleep(100.0)
+        assert operator.told("timeout") == []
+        for worker in lab.workers:
+            worker.cores = 0
+        lab.worker(leases[0]).forgotten.add(leases[0].id)
+        await operator.until("lost")
+        since = anyio.current_time()
+        await anyio.sleep(10.0)
+        lab.worker(leases[1]).forgotten.add(leases[1].id)
+        await operator.until("lost", 2)
+        await anyio.sleep(5.0)
+        operator.demand = (role(count=4, minimum=3, early=True, settle=2.0),)
+        operator.refresh()
+        [(name, reasons)] = await operator.until("timeout")
+        assert 29.0 < anyio.current_time() - since < 32.0
+        assert name == "train"
+        assert "within 30 s: 1 of 4 for train" in reasons
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0))), case)
+
+
+def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
+        [leases] = await operator.until("acquired")
+        for loss in range(3):
+            victim = lab.worker(leases[0])
+            victim.cores = 0
+            victim.forgotten.add(leases[0].id)
+            await operator.until("lost", loss + 1)
+            await anyio.sleep(20.0)
+            victim.cores = 1
+            *_, leases = await operator.until("acquired", loss + 2)
+        assert operator.told("timeout") == []
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True))), case)
+
+
+def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
+        await anyio.sleep(2.0)
+        [first] = shortages(lab)
+        assert (first["role"], first["held"], first["wanted"], first["minimum"]) == ("train", 2, 4, 3)
+        assert first["text"] == "2 of 4 held, 1 more needed; 2 of 2 suitable"
+        await anyio.sleep(70.0)
+        assert [each["text"] for each in shortages(lab)] == [first["text"]] * 3
+        operator.demand = (role(count=4, minimum=2, early=True, settle=2.0),)
+        operator.refresh()
+        await operator.until("acquired")
+        before = len(shortages(lab))
+        await anyio.sleep(200.0)  # it could grow, but waits for nobody
+        assert len(shortages(lab)) <= before + 1
+        await lab.finish(operator)
+
+    demand = role(count=4, minimum=3, early=True, settle=2.0)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(demand)), case, workers=2)
+
+
+def shortages(lab: Lab) -> list[dict[str, Any]]:
+    [path] = (lab.service._runs_dir).glob(f"*/{EVENTS}")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if event["event"] == "shortage"]
+
+
 def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
 
@@ -112,6 +256,50 @@ def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypat
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that drains is replaced before its lease ends; it may be the only one that comes."""
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start()
+        [[first]] = await operator.until("acquired")
+        operator.demand = (role(count=2),)
+        operator.refresh()
+        await anyio.sleep(5)
+        operator.demand = (role(count=1),)
+        lab.worker(first).forgotten.add(first.id)
+        await operator.until("lost")
+        with anyio.fail_after(10):
+            _, [second] = await operator.until("acquired", 2)
+        assert second.peer == first.peer
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, workers=1)
+
+
+def test_lease_lost_in_a_partition_is_released_when_its_worker_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task would run on for as long as a scheduler may be away, and hold what a new lease needs."""
+
+    async def case(lab: Lab) -> None:
+        operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
+        [[first]] = await operator.until("acquired")
+        worker, network = lab.worker(first), lab.endpoint._network
+        network.partition(lab.peer, first.peer)
+        [(lost, _)] = await operator.until("lost")
+        assert lost == first
+        await anyio.sleep(20)
+        assert worker.released == []
+        network.heal(lab.peer, first.peer)
+        await worker.until(lambda: worker.released)
+        assert [lease for lease, _ in worker.released] == [first.id]
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
 
 @pytest.mark.parametrize("how", ["stopped", "not started", "ended"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import uuid
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import anyio
 import pytest
 from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
 
@@ -15,7 +14,6 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.strategies.base import EndJob, JobContext, WriteJournal
-from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 
 JOB = uuid.UUID(int=7)
 
@@ -56,6 +54,24 @@ def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch
         assert [line["event"] for line in lines] == ["resumed", "placement", "finished"]
         await lab.run(job_id=JOB, resume=True)
         assert "the job cannot be resumed: it has finished" in str(lab.results[-1])
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its strategy has copies in the job's directory, or says what it lacks."""
+    strategy = ScriptedStrategy()
+    monkeypatch.setattr(ScriptedJob, "missing_files", lambda _job: ["model.path: there is no directory gone"])
+
+    async def case(lab: Lab) -> None:
+        await lab.run()
+        assert "model.path: there is no directory gone" in str(lab.results[-1])
+        interrupted(tmp_path / "runs")
+        operator: QuietOperator = await lab.start(job_id=JOB, resume=True)
+        await lab.finish(operator)
+        assert lab.results[-1] == tmp_path / "runs" / str(JOB) / "result.json"
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
 
@@ -167,13 +183,3 @@ def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.
         assert isinstance(lab.results[2], Path)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
-
-def test_diloco_refuses_to_be_resumed() -> None:
-    async def main() -> None:
-        nothing = cast(Any, None)
-        with pytest.raises(JobFailedError, match="jobs of this type cannot be resumed yet"):
-            async with STRATEGY.open(nothing, nothing, [{"record": "accepted"}]):
-                pass
-
-    anyio.run(main)

@@ -15,14 +15,16 @@ import pytest
 from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
 
 from hypha_net.node.lifecycle import Node
-from hypha_scheduler.config import AuctionTable, SchedulerConfig
+from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable, SchedulerConfig
 from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.base import EndJob
 from hypha_scheduler.submission.server import socket_path
 
 
 def config(runs: Path, jobs: int) -> Any:
-    table = SimpleNamespace(auction=AuctionTable(), strategies=None)
+    table = SimpleNamespace(
+        auction=AuctionTable(), queue=QueueTable(), connectors=ConnectorsTable(), strategies=None, model_command=()
+    )
     found = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=(ScriptedJob(),) * jobs)
     assert set(vars(found)) - {"jobs", "bridge_address", "runs_dir"} <= set(SchedulerConfig.model_fields)
     return found

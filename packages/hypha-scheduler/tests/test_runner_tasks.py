@@ -21,6 +21,7 @@ from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, RefusalKnown, RoundMembers, UpdateRefused
 from hypha_proto.transfer import PushHeader
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.runner import MAX_WAITING
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -275,6 +276,31 @@ def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monk
     run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
+def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Waiting(QuietOperator):
+        def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
+            if source is None:
+                return super().on_message(source, name, message, now)
+            asked.append(now)
+            return (RetryAfter(1.0) if now - asked[0] < 3.0 else RefusalKnown()), ()
+
+    strategy = ScriptedStrategy(Waiting, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        about = UpdateRefused(job_id=operator.context.job_id, round=1, peer=worker.endpoint.peer_id, reason="r")
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(rpc.call, worker.endpoint, lab.peer, UPDATE_REFUSED, about)
+        assert len(asked) <= 16  # every second, and at other events
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
 def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +395,30 @@ def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, mo
         await lab.ended()
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Barrier(QuietOperator):
+        def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
+            return RetryAfter(8.0)
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        answers: list[Any] = []
+
+        async def ask() -> None:
+            answers.append(await worker.slice(lab.peer, operator.context.job_id))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(MAX_WAITING + 5):
+                tasks.start_soon(ask)
+            await anyio.sleep(1.0)
+            assert answers == [WireError(message=NO_FREE_SLICE)] * 5  # they may ask again
+        assert len(answers) == MAX_WAITING + 5
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Barrier, dataset=True), case)
 
 
 def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

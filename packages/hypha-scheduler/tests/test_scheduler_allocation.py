@@ -611,7 +611,7 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         )
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()
-        counted = "train: 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 unknown"
+        counted = "train: 0 of 1 held; 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 unknown"
         lines = str(caught.value).splitlines()
         assert lines[:2] == ["not enough workers within 12 s: 0 of 1 for train", f"  {counted}"]
         assert [record.getMessage() for record in caplog.records if "suitable" in record.getMessage()] == [
@@ -619,7 +619,7 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         ]
         assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "draining": 1, "unknown": 1}
         assert len(lab.shortages) == 2
-        assert all(worker.asked == 3 for worker in lab.workers)
+        assert all(worker.asked == 4 for worker in lab.workers)
 
     def prepare(workers: list[Worker]) -> None:
         codes = [

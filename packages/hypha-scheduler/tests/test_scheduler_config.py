@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 import uuid
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError
@@ -27,11 +29,14 @@ from hypha_proto.job_spec import (
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
+from hypha_scheduler.cli import main
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.service import auction_settings, serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
+from hypha_scheduler.strategies.registry import parse_job
+from hypha_scheduler.submission.client import read_job
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(5)]
 
@@ -160,8 +165,6 @@ def test_several_jobs_and_shorthand_tables() -> None:
         ({"sync": {"fragments": 2}}, "sync.fragments = 2"),
         ({"sync": {"overlap": 1}}, "sync.overlap = 1"),
         ({"sync": {"aggregation": "median"}}, "sync.aggregation = 'median'"),
-        ({"resources": {"budget": 10.0}}, "resources.budget"),
-        ({"resources": {"num_workers": 2, "max_workers": 3}}, "resources.max_workers"),
     ],
 )
 def test_unimplemented_features_are_refused_with_not_yet(changes: dict[str, Any], key: str) -> None:
@@ -206,6 +209,14 @@ def test_invalid_values_are_refused(changes: dict[str, Any]) -> None:
 def test_out_of_range_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         job(**changes)
+
+
+def test_demand_starts_with_num_workers_and_grows_to_max_workers() -> None:
+    made = job(resources={"num_workers": 3, "min_workers": 2, "max_workers": 5})
+    train, aggregate = role_requests(made)
+    assert (train.count, train.minimum, train.starts_at_minimum, train.settle) == (3, 2, True, 2.0)
+    assert (aggregate.count, aggregate.minimum, aggregate.starts_at_minimum, aggregate.settle) == (1, 1, True, 2.0)
+    assert [request.count for request in role_requests(made, has_begun=True)] == [5, 1]
 
 
 def test_job_specs_of_a_placed_job() -> None:
@@ -290,7 +301,7 @@ def test_evaluation_needs_both_keys(changes: dict[str, Any], message: str) -> No
 )
 def test_each_evaluation_slice_belongs_to_one_worker(slices: int, counts: dict[int, list[int]]) -> None:
     made = job(rounds={"evaluate_every": 3}, dataset={"dataset": "digits", "evaluation": "held-out"})
-    shares = evaluation_shares(PEERS[2:5], [PEERS[1]], "held-out", slices)
+    shares = evaluation_shares(3, [PEERS[1]], "held-out", slices)
     model = HuggingFaceReference(repository="o/r", filenames=())
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
     found: dict[int, list[int]] = {}
@@ -361,7 +372,7 @@ def test_strategies_that_are_not_listed_are_not_loaded(tmp_path: Path) -> None:
 NUMBERS = {
     "inner_optimizer": ("learning_rate", "epsilon", "weight_decay", "max_grad_norm"),
     "outer_optimizer": ("learning_rate", "momentum"),
-    "rounds": ("timeout",),
+    "rounds": ("timeout", "start_timeout", "step_timeout", "merge_timeout"),
     "sync": ("alpha",),
     "resources": ("allocation_timeout", "budget"),
 }
@@ -375,6 +386,7 @@ COUNTS = {
         "checkpoint_every",
         "evaluate_every",
     ),
+    "model": ("seed",),
     "sync": ("fragments", "overlap"),
     "resources": ("num_workers", "min_workers", "max_workers"),
 }
@@ -384,7 +396,7 @@ KEYS += [(table, key, 10**40) for table, keys in COUNTS.items() for key in keys]
 
 @pytest.mark.parametrize(("table", "key", "value"), KEYS, ids=[f"{table}.{key}" for table, key, _ in KEYS])
 def test_every_number_has_a_finite_bound(table: str, key: str, value: float) -> None:
-    values = {"learning_rate": 1e-3} if table == "inner_optimizer" else {}
+    values = {"inner_optimizer": {"learning_rate": 1e-3}, "model": {"config": "c", "type": "causal-lm"}}.get(table, {})
     with pytest.raises(ValidationError) as caught:
         job(**{table: {**values, key: value}})
     [error] = caught.value.errors()
@@ -418,3 +430,25 @@ def test_scheduler_with_missing_files_in_its_configuration_runs_no_job(tmp_path:
         JobFailedError, match=rf"model\.path: there is no directory {tmp_path / 'none'} at the scheduler"
     ):
         anyio.run(serve, config, None)
+
+
+def test_init_writes_a_job_file_that_submit_reads_with_every_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(main, ["init", "--job"])
+    assert (made.exit_code, made.output) == (0, "wrote job.toml\n")
+    file = tmp_path / "job.toml"
+    job = parse_job(read_job(file))
+    assert job.type == "diloco"
+    assert job.dataset_names == ("imagenet",)
+    text = file.read_text()
+    for key in type(job).model_json_schema()["properties"]:
+        assert re.search(rf"^(# )?(\[+)?{key}\b", text, re.MULTILINE), key
+    again = CliRunner().invoke(main, ["init", "--job"])
+    assert again.exit_code == 1
+    assert "job.toml: exists already; name another file with --out, or use --force" in again.output
+    refused = CliRunner().invoke(main, ["init", "--job", "--name", "lab", "--out", "other.toml"])
+    assert refused.exit_code == 2
+    assert "--name has no effect with --job; leave it out" in refused.output
+    assert not (tmp_path / "other.toml").exists()

@@ -82,13 +82,15 @@ from hypha_proto.progress import (
 )
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown, RoundMembers
-from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_scheduler.audit.diloco import audit
 from hypha_scheduler.errors import AllocationError, JobFailedError
-from hypha_scheduler.jobs.config import ModelTable
+from hypha_scheduler.jobs.config import StartModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.service import SchedulerService
+from hypha_scheduler.strategies.diloco import operator as diloco_operator
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 
 NOW = Timestamp.of(0)
@@ -152,6 +154,8 @@ class Worker:
     skipped_round: int = 0
     """Round whose outer update it does not send to the scheduler."""
     hangs: bool = False
+    evaluation_seconds: float = 0.0
+    """Duration of the evaluation after the last round; 0 without one."""
     cannot_start: bool = False
     lost_responses: int = 0
     """Number of responses to a dispatch that are lost although the job starts."""
@@ -162,6 +166,7 @@ class Worker:
     batches: int = 0
     """Number of batches that it has reported."""
     refuses: bool = False
+    offers_left: int = 1_000_000
     renewals_left: int = 1_000_000
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
@@ -190,6 +195,9 @@ class Worker:
                     await self.bid(scheduler, request)
 
     async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
+        if not self.offers_left:
+            return
+        self.offers_left -= 1
         lease = uuid.uuid4()
         self.leases[lease] = scheduler
         offer = WorkerOffer(
@@ -224,7 +232,8 @@ class Worker:
 
     async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
         self.released.append(request.reason)
-        self.scope.cancel()
+        if self.dispatched is not None and self.dispatched.id == request.id:  # no offer that is not needed
+            self.scope.cancel()
         return LeaseReleased(known=self.leases.pop(request.id, None) == peer)
 
     async def why_not(self, _peer: PeerId, question: WhyNot) -> Reasons:
@@ -302,6 +311,9 @@ class Worker:
                 await self.report(peer, request, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
                 if isinstance(await self.report(peer, request, UpdateMerged()), Done):
                     break
+            if self.evaluation_seconds:
+                await anyio.sleep(self.evaluation_seconds)
+                await self.report(peer, request, RoundMetrics(round=number, metrics={"evaluation_loss": 0.25}))
             await self.end(peer, request, 0, "", ())
 
     async def fetch_model(self, config: TrainConfig) -> None:
@@ -339,6 +351,17 @@ class Worker:
         self.tasks.start_soon(self.until_unreachable, self.aggregate, peer, message)
         return MembersKnown(accepted=True)
 
+    async def push_until_there_is_room(self, peer: PeerId, path: Path, header: PushHeader) -> None:
+        while True:
+            try:
+                await transfer.push(self.endpoint, peer, path, header)
+            except TransferRefusedError as error:
+                if not error.reason.startswith(NO_ROOM):
+                    raise
+                await anyio.sleep(0.05)
+            else:
+                return
+
     async def aggregate(self, peer: PeerId, message: RoundMembers) -> None:
         path = self.shared.tmp / f"outer-{message.round}.safetensors"
         delta = np.full((2, 2), message.round, np.float32)
@@ -349,7 +372,7 @@ class Worker:
         )
         if message.round != self.skipped_round:
             with suppress(TransferRefusedError):
-                await transfer.push(self.endpoint, peer, path, header)
+                await self.push_until_there_is_room(peer, path, header)
         self.shared.step(message.round).set()
         assert self.dispatched is not None
         if isinstance(await self.report(peer, self.dispatched, OuterStepTaken()), Done):
@@ -359,14 +382,17 @@ class Worker:
 async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None) -> None:
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
-    manifest = tmp / "served-manifest.json"
-    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=entries, format=form)))
+    manifests = {name: tmp / f"served-{name}.json" for name in ("digits", "held-out")}
+    for name, path in manifests.items():
+        path.write_bytes(to_json(Manifest, Manifest(dataset=name, slices=entries, format=form)))
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        manifest = manifests[request.dataset]
         return transfer.PullSource(manifest) if request.name == "manifest" else Refusal(reason="not in this test")
 
     transfer.serve_pulls(endpoint, resolve)
-    await dataset_directory.announce_dataset(endpoint, "digits", DatasetRecord(num_slices=SLICES))
+    for name in manifests:
+        await dataset_directory.announce_dataset(endpoint, name, DatasetRecord(num_slices=SLICES))
 
 
 Case = Callable[[SchedulerService, list[Worker], SharedState], Awaitable[None]]
@@ -405,6 +431,11 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def records(tmp_path: Path) -> list[dict[str, Any]]:
+    [path] = (tmp_path / "runs").glob("*/journal.jsonl")
+    return read_journal(path)
+
+
 @contextmanager
 def expect_failure() -> Iterator[list[str]]:
     messages: list[str] = []
@@ -428,8 +459,51 @@ def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         assert not any((path.parent / "updates").iterdir())
         assert all(worker.released == ["the job is done"] for worker in workers)
         assert len(set(shared.given)) == len(shared.given)
+        found = audit(path.parent)
+        assert found.faults == []
+        assert (found.rounds, found.samples, found.is_finished) == (3, result["samples"], True)
 
     run_network(tmp_path, case)
+
+
+@pytest.mark.parametrize("kind", ["began", "contributed"])
+def test_a_job_that_its_audit_does_not_prove_fails(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    append = Journal.append
+
+    def lose(journal: Journal, record: str, /, **fields: object) -> None:
+        append(journal, "lost" if record == kind else record, **fields)
+
+    monkeypatch.setattr(Journal, "append", lose)
+
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        with pytest.raises(
+            JobFailedError, match=r"the audit of the rounds has failed:\n.*(not begun|contributed nothing)"
+        ):
+            await service.run_job(job(model))
+
+    run_network(tmp_path, case)
+
+
+def test_the_job_ends_after_the_evaluation_of_its_last_round(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diloco_operator, "_EXECUTOR_EXIT_TIMEOUT", 0.05)
+
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        await service.run_job(
+            job(model, dataset={"dataset": "digits", "evaluation": "held-out"}, rounds={"evaluate_every": 3})
+        )
+
+    def prepare(workers: list[Worker]) -> None:
+        for worker in workers[:3]:
+            worker.evaluation_seconds = 0.3
+
+    run_network(tmp_path, case, prepare)
+    measured = [event for event in events(tmp_path) if event["event"] == "metric" and "evaluation_loss" in str(event)]
+    assert len(measured) == 3
+    assert not any("did not end in time" in str(event) for event in events(tmp_path))
 
 
 def test_a_private_repository_is_served_to_workers_without_its_token(
@@ -439,7 +513,7 @@ def test_a_private_repository_is_served_to_workers_without_its_token(
 
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         table = {"repository": "org/model", "type": "vision-classification", "token": token, "serve": True}
-        wanted = job(model).model_copy(update={"model": ModelTable.model_validate(table)})
+        wanted = job(model).model_copy(update={"model": StartModelTable.model_validate(table)})
         path = await service.run_job(wanted)  # its workers pull the files from the scheduler
         with TensorFile(path.parent / "model" / "model.safetensors") as trained:
             assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]
@@ -546,10 +620,10 @@ def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
     run_network(tmp_path, case, prepare)
 
 
-def test_failed_executor_fails_the_job_with_its_last_lines(tmp_path: Path, model: Path) -> None:
+def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model))
+            await service.run_job(job(model, resources={"allocation_timeout": 1.0}))
         assert "exit code 3" in messages[0]
         assert "RuntimeError: no" in messages[0]
         assert str(workers[1].endpoint.peer_id) in messages[0]
@@ -557,6 +631,7 @@ def test_failed_executor_fails_the_job_with_its_last_lines(tmp_path: Path, model
 
     def prepare(workers: list[Worker]) -> None:
         workers[1].fails_after = 5
+        workers[1].offers_left = 1
 
     run_network(tmp_path, case, prepare)
     assert events(tmp_path)[-1]["event"] == "failed"
@@ -574,7 +649,7 @@ def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(find_run)
             with expect_failure():
-                await service.run_job(job(model))
+                await service.run_job(job(model, resources={"allocation_timeout": 1.0}))
         [run] = runs
         [placed] = [record for record in read_journal(run.directory / "journal.jsonl") if record["record"] == "placed"]
         assert len(placed["leases"]) == len(workers)
@@ -586,19 +661,21 @@ def test_messages_after_the_end_of_a_job_are_ignored(tmp_path: Path, model: Path
 
     def prepare(workers: list[Worker]) -> None:
         workers[1].fails_after = 5
+        workers[1].offers_left = 1
 
     run_network(tmp_path, case, prepare)
 
 
-def test_worker_whose_lease_cannot_be_renewed_fails_the_job(tmp_path: Path, model: Path) -> None:
+def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
         assert f"worker {workers[2].endpoint.peer_id} was lost" in messages[0]
         assert "2 of at least 3 remain" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
         workers[2].renewals_left = 2
+        workers[2].offers_left = 1
 
     run_network(tmp_path, case, prepare)
 
@@ -619,7 +696,7 @@ def test_job_continues_without_a_lost_worker_above_the_minimum(tmp_path: Path, m
 @pytest.mark.parametrize("role", ["train", "aggregate"])
 def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        wanted = job(model, resources={"min_workers": 2})
+        wanted = job(model, resources={"min_workers": 2, "allocation_timeout": 1.0})
         if role == "train":
             path = await service.run_job(wanted)
             assert json.loads(path.read_text())["rounds"] == 3
@@ -627,7 +704,7 @@ def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mode
         else:
             with expect_failure() as messages:
                 await service.run_job(wanted)
-            assert f"the parameter server {workers[3].endpoint.peer_id} was lost" in messages[0]
+            assert "there is no parameter server" in messages[0]
             assert "did not start task" in messages[0]
             assert [worker.spec for worker in workers[:3]] == [None, None, None]
         assert "its task did not start" in workers[2 if role == "train" else 3].released
@@ -675,15 +752,13 @@ def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path
 def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
-        assert (
-            f"worker {workers[0].endpoint.peer_id} was lost: its executor was cancelled: the owner needs it"
-            in messages[0]
-        )
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
+        assert "its executor was cancelled: the owner needs it" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
         workers[0].fails_after = 5
         workers[0].outcome = "cancelled"
+        workers[0].offers_left = 1
 
     run_network(tmp_path, case, prepare)
 
@@ -707,19 +782,39 @@ def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> Non
         assert all(worker.released for worker in workers)
 
     run_network(tmp_path, case)
-    assert events(tmp_path)[-1]["error"] == "the scheduler was stopped"
+    last = events(tmp_path)[-1]
+    assert (last["event"], last["reason"]) == ("interrupted", "the scheduler was stopped")
 
 
-def test_lost_parameter_server_fails_the_job(tmp_path: Path, model: Path) -> None:
+def test_job_without_another_parameter_server_fails(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
-        assert "the parameter server" in messages[0]
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
+        assert "there is no parameter server" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
         workers[3].renewals_left = 2
+        workers[3].offers_left = 1
 
     run_network(tmp_path, case, prepare)
+
+
+def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Path, model: Path) -> None:
+    """It does not wait for the third worker until `allocation_timeout`, 20 s."""
+
+    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+        result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
+        peers = {str(worker.endpoint.peer_id) for worker in workers[1:3]}
+        assert {entry["peer"] for entry in result["workers"]} == peers
+
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].refuses = True
+
+    run_network(tmp_path, case, prepare)
+    [placement] = [event for event in events(tmp_path) if event["event"] == "placement"]
+    assert 2.0 <= placement["seconds"] < 10.0
+    shortage = next(event for event in events(tmp_path) if event["event"] == "shortage")
+    assert (shortage["role"], shortage["held"], shortage["wanted"], shortage["minimum"]) == ("train", 2, 3, 2)
 
 
 def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,7 +832,8 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         assert "not named here made no offer for train: the bid of 100 may be under" in text
         assert "asks 500 tokens an hour" in text
         assert "123" not in text.split("asks 500")[1]
-        assert "train: 1 of 4 suitable: 1 price, 1 taken, 1 unknown" in text
+        counted = "1 of 4 suitable: 1 price, 1 taken, 1 unknown"
+        assert f"train: 1 of 3 held, 2 more needed; {counted}" in text
         assert all(worker.released for worker in (workers[2], workers[3]))
 
     def prepare(workers: list[Worker]) -> None:
@@ -745,7 +841,9 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         workers[1].price = 500.0
 
     run_network(tmp_path, case, prepare)
-    [shortage] = [event for event in events(tmp_path) if event["event"] == "shortage"]
+    early, shortage = [event for event in events(tmp_path) if event["event"] == "shortage"]
+    assert (early["wanted"], early["minimum"]) == (3, 3)
+    assert early["held"] in (0, 1)  # a slow machine has accepted nothing after a second
     assert shortage["rejections"] == {"price": 1, "taken": 1, "unknown": 1}
     assert (shortage["role"], shortage["suitable"], shortage["known"]) == ("train", 1, 4)
 
@@ -762,7 +860,7 @@ def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, mo
     run_network(tmp_path, case)
 
 
-@pytest.mark.parametrize("kind", ["accepted", "placed", "round", "ended"])
+@pytest.mark.parametrize("kind", ["accepted", "placed", "ended"])
 def test_full_disk_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -786,18 +884,56 @@ def test_full_disk_fails_the_job_and_not_the_scheduler(
     assert "No space left on device; free space on that disk" in events(tmp_path)[-1]["error"]
 
 
-def test_outer_update_without_room_fails_the_job_with_the_reason(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["announced", "round", "contributed"])
+def test_job_pauses_while_the_disk_has_no_room_for_its_records(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    kept, failures = Journal._write, 3
+
+    def write(journal: Journal, what: str, fields: dict[str, object]) -> None:
+        nonlocal failures
+        if what == kind and failures:
+            failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept(journal, what, fields)
+
     async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
-        with monkeypatch.context() as full, expect_failure() as messages:
-            full.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=100))
-            await service.run_job(job(model))
-        assert f"{tmp_path / 'runs'}" in messages[0]
-        assert "bytes, 100 are free" in messages[0]
-        assert "; free space on that disk, then resume the job or submit it again" in messages[0]
+        with monkeypatch.context() as full:
+            full.setattr("hypha_scheduler.jobs.effect_queue.ROOM_INTERVAL", 0.05)
+            full.setattr(Journal, "_write", write)
+            result = json.loads((await service.run_job(job(model))).read_text())
+        assert result["rounds"] == 3
 
     run_network(tmp_path, case)
+    assert failures == 0
+    [paused] = [event for event in events(tmp_path) if event["event"] == "paused"]
+    assert "No space left on device; free space on that disk, then the job goes on" in paused["reason"]
+    [continued] = [event for event in events(tmp_path) if event["event"] == "continued"]
+    assert continued["seconds"] >= 0.1
+    assert [r["round"] for r in records(tmp_path) if r["record"] == "round"] == [1, 2, 3]
+
+
+def test_job_pauses_while_there_is_no_room_for_an_outer_update(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def disk_usage(_path: Path) -> SimpleNamespace:
+        nonlocal looks
+        looks += 1
+        return SimpleNamespace(free=100 if looks < 3 else 1 << 40)
+
+    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+        with monkeypatch.context() as full:
+            full.setattr("shutil.disk_usage", disk_usage)
+            result = json.loads((await service.run_job(job(model))).read_text())
+        assert result["rounds"] == 3
+
+    run_network(tmp_path, case)
+    [paused] = [event for event in events(tmp_path) if event["event"] == "paused"]
+    assert "bytes, 100 are free" in paused["reason"]
+    assert "; free space on that disk, then the job goes on" in paused["reason"]
+    assert sum(event["event"] == "continued" for event in events(tmp_path)) == 1
 
 
 def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> None:
@@ -902,14 +1038,13 @@ def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_path: 
             strange = Goodbye(leases=(lease,), reason="not mine")
             await rpc.call(workers[0].endpoint, scheduler, SAY_GOODBYE, strange)
             left.leases.clear()
-            left.renewals_left = 0
+            left.renewals_left, left.refuses = 0, True
             await rpc.call(left.endpoint, scheduler, SAY_GOODBYE, Goodbye(leases=(lease,), reason="it shuts\ndown"))
 
         left.tasks.start_soon(say_goodbye)
         result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
         assert result["rounds"] == 3
         assert left.renewals_left == 0
-        assert left.released == []
 
     run_network(tmp_path, case)
     [lost] = [event for event in events(tmp_path) if event["event"] == "worker_lost"]

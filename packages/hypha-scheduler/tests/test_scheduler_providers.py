@@ -133,6 +133,25 @@ def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path, monkeypatc
     run(case, "as")
 
 
+def test_a_dataset_is_reachable_while_one_of_its_data_nodes_is(tmp_path: Path) -> None:
+    async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
+        (scheduler,) = nodes
+        async with network.endpoint("a") as a:
+            digest = await serve(a, 2, tmp_path)
+            providers = Providers(scheduler, "digits", digest, a.peer_id)
+            async with network.endpoint("b") as b:
+                await serve(b, 2, tmp_path)
+                await providers.refresh()
+                assert providers.is_reachable
+            assert providers.is_reachable
+        with anyio.fail_after(10):
+            while providers.is_reachable:
+                await anyio.sleep(0.01)
+        assert len(providers.order(0)) == 2  # they may come back
+
+    run(case, "s")
+
+
 def test_dataset_without_a_digest_keeps_its_only_provider(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, b, scheduler = nodes

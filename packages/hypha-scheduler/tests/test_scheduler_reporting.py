@@ -31,7 +31,7 @@ def test_round_metrics_are_posted_per_worker(tmp_path: Path) -> None:
     closed = RoundClosed(3, {PEER: 96, other: 40}, {PEER: 6, other: 5}, {PEER: 0.0, other: 1.0}, 4.0, 0.5)
     with JobEvents(job_id, tmp_path, bridge) as events:
         events.accepted({})
-        for effect in (*measured_effects(measured), *round_closed_effects(closed, 1, ())):
+        for effect in (*measured_effects(measured), *round_closed_effects(closed, 1)):
             if isinstance(effect, PostMetric):
                 events.post(effect)
     posted = {

@@ -1,30 +1,29 @@
-"""Model files of a job: serving the start model, applying outer updates, writing the result."""
+"""Artifacts of a job: copies of the start model and the preprocessor, and how they are served."""
 
 from __future__ import annotations
 
 import errno
-import os
+import shutil
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Nesterov, PeersReference
+from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import TensorFileWriter, TensorInfo
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model, write_result
+from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
-from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.jobs.model_files import missing_files
 
 PEER = PeerId.from_public_key(bytes(32))
-OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -60,6 +59,32 @@ def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
 
     run(case)
+
+
+def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "start")
+
+    async def case() -> None:
+        table = ModelTable(file=source, type="vision-classification")
+        start = await open_start_model(table, tmp_path / "copy", uuid.UUID(int=5), PEER)
+        assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
+        assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
+        for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True)):
+            copy = tmp_path / f"served-{unchanged}"
+            start = await open_start_model(served, copy, uuid.UUID(int=5), PEER, unchanged=unchanged)
+            assert isinstance(start.reference, PeersReference)
+        preprocessor = PreprocessorTable(file=source)
+        opened = await open_preprocessor(preprocessor, tmp_path / "preprocessor", uuid.UUID(int=5), PEER)
+        assert opened is not None
+        assert opened.reference == UriReference(value=source.as_uri())
+
+    run(case)
+    assert missing_files(ModelTable(file=source, type="vision-classification")) == []
+    [line] = missing_files(ModelTable(file=tmp_path / "none", type="vision-classification"))
+    assert str(tmp_path / "none") in line
+    for wrong in (Path("model"), Path("/a/../b")):
+        with pytest.raises(ValidationError, match="is not an absolute path"):
+            ModelTable(file=wrong, type="vision-classification")
 
 
 def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
@@ -108,82 +133,48 @@ def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     run(case)
 
 
-def update(path: Path, number: int, name: str = "w") -> Path:
-    write_update(path, {name: (3,)}, [(name, np.full(3, number, np.float32))], UpdateMetadata(round=number))
-    return path
+def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path: Path) -> None:
+    source, copy, job_id = make_model(tmp_path / "start"), tmp_path / "copy", uuid.UUID(int=5)
 
-
-def weights(folder: Path) -> list[float]:
-    with TensorFile(folder / "model.safetensors") as file:
-        values: list[float] = file.stored("w").tolist()
-        return values
-
-
-def test_outer_updates_are_applied_once_and_in_order(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model")
-
-    async def case() -> None:
-        result = ResultModel(folder, OUTER, every=2)
-        await result.apply_update(update(tmp_path / "u1", 1), 1)
-        assert weights(folder) == [1.0] * 3
-        await result.apply_update(update(tmp_path / "again", 1), 1)
-        await result.apply_update(update(tmp_path / "u2", 2), 2)
-        assert weights(folder) == [4.0] * 3
-        await result.apply_update(update(tmp_path / "u3", 3), 3)
-        await result.finish()
-        assert weights(folder) == [7.0] * 3
-        assert result.round == 3
-
-    run(case)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "outer-state"]
-
-
-def test_trained_model_is_synced_before_the_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, kept = make_model(tmp_path / "model"), []
-    monkeypatch.setattr("os.fsync", lambda fd: kept.append(os.fstat(fd).st_ino))
+    async def served(table: ModelTable) -> dict[str, bytes]:
+        start = await open_start_model(table, copy, job_id, PEER, unchanged=True)
+        assert isinstance(start.reference, PeersReference)
+        files = {file.name: file.offered.source for file in start.files}
+        assert start.reference.filenames == tuple(files)
+        found = {}
+        for name, path in files.items():
+            assert isinstance(path, Path)
+            assert path.is_relative_to(copy)
+            found[name] = await anyio.Path(path).read_bytes()
+        return found
 
     async def case() -> None:
-        result = ResultModel(folder, OUTER)
-        await result.apply_update(update(tmp_path / "u1", 1), 1)
-        await result.finish()
-        write_result(tmp_path / "result.json", {"rounds": 1})
-
-    run(case)
-    wanted = (folder / "model.safetensors", folder / "config.json", folder, tmp_path / "result.json", tmp_path)
-    assert {path.stat().st_ino for path in wanted} <= set(kept)
-    assert weights(folder) == [2.0, 2.0, 2.0]
-
-
-def test_mismatched_update_fails_the_job(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model")
-
-    async def case() -> None:
-        with pytest.raises(JobFailedError, match="cannot be added to the model"):
-            await ResultModel(folder, OUTER).apply_update(update(tmp_path / "u1", 1, "stranger"), 1)
+        table = ModelTable(path=source, type="vision-classification")
+        first = await served(table)
+        assert first.keys() == {"config.json", "model.safetensors"}
+        (source / "config.json").write_text("changed since")
+        assert await served(table) == first
+        assert await served(ModelTable(path=tmp_path / "gone", type="vision-classification")) == first
 
     run(case)
 
 
-def test_update_is_refused_for_want_of_room_or_of_the_directory(tmp_path: Path) -> None:
-    result = ResultModel(make_model(tmp_path / "model"), OUTER)
-    assert result.lacks_room(1) is None
-    lacking = result.lacks_room(1 << 62)
-    assert lacking is not None
-    assert lacking.startswith(f"{tmp_path}: ")
-    assert f"an outer update has {1 << 62} bytes" in lacking
-    gone = ResultModel(tmp_path / "gone" / "model", OUTER).lacks_room(1)
-    assert gone is not None
-    assert f"No such file or directory: '{tmp_path / 'gone' / 'model'}'" in gone
+def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
+    copied = shutil.copyfile
 
-
-def test_error_while_an_update_is_applied_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(source: Path, target: Path) -> object:
+        if target.name == "model.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        return copied(source, target)
 
     async def case() -> None:
-        with pytest.raises(JobFailedError) as caught:
-            await ResultModel(make_model(tmp_path / "model"), OUTER).apply_update(update(tmp_path / "u1", 1), 1)
-        assert f"No space left on device: '{tmp_path / 'model'}'; free space on that disk" in str(caught.value)
+        table = ModelTable(path=source, type="vision-classification")
+        with pytest.raises(JobFailedError, match="No space left on device"):
+            await open_start_model(table, copy, uuid.UUID(int=5), PEER, unchanged=True)
 
-    monkeypatch.setattr("hypha_proto.global_model.GlobalModel.add", fail)
+    monkeypatch.setattr("shutil.copyfile", fail)
     run(case)
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]

@@ -413,9 +413,9 @@ def test_what_a_data_node_writes_beside_the_results_is_no_fault(finished: Path) 
     assert audit(finished).faults == []
 
 
-def test_only_inference_jobs_can_be_audited(tmp_path: Path) -> None:
-    directory = interrupted(tmp_path, parse_job(DILOCO))
-    with pytest.raises(NoAuditError, match="the job is of type 'diloco'; only those of type \"inference\""):
+def test_only_jobs_with_an_audit_can_be_audited(tmp_path: Path) -> None:
+    directory = interrupted(tmp_path, parse_job(TASKS))
+    with pytest.raises(NoAuditError, match='the job is of type \'tasks\'; only those of type "diloco" and "inference"'):
         audit(directory)
     done = CliRunner().invoke(main, ["audit", str(tmp_path)])
     assert done.exit_code == 2

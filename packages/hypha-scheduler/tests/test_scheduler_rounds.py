@@ -14,12 +14,16 @@ from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,
+    Continued,
     Effect,
     Fail,
     Late,
+    Paused,
     RoundClosed,
     Rounds,
     RoundSettings,
+    StepOverdue,
+    Suspected,
 )
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
@@ -202,12 +206,21 @@ def test_refused_update_is_left_out() -> None:
     assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == ()
 
 
-def test_too_few_members_fail_the_job_with_the_reason() -> None:
+def test_too_few_members_pause_the_job_with_the_reason() -> None:
     rounds = make(minimum=3)
     [effect] = rounds.worker_lost(PEERS[1], "its lease was not renewed", 3.0)
-    assert isinstance(effect, Fail)
+    assert isinstance(effect, Paused)
     assert str(PEERS[1]) in effect.reason
     assert "its lease was not renewed; 2 of at least 3 remain" in effect.reason
+    assert rounds.pause_reason == effect.reason
+
+
+def expire_next(rounds: Rounds) -> tuple[float, tuple[Effect, ...]]:
+    """Let the next deadline pass; return when that was, and what follows."""
+    due = rounds.deadline()
+    assert due is not None
+    assert rounds.expire(due - 0.01) == ()
+    return due, rounds.expire(due)
 
 
 def test_round_continues_without_late_workers() -> None:
@@ -215,11 +228,9 @@ def test_round_continues_without_late_workers() -> None:
     rounds.batch_done(PEERS[0], 16, 2.0)
     rounds.update_started(PEERS[0], 2.0)
     rounds.update_started(PEERS[1], 2.0)
-    due = rounds.deadline()
-    assert due is not None
-    assert due >= 30
-    assert rounds.expire(due - 0.1) == ()
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16))))
+    assert expire_next(rounds) == (6.0, (Suspected(PEERS[2], 1, 5.0),))  # 2 s and three of its batches
+    announced = AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16)))
+    assert expire_next(rounds) == (11.0, (Late(PEERS[2], 1, 11.0), announced))
 
 
 def run_round(rounds: Rounds, number: int, posted: dict[PeerId, float], stepped: float) -> RoundClosed:
@@ -239,9 +250,8 @@ def test_waits_include_the_time_until_a_late_worker_is_left_out() -> None:
     for peer, at in ((PEERS[0], 2.0), (PEERS[1], 3.0)):
         rounds.metrics_reported(peer, 1, 0.5)
         rounds.update_started(peer, at)
-    due = rounds.deadline()
-    assert due is not None
-    rounds.expire(due)
+    expire_next(rounds)
+    due, _ = expire_next(rounds)
     [closed] = rounds.outer_step_taken(due + 1)[1]
     assert isinstance(closed, RoundClosed)
     assert closed.waits == {PEERS[0]: due - 2.0, PEERS[1]: due - 3.0}
@@ -293,9 +303,9 @@ def test_late_executor_rejoins_in_the_next_round() -> None:
     rounds = make()
     rounds.update_started(PEERS[0], 2.0)
     rounds.update_started(PEERS[1], 2.0)
-    due = rounds.deadline()
-    assert due is not None
-    assert rounds.expire(due) == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))))
+    expire_next(rounds)
+    due, effects = expire_next(rounds)
+    assert effects == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))))
     assert rounds.batch_done(PEERS[2], 16, due + 1) == Continue()
     rounds.outer_step_taken(due + 2)
     assert rounds.batch_done(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
@@ -328,12 +338,12 @@ def test_round_timeout_starts_when_executors_have_started() -> None:
     assert rounds.deadline() == 58.0
 
 
-def test_failure_for_want_of_late_workers_names_the_timeout() -> None:
+def test_pause_for_want_of_late_workers_names_the_timeout() -> None:
     rounds = Rounds(RoundSettings(1, 96, 16, min_members=2, timeout=6.0), PEERS[:2], 0.0)
     rounds.training_began(PEERS[0], 5.0)
     rounds.batch_done(PEERS[0], 16, 8.0, 1.0)
     effect = rounds.expire(13.0)[-1]
-    assert isinstance(effect, Fail)
+    assert isinstance(effect, Paused)
     assert "(raise rounds.timeout, 6 s, to wait for longer); 0 of at least 2 remain" in effect.reason
 
 
@@ -343,6 +353,7 @@ def test_last_round_does_not_wait_for_a_late_executor() -> None:
         rounds.training_began(peer, 0.0)
         rounds.batch_done(peer, 16, 1.0, 1.0)
     rounds.update_started(PEERS[0], 2.0)
+    assert rounds.expire(6.0) == (Suspected(PEERS[1], 1, 5.0),)
     assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
     assert not rounds.over
     rounds.outer_step_taken(11.0)
@@ -352,15 +363,18 @@ def test_last_round_does_not_wait_for_a_late_executor() -> None:
     assert rounds.batch_done(PEERS[1], 16, 13.0) == Done()
 
 
-def test_missing_outer_step_fails_the_job() -> None:
+def test_parameter_server_that_takes_no_outer_step_is_replaced() -> None:
     rounds = make()
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
-    due = rounds.deadline()
-    assert due is not None
-    [effect] = rounds.expire(due)
-    assert isinstance(effect, Fail)
-    assert "the parameter server took no outer step" in effect.reason
+    due, [overdue, paused] = expire_next(rounds)
+    assert isinstance(overdue, StepOverdue)
+    assert "the parameter server took no outer step" in overdue.reason
+    assert isinstance(paused, Paused)
+    assert rounds.deadline() is None
+    [continued, announced] = rounds.server_ready(due + 5.0)
+    assert continued == Continued(5.0)
+    assert announced == AnnounceRound(1, tuple((peer, 16) for peer in PEERS[:3]))
 
 
 def test_outer_step_deadline_includes_the_round_timeout() -> None:
@@ -420,10 +434,10 @@ def test_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
     for _ in range(2):
         rounds.batch_done(PEERS[0], 16, began + 12.0)
     assert rounds.batch_done(PEERS[1], 16, began + 15.0) == ScheduleUpdate(counter=0)
+    assert not [effect for effect in rounds.expire(began + 44.0) if not isinstance(effect, Suspected)]
     due = rounds.deadline()
     assert due is not None
     assert due >= began + 45.0
-    assert rounds.expire(began + 16.0) == ()
 
 
 def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> None:
@@ -450,9 +464,11 @@ def test_evaluating_workers_are_waited_for(last: bool) -> None:
     if not last:
         assert rounds.update_merged(PEERS[0], 4.0) == Continue()  # it had nothing to evaluate
         rounds.batch_done(PEERS[0], 16, 5.0)
+        rounds.update_started(PEERS[0], 6.0)
     assert rounds.expire(86000.0) == ()
     rounds.update_merged(PEERS[1], 86001.0)
     if not last:
+        rounds.batch_done(PEERS[1], 16, 86002.0)
         assert rounds.deadline() < 90000.0
     assert rounds.expire(87000.0) != ()
 
@@ -501,7 +517,7 @@ def test_draining_workers_stay_as_long_as_the_job_needs_them() -> None:
     answers = merge_round(rounds, 2, PEERS[1:3], 10.0)
     assert [type(answer) for answer in answers.values()] == [Continue, Continue]
     [effect] = rounds.worker_lost(PEERS[1], "it ended", 13.0)
-    assert isinstance(effect, Fail)
+    assert isinstance(effect, Paused)
 
 
 def test_draining_worker_is_done_with_the_last_round_like_the_others() -> None:

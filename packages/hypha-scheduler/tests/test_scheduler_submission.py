@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.event_file import EVENTS, EventFile
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
@@ -71,6 +72,22 @@ def submit_with(
     run(case)
     assert not socket_path(tmp_path / "r").exists()
     return outcome[0]
+
+
+def test_submit_names_changes_of_the_members_on_standard_error(tmp_path: Path) -> None:
+    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
+        directory = tmp_path / "r" / str(job_id)
+        directory.mkdir(exist_ok=True)
+        with EventFile(directory / EVENTS) as file:
+            file.write("worker_late", worker="12D3a", round=2, reason="round 2 continued without it after 31.2 s")
+        return directory
+
+    code, output = submit_with(tmp_path, JOB, run_job)
+    first, second, third = output.splitlines()
+    assert code == 0
+    assert second == "worker late: 12D3a, round 2: round 2 continued without it after 31.2 s"
+    assert "accepted" in first
+    assert "result" in third
 
 
 def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:

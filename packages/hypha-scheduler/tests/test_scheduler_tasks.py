@@ -58,3 +58,26 @@ def test_cyclic_dependencies_are_refused() -> None:
 def test_names_and_leases_are_unique() -> None:
     with pytest.raises(TaskError, match="one name or one lease"):
         TaskGraph([task("a", 1), task("b", 1)])
+
+
+def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
+    graph = TaskGraph([task("a", 1)])
+    graph.start("a")
+    with pytest.raises(TaskError, match="one name or one lease"):
+        graph.add(task("a.1", 1))
+    graph.end("a", TaskState.FAILED)
+    graph.add(task("a.1", 1))
+    found = graph.of_lease(uuid.UUID(int=1))
+    assert found is not None
+    assert found.name == "a.1"
+    assert names(graph.ready()) == ["a.1"]
+
+
+def test_task_waits_while_an_input_exists_no_more() -> None:
+    graph = TaskGraph([task("aggregate", 1, (), ("server",))])
+    graph.start("aggregate")
+    graph.withdraw("server")
+    graph.add(task("train", 2, ("server",)))
+    assert names(graph.ready()) == []
+    graph.provide("server")
+    assert names(graph.ready()) == ["train"]

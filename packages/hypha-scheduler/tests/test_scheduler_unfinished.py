@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import anyio
 import pytest
@@ -22,9 +20,8 @@ from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
 from hypha_scheduler.service import serve
-from hypha_scheduler.strategies.base import WriteJournal
-from hypha_scheduler.strategies.diloco.events import round_closed_effects
-from hypha_scheduler.strategies.diloco.rounds import RoundClosed
+from hypha_scheduler.strategies.diloco.records import round_record
+from hypha_scheduler.strategies.diloco.result_model import Advance
 
 
 @contextmanager
@@ -35,9 +32,9 @@ def running_job(runs: Path, rounds: int) -> Iterator[tuple[uuid.UUID, JobEvents]
     with JobEvents(job_id, runs / str(job_id)) as report:
         report.accepted({"dataset": "digits"})
         for number in range(1, rounds + 1):
-            for effect in round_closed_effects(RoundClosed(number, {}, {}, {}, 1.0, 0.5), 1, ()):
-                if isinstance(effect, WriteJournal):
-                    report.journal.append(effect.kind, **effect.fields)
+            advance = Advance("blake3:" + "0" * 64, "blake3:" + "1" * 64, "blake3:" + "2" * 64)
+            record = round_record(number, 1, [], [], advance, 0.5)
+            report.journal.append(record.kind, **record.fields)
         yield job_id, report
 
 
@@ -104,6 +101,31 @@ def test_what_is_not_a_job_is_skipped(tmp_path: Path) -> None:
     assert find_unfinished(tmp_path) == []
 
 
+@pytest.mark.parametrize("planted", ["fifo", "link to a job", "link to a journal", "of another user"])
+def test_what_others_have_put_there_is_not_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, planted: str
+) -> None:
+    elsewhere = interrupted_job(tmp_path / "elsewhere", rounds=1)
+    runs = tmp_path / "runs"
+    folder = runs / str(uuid.uuid4())
+    match planted:
+        case "fifo":
+            folder.mkdir(parents=True)
+            os.mkfifo(folder / "journal.jsonl")
+        case "link to a job":
+            runs.mkdir()
+            folder.symlink_to(elsewhere)
+        case "link to a journal":
+            folder.mkdir(parents=True)
+            (folder / "journal.jsonl").symlink_to(elsewhere / "journal.jsonl")
+        case _ if os.geteuid():
+            pytest.skip("only root can give files away")
+        case _:
+            os.chown(interrupted_job(runs, rounds=1) / "journal.jsonl", 12345, -1)
+    assert find_unfinished(runs) == []
+    assert "is not looked at" in caplog.text
+
+
 @pytest.mark.parametrize("journal", [b"", b"\xff\x00\n{}\n[1]\n" + b"[" * 100_000, b'{"round": "x", "job_id": 3}\n'])
 def test_damaged_journal_is_an_unfinished_job(tmp_path: Path, journal: bytes) -> None:
     (tmp_path / "job").mkdir()
@@ -123,7 +145,7 @@ def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for number in range(MAX_NAMED + 3):
         journal = interrupted_job(tmp_path, rounds=0) / "journal.jsonl"
         os.utime(journal, (1_000_000 + number, 1_000_000 + number))
-    log_unfinished(tmp_path)
+    log_unfinished(find_unfinished(tmp_path), tmp_path)
     messages = [record.getMessage() for record in caplog.records]
     assert journal.parent.name in messages[0]
     assert len(messages) == MAX_NAMED + 1
@@ -132,8 +154,8 @@ def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = interrupted_job(tmp_path / "runs", rounds=3)
-    (directory / "model").mkdir()
-    (directory / "model" / "model.safetensors").touch()
+    for name in ("round-9", "round-10", "round-.new"):
+        (directory / "checkpoints" / name).mkdir(parents=True)
     file = tmp_path / "scheduler.toml"
     file.write_text('cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n')
     config = load_config(SchedulerConfig, file, {}, {"output_dir": str(tmp_path / "runs")}).config
@@ -141,8 +163,7 @@ def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: 
     async def main() -> None:
         with anyio.fail_after(20):
             async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
-                node = SimpleNamespace(endpoint=endpoint, tasks=tasks, ready=lambda: None)
-                tasks.start_soon(serve, config, cast(Node, node))
+                tasks.start_soon(serve, config, Node(endpoint, tasks))
                 while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
                     await anyio.sleep(0.01)
                 tasks.cancel_scope.cancel()
@@ -152,4 +173,5 @@ def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: 
     assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
     assert "completed round 3 and was last recorded 2" in message
     assert f"its files are in {directory}. Resume it with `hypha-scheduler resume {directory} --config FILE`" in message
-    assert f"with model.path = '{directory / 'model'}' to start from the model that it had" in message
+    newest = directory / "checkpoints" / "round-10"
+    assert f"with model.path = '{newest}' to start from the model that it had" in message

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import pytest
 
 from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
@@ -47,6 +48,7 @@ from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import ATTEMPTS_PER_RUN, MAX_LOSSES, TasksOperator
+from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 
 DIGEST = "blake3:" + "0" * 64
 LOST = TaskEnded(TaskState.FAILED, "no answer")
@@ -1020,3 +1022,28 @@ def test_the_start_says_where_results_are_unless_they_are_pushed(transfer: str) 
     [resource] = start.spec.resources
     places = [] if resource.location is None else pulled_from(ResourceLocation(pull=resource.location))
     assert places == ([("a-1", (a_peer(1),))] if transfer == "pull" else [])
+
+
+def test_a_job_with_signed_urls_goes_on_after_its_own_journal(tmp_path: Path) -> None:
+    """Each start signs anew; the journal names the tasks as their owner has defined them."""
+    bucket = {"bucket": "models", "key": "a.bin", "presigned": True}
+    job = TasksJob.model_validate({"type": "tasks", "tasks": [a_task("a", resources=[{"name": "r", "s3": bucket}])]})
+
+    class Signing(Context):
+        starts = 0
+
+        async def presign(self, _table: Any) -> str:
+            Signing.starts += 1
+            return f"https://models/a.bin?signature={Signing.starts}"
+
+    async def open_twice() -> list[dict[str, Any]]:
+        journal: list[dict[str, Any]] = []
+        for _ in range(2):
+            context: Any = Signing(tmp_path)
+            async with TasksStrategy().open(job, context, journal) as opened:
+                effects = opened.on_start(0.0)
+            journal += [{"record": e.kind, **e.fields} for e in of_kind(WriteJournal, effects)]
+        return journal
+
+    assert len(anyio.run(open_twice, backend="trio")) >= 2
+    assert Signing.starts == 2

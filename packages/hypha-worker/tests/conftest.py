@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import anyio
+import anyio.to_thread
 import pytest
 from blake3 import blake3
-from hypothesis import settings
+from click.testing import CliRunner, Result
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 from support.task_bridge_client import BRIDGE
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
+from hypha_net.node.health import serve_health
+from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.dispatch import (
     DISPATCH_JOB,
     JOB_STATUS,
+    Dispatched,
     DispatchJob,
     DispatchResult,
     JobStatus,
     NotFound,
     StatusReceived,
 )
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
@@ -73,13 +80,12 @@ from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.tasks import task_executor
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
+from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors import peer_files
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
-from hypha_worker.service import Worker, open_worker
-
-settings.register_profile("hypha-worker", deadline=None, max_examples=60, derandomize=True)
-settings.load_profile("hypha-worker")
+from hypha_worker.control.server import socket_path
+from hypha_worker.service import Worker, open_worker, serve
 
 TRAIN = TrainExecutor(name="script")
 SERVER = AggregateExecutor(name="parameter-server")
@@ -307,9 +313,15 @@ class Lab:
         assert type(answer).__name__ == "Dispatched"
         return lease
 
+    async def dispatch_attempt(self, lease: uuid.UUID, spec: JobSpec, attempt: int) -> None:
+        """Dispatch a job by number, on a lease that is kept when the job ends by itself."""
+        message = DispatchJob(id=lease, spec=spec, attempt=attempt, keep_lease=True)
+        answer = await rpc.call(self.scheduler.endpoint, self.peer, DISPATCH_JOB, message)
+        assert isinstance(answer, Dispatched)
+
     def left_behind(self) -> list[str]:
-        """Return the names in the work directory, without the logs, which stay."""
-        return sorted(path.name for path in (self.folder / "work").iterdir() if path.name != "logs")
+        """Return the names in the work directory, without the logs and the owner's folder, which stay."""
+        return sorted(path.name for path in (self.folder / "work").iterdir() if path.name not in ("logs", "control"))
 
 
 def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
@@ -419,16 +431,98 @@ def push_receiver() -> type[PushReceiver]:
     return PushReceiver
 
 
+def _lab_before(folder: Path, network: MemoryNetwork, scheduler: MemoryEndpoint, worker: Any) -> Lab:
+    script = Scheduler(scheduler)
+    script.listen()
+    return Lab(network, folder, worker, script, scheduler, scheduler)
+
+
+@dataclass
+class Site:
+    """A worker program as its command line runs it, in one process with a scheduler."""
+
+    lab: Any
+    node: Node
+    terminated: anyio.Event
+    socket: Path
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    """Set when the program has returned."""
+
+    async def health(self) -> Health:
+        return await rpc.call(self.lab.scheduler.endpoint, self.node.endpoint.peer_id, HEALTH_CHECK, HealthRequest())
+
+    async def until_draining(self) -> None:
+        while (await self.health()).reason != "draining":
+            await anyio.sleep(0.01)
+
+    def let_all_go(self) -> None:
+        """Let the jobs of `UNTIL_TOLD` end."""
+        for folder in self.lab.folder.glob("work/hypha-*"):
+            (folder / "go").touch()
+
+    async def start_job(self, script: str) -> uuid.UUID:
+        """Run a script as a job until its process has made a folder ``began``; return its lease."""
+        self.lab.write_script(f"os.mkdir(work_dir + '/began')\n{script}")
+        peer, lease = self.node.endpoint.peer_id, await self.lab.scheduler.hire()
+        assert isinstance(await self.lab.scheduler.dispatch(peer, lease, self.lab.train_spec()), Dispatched)
+        while not list(self.lab.folder.glob("work/hypha-*/began")):
+            await anyio.sleep(0.01)
+        return lease
+
+    async def command(self, *arguments: str) -> Result:
+        """Run a command of ``hypha-worker`` on this worker."""
+        run, (name, *options) = CliRunner().invoke, arguments
+        return await anyio.to_thread.run_sync(
+            lambda: run(worker_cli, [name, "--socket", str(self.socket), *options]), abandon_on_cancel=True
+        )
+
+
+def listens(path: Path) -> bool:
+    """Return whether a program listens at a socket, which may be left by one that was killed."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 @pytest.fixture
-def make_lab() -> Callable[[Path, MemoryNetwork, MemoryEndpoint, Any], Lab]:
-    """Return a function that puts a scripted scheduler before a worker, of which only the endpoint is used."""
+def on_site(tmp_path: Path) -> Callable[..., None]:
+    """Run a test's function beside a worker program; the function returns when the program may be cancelled."""
 
-    def make(folder: Path, network: MemoryNetwork, scheduler: MemoryEndpoint, worker: Any) -> Lab:
-        script = Scheduler(scheduler)
-        script.listen()
-        return Lab(network, folder, worker, script, scheduler, scheduler)
+    def play(case: Callable[[Site], Awaitable[None]], **changes: Any) -> None:
+        async def main() -> None:
+            network = MemoryNetwork()
+            async with (
+                network.endpoint("worker") as endpoint,
+                network.endpoint("scheduler") as scheduler,
+                pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
+                anyio.create_task_group() as tasks,
+            ):
+                await scheduler.connect(endpoint.addresses[0])
+                terminated = anyio.Event()
+                node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
+                config = worker_config(tmp_path, **changes)
+                serve_health(endpoint, node.readiness, role="worker", version="1")
+                site = Site(
+                    _lab_before(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
+                    node,
+                    terminated,
+                    socket_path(config.work_dir),
+                )
 
-    return make
+                async def program() -> None:
+                    await serve(config, node)
+                    site.ended.set()
+
+                tasks.start_soon(program)
+                with anyio.fail_after(50):
+                    while not listens(site.socket) or not node.readiness.is_ready:
+                        await anyio.sleep(0.01)
+                    await case(site)
+                tasks.cancel_scope.cancel()
+
+        anyio.run(main, backend="trio")
+        assert not socket_path(tmp_path / "work").exists()
+
+    return play
 
 
 @pytest.fixture

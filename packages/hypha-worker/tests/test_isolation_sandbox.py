@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 from support.confined_runs import NOBODY, ConfinedRuns, require_layer, users
+from support.liveness import is_alive
 
 from hypha_worker.executors.isolation.own_uid import COUNT, FIRST_UID
 
@@ -60,8 +61,10 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path) -> ConfinedRuns:
     (tmp_path / "key.pem").write_text("private")
     sibling = tmp_path / "work" / "hypha-sibling"
     sibling.mkdir(parents=True)
+    control = tmp_path / "work" / "control"
+    control.mkdir()
     (sibling / "data").write_text("private")
-    for path in (tmp_path / "key.pem", tmp_path / "work", sibling, sibling / "data"):
+    for path in (tmp_path / "key.pem", tmp_path / "work", sibling, sibling / "data", control):
         path.chmod(0o700)
         if request.param:
             os.chown(path, NOBODY, NOBODY)
@@ -72,7 +75,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path) -> ConfinedRuns:
 def sockets(runs: ConfinedRuns) -> Iterator[None]:
     """Sockets of the worker's owner and of another job listen in the worker's folder."""
     with socket.socket(socket.AF_UNIX) as control, socket.socket(socket.AF_UNIX) as bridge:
-        for listener, name in ((control, "worker.sock"), (bridge, "hypha-sibling/bridge.sock")):
+        for listener, name in ((control, "control/worker.sock"), (bridge, "hypha-sibling/bridge.sock")):
             with contextlib.chdir(runs.work_dir):  # pytest's folders have long paths
                 listener.bind(name)
             listener.listen()
@@ -85,7 +88,7 @@ SEES = """
 found = {
     "key": attempt(read, folder + "/key.pem"),
     "data": attempt(read, folder + "/work/hypha-sibling/data"),
-    "control": attempt(connect, folder + "/work/worker.sock"),
+    "control": attempt(connect, folder + "/work/control/worker.sock"),
     "bridge": attempt(connect, folder + "/work/hypha-sibling/bridge.sock"),
     "shadow": attempt(read, "/etc/shadow"),
     "home": attempt(os.listdir, "/root"),
@@ -463,11 +466,7 @@ def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[st
         _wait_until(lambda: bool(sleepers(pause)), 20.0)
         before = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
-    _wait_until(lambda: not sleepers(pause) and not any(map(_lives, before)), 5.0)
-
-
-def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    _wait_until(lambda: not sleepers(pause) and not any(map(is_alive, before)), 5.0)
 
 
 def _wait_until(condition: Any, seconds: float) -> None:

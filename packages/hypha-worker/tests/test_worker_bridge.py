@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import logging
@@ -11,9 +12,10 @@ import stat
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any, cast
 
 import anyio
@@ -211,7 +213,7 @@ def test_the_bridge_serves_its_description_on_a_private_socket(with_bridge: With
     async def case(bridge: BridgeUnderTest) -> None:
         described = (await bridge.client.get("/openapi.json")).json()
         routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
-        routes.add("/task/update")
+        routes |= {"/task/update", "/rounds/join", "/status/batches"}
         assert set(described["paths"]) == routes
         assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
 
@@ -245,6 +247,13 @@ def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
             assert (answer.status_code, answer.json()["error"]) == (413, "too-large")
         for progress in ("moon", {"status": {}}, {"status": {"batch_size": -1}}, None):
             assert await bridge.kind("/status/send", progress) == (400, "bad-request")
+        least = {"round": 1, "first": 0, "batches": [{"batch_size": 8}]}
+        for batches in (3, {}, least | {"batches": []}, least | {"batches": [{}]}, least | {"first": -1}):
+            assert await bridge.kind("/status/batches", batches) == (400, "bad-request")
+        assert await bridge.kind("/status/batches", least | {"batches": [{"batch_size": 8}] * 257}) == (
+            400,
+            "bad-request",
+        )
         assert (await bridge.client.post("/nothing")).status_code == 404
 
     with_bridge(case)
@@ -680,6 +689,33 @@ def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> N
     assert list(short.iterdir()) == []
 
 
+@pytest.mark.skipif(getrlimit(RLIMIT_NOFILE)[1] < 2048, reason="needs descriptors from 1024 on")
+def test_a_connection_is_seen_whatever_number_the_descriptor_has(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def bind_with_large_descriptor(place: SocketPlace) -> Iterator[socket.socket]:
+        with (
+            bind_socket(place) as listener,
+            socket.socket(fileno=fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, 1500)) as same,
+        ):
+            yield same
+
+    async def main() -> None:
+        path = short / "b.sock"
+        async with open_bridge(cast(Any, None), SocketPlace(path)) as was_used:
+            assert not was_used()
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                assert was_used()
+
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (max(soft, 2048), hard))
+    monkeypatch.setattr("hypha_worker.bridge.server.bind_socket", bind_with_large_descriptor)
+    try:
+        anyio.run(main, backend="trio")
+    finally:
+        setrlimit(RLIMIT_NOFILE, (soft, hard))
+
+
 def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
     """Return a list that grows with each HTTP server that begins."""
     begun: list[uvicorn.Server] = []
@@ -879,6 +915,27 @@ def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Pat
             assert await bridge.kind("/resources/fetch", body(path)) == (403, "not-allowed")
         assert await bridge.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
         assert await bridge.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
+
+    with_bridge(case, AccessPolicy(roots=(root,)))
+
+
+def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(with_bridge: WithBridge, tmp_path: Path) -> None:
+    root = tmp_path / "allowed"
+    (root / "model" / "deep").mkdir(parents=True)
+    (root / "model" / "config.json").write_bytes(b"{}")
+    (root / "model" / "deep" / "weights").write_bytes(b"weights")
+
+    async def case(bridge: BridgeUnderTest) -> None:
+        def body(path: Path) -> Any:
+            return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
+
+        for _ in range(2):
+            status, files = await bridge.post("/resources/fetch", body(root / "model"))
+            assert status == 200
+            assert sorted(file["path"] for file in files) == ["in/config.json", "in/deep/weights"]
+            assert (bridge.work_dir / "in" / "deep" / "weights").read_bytes() == b"weights"
+        (root / "model" / "link").symlink_to(tmp_path)
+        assert await bridge.kind("/resources/fetch", body(root / "model")) == (403, "not-allowed")
 
     with_bridge(case, AccessPolicy(roots=(root,)))
 

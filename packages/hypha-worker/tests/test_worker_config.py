@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import task_executor
+from hypha_worker.checks import check_start, check_worker
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware.detection import detect
@@ -215,6 +217,11 @@ PEER = str(PeerId.from_public_key(bytes(32)))
     ("text", "told"),
     [
         ('[[executors]]\nclass = "train"\nname = "x"\n', "needs a command"),
+        (
+            '[[executors]]\nclass = "train"\nname = "x"\ncmd = "a"\nreadable = ["/cache/models"]\n'
+            '[[executors]]\nclass = "train"\nname = "y"\ncmd = "a"\nwritable = ["/cache"]\n',
+            "readable = '/cache/models' of executor train/x lies in /cache, where jobs write",
+        ),
         ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', "aggregate"),
         ('[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\ncmd = "uv"\n', "built in"),
         (
@@ -238,8 +245,12 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ("[resources.default]\nstorage = -1\n", "resources.default.storage"),
         ('[isolation]\nrequire = ["bwrap"]\n', "'cgroup', 'bubblewrap'"),
         ('[isolation]\nrequire = ["cgroup"]\ndisable = ["cgroup"]\n', "cgroup is both required and disabled"),
-        ('[cache]\npath = "/x"\n', "not yet"),
-        ('[connectors]\nbuckets = ["b"]\n', "not yet"),
+        ('[cache]\npath = "/x"\n', "path is set and max_size is not"),
+        ('[cache]\npath = "/"\nmax_size = 1\n', "lie within each other"),
+        ('[connectors]\nnetworks = ["10.0.0.0/33"]\n', "connectors.networks"),
+        ('[connectors]\nbuckets = ["b"]\n', "set one of them"),
+        ('[connectors]\ns3_access_key = "k"\n', "belong together"),
+        ('[connectors]\ns3_endpoint = "https://user:pass@s3.test"\n', "without user, query and fragment"),
     ],
 )
 def test_errors_name_the_key_and_the_remedy(tmp_path: Path, text: str, told: str) -> None:
@@ -286,6 +297,23 @@ def test_a_command_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
     assert not load(tmp_path, text + f'env = {{ PATH = "{program.parent}" }}\n').warnings
 
 
+def test_checks_fail_for_a_missing_executor_and_a_missing_gpu(tmp_path: Path) -> None:
+    text = LEAST + "[[resources.devices]]\nindex = 977\nmemory = 24\n"
+    text += '[[executors]]\nclass = "train"\nname = "x"\ncmd = "no-such-program"\n'
+    found = list(check_worker(load(tmp_path, text).config, live=False))
+    told = [check.text for check in found if check.state == "FAILED"]
+    assert any(line.startswith("resources.devices") for line in told), told
+    assert any(line.startswith("executors[0].cmd: 'no-such-program' is not found") for line in told), told
+
+
+@pytest.mark.parametrize(("module", "state"), [("json", "ok"), ("no_such_module_here", "FAILED")])
+def test_the_start_of_an_executor_imports_its_module(tmp_path: Path, module: str, state: str) -> None:
+    text = LEAST + f'[[executors]]\nclass = "train"\nname = "x"\ncmd = "{sys.executable}"\n'
+    text += f'args = ["-m", "{module}", "--job", "{{JOB_JSON}}"]\n'
+    found = check_start(0, load(tmp_path, text).config.executors[0])
+    assert (found.state, module in found.text) == (state, True), found
+
+
 def run(*args: str) -> Any:
     return CliRunner().invoke(main, list(args))
 
@@ -299,6 +327,17 @@ def test_init_writes_the_detected_resources_and_run_accepts_them(tmp_path: Path)
     assert config.resources.cpu == found.cpu >= 1
     assert config.resources.memory == pytest.approx(found.memory, abs=0.2)
     assert {entry.name for entry in config.executors} == {"diloco-transformer", "parameter-server"}
-    assert run("run", "--check", "--config", str(file)).exit_code == 0
     assert run("config", "show", "--config", str(file)).exit_code == 0
     assert run("schema").exit_code == 0
+
+
+def test_check_warns_of_more_storage_than_the_disk_has(tmp_path: Path) -> None:
+    def warnings(storage: float) -> list[str]:
+        text = LEAST.replace('"work"', f'"{tmp_path}/made/later"') + f"[resources]\nstorage = {storage}\n"
+        checks = check_worker(load(tmp_path, text).config, live=False)
+        return [check.text for check in checks if check.state == "warning" and "resources.storage" in check.text]
+
+    assert warnings(0.001) == []
+    [told] = warnings(1e9)
+    assert told.startswith("resources.storage = 1e+09: ")
+    assert told.endswith("/made/later are free; offer less, or free some")

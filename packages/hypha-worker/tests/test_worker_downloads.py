@@ -197,6 +197,13 @@ def test_answers_other_than_a_file_are_reported(web: Web, tmp_path: Path, name: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_proxies_of_the_environment_are_not_used(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    [config] = hub(tmp_path)
+    assert json.loads(config.read_bytes()) == {"a": 1}
+
+
 def test_an_offline_worker_asks_no_hub(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, detail = refused(lambda: hub(tmp_path))

@@ -7,10 +7,9 @@ import logging
 import socket
 import stat
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -20,19 +19,14 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha_net import pubsub, rpc
-from hypha_net.node.health import serve_health
-from hypha_net.node.lifecycle import Node
-from hypha_net.testing import MemoryNetwork
+from hypha_net import rpc
 from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
-from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
-from hypha_proto.offers import WORKER_REQUESTS
 from hypha_worker.cli import main
+from hypha_worker.control.drain_command import parse_timeout
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
-from hypha_worker.service import serve
 
 InLab = Callable[..., None]
 
@@ -202,91 +196,12 @@ def test_kept_lease_takes_no_further_task_while_its_worker_drains(in_lab: InLab)
     in_lab(case)
 
 
-@dataclass
-class Site:
-    """A worker program as its command line runs it, in one process with a scheduler."""
-
-    lab: Any
-    node: Node
-    terminated: anyio.Event
-    socket: Path
-    ended: anyio.Event = field(default_factory=anyio.Event)
-    """Set when the program has returned."""
-
-    async def health(self) -> Health:
-        return await rpc.call(self.lab.scheduler.endpoint, self.node.endpoint.peer_id, HEALTH_CHECK, HealthRequest())
-
-    async def until_draining(self) -> None:
-        while (await self.health()).reason != "draining":
-            await anyio.sleep(0.01)
-
-    def let_all_go(self) -> None:
-        """Let the jobs of `UNTIL_TOLD` end."""
-        for folder in self.lab.folder.glob("work/hypha-*"):
-            (folder / "go").touch()
-
-    async def command(self, *arguments: str) -> Result:
-        """Run ``hypha-worker drain``."""
-        run = CliRunner().invoke
-        return await anyio.to_thread.run_sync(
-            lambda: run(main, ["drain", "--socket", str(self.socket), *arguments]), abandon_on_cancel=True
-        )
-
-
-def listens(path: Path) -> bool:
-    """Return whether a program listens at a socket, which may be left by one that was killed."""
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
-
-
-@pytest.fixture
-def on_site(tmp_path: Path, make_config: Any, make_lab: Any) -> Callable[..., None]:
-    """Run a test's function beside a worker program; the function returns when the program may be cancelled."""
-
-    def play(case: Callable[[Site], Awaitable[None]], **changes: Any) -> None:
-        async def main() -> None:
-            network = MemoryNetwork()
-            async with (
-                network.endpoint("worker") as endpoint,
-                network.endpoint("scheduler") as scheduler,
-                pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
-                anyio.create_task_group() as tasks,
-            ):
-                await scheduler.connect(endpoint.addresses[0])
-                terminated = anyio.Event()
-                node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
-                config = make_config(tmp_path, **changes)
-                serve_health(endpoint, node.readiness, role="worker", version="1")
-                site = Site(
-                    make_lab(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
-                    node,
-                    terminated,
-                    socket_path(config.work_dir),
-                )
-
-                async def program() -> None:
-                    await serve(config, node)
-                    site.ended.set()
-
-                tasks.start_soon(program)
-                with anyio.fail_after(30):
-                    while not listens(site.socket) or not node.readiness.is_ready:
-                        await anyio.sleep(0.01)
-                    await case(site)
-                tasks.cancel_scope.cancel()
-
-        anyio.run(main, backend="trio")
-        assert not socket_path(tmp_path / "work").exists()
-
-    return play
-
-
 def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         told = Told()
         told.listen(site.lab)
         running, idle = await start_job(site.lab, UNTIL_TOLD), await site.lab.scheduler.hire()
@@ -305,7 +220,7 @@ def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None
 
 
 def test_jobs_are_cancelled_when_the_drain_timeout_is_over(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         await start_job(site.lab, FOREVER)
         site.terminated.set()
         await site.ended.wait()
@@ -315,7 +230,7 @@ def test_jobs_are_cancelled_when_the_drain_timeout_is_over(on_site: Any) -> None
 
 
 def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         told = Told()
         told.listen(site.lab)
         running = await start_job(site.lab, UNTIL_TOLD)
@@ -324,7 +239,7 @@ def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def drain() -> None:
-                results.append(await site.command("--timeout", "50"))
+                results.append(await site.command("drain", "--timeout", "50"))
 
             tasks.start_soon(drain)
             [message] = await site.lab.scheduler.until(lambda: told.drains)
@@ -344,9 +259,9 @@ def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
 
 
 def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         running = await start_job(site.lab, FOREVER)
-        result = await site.command("--timeout", "0.1")
+        result = await site.command("drain", "--timeout", "0.1")
         assert result.exit_code == 1
         assert [job["lease"] for job in lines(result)[1]["cancelled"]] == [str(running.id)]
         assert "1 jobs did not end in time and were cancelled" in result.stderr
@@ -355,10 +270,10 @@ def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
 
 
 def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         await start_job(site.lab, FOREVER)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(site.command, "--timeout", "3600")
+            tasks.start_soon(site.command, "drain", "--timeout", "3600")
             await site.until_draining()
             site.terminated.set()
             await site.ended.wait()
@@ -369,12 +284,12 @@ def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
 def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> None:
     results: list[Result] = []
 
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         await start_job(site.lab, FOREVER)
 
         async def drain() -> None:
             with anyio.CancelScope(shield=True):
-                results.append(await site.command())
+                results.append(await site.command("drain"))
 
         site.node.tasks.start_soon(drain)
         await site.until_draining()
@@ -386,12 +301,12 @@ def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> Non
 
 
 def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -> None:
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         for request, reason in (
             (b"", "not JSON"),
             (b"[" * 3000, "nested"),
             (b"x" * 5000, "larger than 4096 bytes"),
-            (b'{"stop": {}}', 'expected {"drain"'),
+            (b'{"stop": {}}', "no such command: 'stop'"),
             (b'{"drain": {"timeout": -1}}', "drain.timeout: -1 is not a number of seconds"),
             (b'{"drain": {"timeout": true}}', "drain.timeout: True is not a number of seconds"),
         ):
@@ -407,18 +322,19 @@ def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -
 def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
     on_site: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "work").mkdir(mode=0o750)
+    (tmp_path / "work" / "control").mkdir(parents=True, mode=0o750)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_path(tmp_path / "work")))  # nobody listens
 
-    async def case(site: Site) -> None:
+    async def case(site: Any) -> None:
         before = site.socket.stat().st_ino
         too_long = tmp_path / ("x" * 120)
-        await ControlServer(too_long, None, 60.0).serve()  # type: ignore[arg-type]
+        too_long.mkdir()
+        await ControlServer(too_long, {}).serve()
         assert f"hypha-worker drain cannot reach this worker, SIGTERM drains it: {too_long}" in caplog.text
-        await ControlServer(site.socket.parent, None, 60.0).serve()  # type: ignore[arg-type]
+        await ControlServer(site.socket.parent.parent, {}).serve()
         assert site.socket.stat().st_ino == before
-        assert (await site.command()).exit_code == 0
+        assert (await site.command("drain")).exit_code == 0
 
     on_site(case)
     assert "another worker uses this work_dir" in caplog.text
@@ -431,7 +347,7 @@ def test_worker_is_found_by_its_configuration(tmp_path: Path) -> None:
     )
     found = CliRunner().invoke(main, ["drain", "--config", str(config)])
     assert found.exit_code == 3
-    assert f"no worker listens at {tmp_path / 'w' / 'worker.sock'}" in found.stderr
+    assert f"no worker listens at {tmp_path / 'w' / 'control' / 'worker.sock'}" in found.stderr
     for wrong in (["drain"], ["drain", "--config", str(tmp_path / "none.toml")], ["drain", "--timeout", "-1"]):
         assert CliRunner().invoke(main, wrong).exit_code == 2
 
@@ -439,4 +355,4 @@ def test_worker_is_found_by_its_configuration(tmp_path: Path) -> None:
 @given(data=st.binary(max_size=200) | st.recursive(st.none() | st.floats() | st.text(), st.lists).map(json.dumps))
 def test_what_is_no_request_is_a_value_error(data: bytes | str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_request(data if isinstance(data, bytes) else b'{"drain": %s}' % data.encode())
+        parse_timeout(parse_request(data if isinstance(data, bytes) else b'{"drain": %s}' % data.encode())[1])

@@ -12,12 +12,15 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import anyio
 import pytest
 
 from hypha_worker import openat
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_files import JobEndedError, JobFiles
+from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import IrregularFileError, LinkInPathError, open_by_openat2, open_by_parts
 
 SWAP = """
@@ -248,3 +251,38 @@ def test_a_shared_file_that_is_replaced_after_its_check_is_refused(tmp_path: Pat
             (root / "a" / "x").symlink_to(tmp_path / "outside" / "x")
     status, detail = told(lambda: access.open_file(path))
     assert (status, "was replaced while it was opened" in detail) == (400, True), detail
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "other"])
+def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    source = root / "x"
+    source.write_bytes(b"a" * 5000)
+    os.utime(source, (1, 1))
+    source.with_name("y").write_bytes(b"b" * 5000)
+    (tmp_path / "job").mkdir()
+
+    class Storage(JobStorage):
+        """Changes the file when space for the first block is reserved, after it was opened."""
+
+        def reserve(self, path: Path, size: int) -> None:
+            super().reserve(path, size)
+            if source.stat().st_mtime == 1 and path.exists():
+                with source.open("r+b") as file:
+                    file.truncate({"longer": 6000, "shorter": 4000, "other": 5000}[change])
+                    file.write(b"c")
+
+    async def copy(name: str) -> None:
+        storage = Storage(tmp_path / "job", 10_000)
+        with anyio.fail_after(10):
+            await download_from_uri(
+                (root / name).as_uri(), PurePosixPath(), AccessPolicy(roots=(root,)), storage=storage
+            )
+
+    with pytest.raises(BridgeError, match=r"/root/x' changed while it was read \(5000 bytes before") as caught:
+        anyio.run(copy, "x", backend="trio")
+    assert caught.value.status == 502
+    assert not list((tmp_path / "job").iterdir())
+    anyio.run(copy, "y", backend="trio")
+    assert (tmp_path / "job" / "y").read_bytes() == b"b" * 5000

@@ -397,7 +397,7 @@ def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tm
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
     assert alive(tmp_path / "work") == []
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["logs"]
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["control", "logs"]
 
 
 def test_a_worker_that_shuts_down_starts_no_job(in_lab: InLab) -> None:
@@ -492,7 +492,8 @@ def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> Non
 
 
 PRINTS = """
-for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OWN"):
+names = "OMP_NUM_THREADS", "HYPHA_EXECUTOR_MEMORY", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OWN"
+for name in names:
     print(name, repr(os.environ.get(name)))
 print(os.getcwd() == work_dir == os.path.dirname(os.environ["JOB"]), oct(os.stat(work_dir).st_mode))
 print(json.load(open(os.environ["JOB"])) == job, config["model"]["artifact"]["token"])
@@ -503,17 +504,19 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
     async def case(lab: Any) -> None:
         lab.write_script(PRINTS)
         first = await lab.scheduler.hire(gpu=10.0)
-        second = await lab.scheduler.hire(gpu=20.0, cpu=2.0)
+        second = await lab.scheduler.hire(gpu=20.0, cpu=2.0, memory=1.5)
         third = await lab.scheduler.hire(cpu=1.0)
         seen = []
         for lease in (first, second, third):
             await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
             end = await lab.scheduler.ended()
             assert end.outcome == "finished", end
-            assert end.last_lines[3:] == ("OWN '{not a word}'", "True 0o40700", "True None")
-            seen.append(end.last_lines[:3])
-        for (threads, cuda, rocr), (wanted, devices) in zip(seen, (("1", "0"), ("2", "1"), ("1", "")), strict=True):
+            assert end.last_lines[4:] == ("OWN '{not a word}'", "True 0o40700", "True None")
+            seen.append(end.last_lines[:4])
+        expected = ("1", None, "0"), ("2", "1500000000", "1"), ("1", None, "")
+        for (threads, memory, cuda, rocr), (wanted, size, devices) in zip(seen, expected, strict=True):
             assert threads == f"OMP_NUM_THREADS {wanted!r}"
+            assert memory == f"HYPHA_EXECUTOR_MEMORY {size!r}"
             assert cuda == f"CUDA_VISIBLE_DEVICES {devices!r}"
             assert rocr == f"ROCR_VISIBLE_DEVICES {devices!r}"
 
@@ -526,7 +529,7 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
         "env": {"JOB": "{JOB_FILE}", "OWN": "{not a word}"},
     }
     devices = [{"index": 0, "memory": 16.0}, {"index": 1, "memory": 24.0}]
-    in_lab(case, executors=[executor], resources={"cpu": 4.0, "devices": devices})
+    in_lab(case, executors=[executor], resources={"cpu": 4.0, "memory": 4.0, "devices": devices})
 
 
 USES_SOCKET = """
@@ -551,7 +554,7 @@ def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(i
             await lab.start(USES_SOCKET)
             end = await lab.scheduler.ended()
             assert (end.outcome, end.last_lines) == ("finished", (f"True {long} 0o600 True", "200")), end
-            assert sorted(path.name for path in work_dir.iterdir()) == ["kept", "logs"]
+            assert sorted(path.name for path in work_dir.iterdir()) == ["control", "kept", "logs"]
             assert kept.read_text() == "kept"
 
         in_lab(case, work_dir=work_dir)

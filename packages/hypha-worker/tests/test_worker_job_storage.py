@@ -216,7 +216,7 @@ def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab) -> N
         assert end.lease == lease
         assert end.outcome == "failed"
         assert re.search(r"stores \d+ bytes, more than the 1000000 of its lease \(storage\): request more", end.reason)
-        assert beside > 0.7 * alone
+        assert beside > 0.2 * alone  # a blocked event loop answers none; other tests take processor time
         assert len(lab.worker.jobs.running) == 1
 
     in_lab(case)

@@ -124,6 +124,52 @@ def test_a_lease_is_spent_when_its_job_ends_but_still_confirmed() -> None:
     assert manager.leases == ()
 
 
+def test_an_orphaned_lease_keeps_its_job_is_not_charged_and_can_be_taken_back() -> None:
+    manager = offered(orphan_grace=30.0)
+    manager.renew(ID, MINE, 0.0)
+    lease = manager.attach_job(ID, MINE, 1.0, None, 120.0)
+    assert manager.sweep(10.9) == []
+    assert lease.state is LeaseState.HELD
+    assert manager.sweep(11.0) == []
+    assert (lease.state, lease.remaining(11.0), manager.free.resources.cpu) == (LeaseState.ORPHANED, 0.0, 1.0)
+    with pytest.raises(LeaseError, match="has no lease"):
+        manager.renew(ID, OTHER, 12.0)
+    assert manager.sweep(40.9) == []
+    assert lease.charged == 11.0
+    assert manager.renew(ID, MINE, 40.9).remaining(40.9) == 10.0
+    manager.sweep(50.0)
+    assert (lease.state, lease.charged, manager.owed) == (LeaseState.HELD, pytest.approx(20.1), 100.0 * 20.1 / 3600)
+    manager.sweep(60.0)
+    assert manager.sweep(80.8) == []
+    assert manager.sweep(80.9) == [lease], "it ends when the owner's bound is over"
+    with pytest.raises(LeaseError, match="is over"):
+        manager.renew(ID, MINE, 80.9)
+    manager.detach_job(ID)
+    assert manager.free.resources.cpu == 4.0
+
+
+def test_a_lease_whose_job_ended_without_its_scheduler_is_confirmed_for_the_grace() -> None:
+    manager = offered(orphan_grace=30.0)
+    manager.attach_job(ID, MINE, 0.0, None, 30.0)
+    manager.sweep(15.0)
+    manager.detach_job(ID)
+    assert manager.free.resources.cpu == 4.0
+    assert manager.renew(ID, MINE, 39.0).remaining(39.0) == 1.0
+    manager.sweep(40.0)
+    assert manager.leases == ()
+
+
+def test_a_kept_lease_is_not_orphaned_after_its_job() -> None:
+    manager = offered(orphan_grace=30.0)
+    manager.attach_job(ID, MINE, 0.0, None, 30.0)
+    manager.sweep(15.0)
+    manager.detach_job(ID, keep=True)
+    with pytest.raises(LeaseError, match="is over"):
+        manager.renew(ID, MINE, 15.1)
+    manager.sweep(15.2)
+    assert manager.leases == ()
+
+
 def test_a_kept_lease_accepts_another_job_but_never_two_at_once() -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)
@@ -355,6 +401,9 @@ STRANGER = st.sampled_from([None, None, None, *PEERS])
 """Who sends a message about a lease instead of its scheduler, if anybody."""
 
 
+OWNERS_GRACE = 12.0
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Random actions of schedulers, jobs, links and the clock; the machine is never over-committed."""
 
@@ -366,7 +415,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def start(self, devices: bool, quota: Quota, defaults: bool) -> None:
         amounts = Resources(cpu=8.0, memory=16.0, gpu=48.0, storage=30.0)
         self.capacity = Capacity(amounts, (Device(0, 24.0), Device(1, 24.0)) if devices else ())
-        self.manager = LeaseManager(self.capacity, LeaseTerms(idle_lease=8.0, quota=quota))
+        self.manager = LeaseManager(self.capacity, LeaseTerms(idle_lease=8.0, quota=quota, orphan_grace=OWNERS_GRACE))
         default = Resources(storage=10.0, gpu=4.0) if defaults else Resources()
         self.arbiter = Arbiter(OfferPolicy(quota=quota), Capabilities(self.capacity, frozenset({TRAIN}), default))
         self.quota = quota
@@ -374,6 +423,8 @@ class LeaseMachine(RuleBasedStateMachine):
         self.running: dict[uuid.UUID, Allocation] = {}
         self.told: dict[uuid.UUID, float] = {}
         """Until when each scheduler may count on its lease."""
+        self.graces: dict[uuid.UUID, float] = {}
+        """Seconds that the job of each lease may run on without a renewal."""
         self.newest: dict[uuid.UUID, Attempt] = {}
         """The numbered dispatch that last started a job on each lease."""
         self.count = 0
@@ -433,16 +484,24 @@ class LeaseMachine(RuleBasedStateMachine):
         try:
             held = self.manager.renew(made, stranger or owner, self.now)
         except LeaseError:
+            is_owner, runs = stranger in (None, owner), made in self.told.keys() & self.running.keys()
+            assert not (is_owner and runs and self.now < self.told[made] + self.graces[made]), "it can be taken back"
             return
         assert stranger in (None, owner)
         if held.state is LeaseState.HELD:  # a spent one is confirmed and has nothing
             self.told[made] = held.expires
 
-    @rule(target=jobs, lease=ids, stranger=STRANGER, attempt=st.none() | ATTEMPT)
-    def dispatch(self, lease: Owned, stranger: PeerId | None, attempt: Attempt | None) -> object:
+    @rule(
+        target=jobs,
+        lease=ids,
+        stranger=STRANGER,
+        attempt=st.none() | ATTEMPT,
+        grace=st.sampled_from([0.0, 2.0, 15.0, 2 * OWNERS_GRACE]),
+    )
+    def dispatch(self, lease: Owned, stranger: PeerId | None, attempt: Attempt | None, grace: float) -> object:
         made, owner = lease
         try:
-            held = self.manager.attach_job(made, stranger or owner, self.now, attempt)
+            held = self.manager.attach_job(made, stranger or owner, self.now, attempt, grace)
         except LeaseError:
             return multiple()
         assert stranger in (None, owner)
@@ -451,8 +510,15 @@ class LeaseMachine(RuleBasedStateMachine):
             assert made not in self.newest or attempt.number > self.newest[made].number
             self.newest[made] = attempt
         self.running[made] = held.allocation
+        self.graces[made] = min(grace, OWNERS_GRACE)
         self.told[made] = held.expires
         return made
+
+    @rule(lease=jobs)
+    def take_back(self, lease: uuid.UUID) -> None:
+        """Renew the lease of a running job, which may be orphaned."""
+        [owner] = [held.scheduler for held in self.manager.leases if held.id == lease]
+        self.renew((lease, owner), None)
 
     @rule(lease=ids, stranger=STRANGER, attempt=ATTEMPT)
     def ask_whether_repeated(self, lease: Owned, stranger: PeerId | None, attempt: Attempt) -> None:
@@ -487,13 +553,35 @@ class LeaseMachine(RuleBasedStateMachine):
         assert stranger in (None, owner)
         self.told.pop(made, None)
 
-    @rule(seconds=st.sampled_from([0.1, 0.4, 1.0, 3.0, 6.0, 20.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.4, 1.0, 3.0, 6.0, 11.0, 20.0]))
     def wait(self, seconds: float) -> None:
-        self.now += seconds
+        charged = {lease.id: lease.charged for lease in self.manager.leases if lease.id in self.told and lease.has_job}
+        begun, self.now = self.now, self.now + seconds
         for lease in self.manager.sweep(self.now):
             assert lease.has_job
+        for lease in self.manager.leases:
+            if lease.id in charged:
+                due = max(0.0, min(self.now, self.told[lease.id]) - begun)
+                assert lease.charged - charged[lease.id] == pytest.approx(due), "time after the expiry is not charged"
         if seconds == 20.0:
-            assert {lease.id for lease in self.manager.leases} == set(self.running), "only jobs keep leases that long"
+            held = {lease.id for lease in self.manager.leases if lease.state is not LeaseState.SPENT}
+            assert held == set(self.running), "only jobs keep resources that long"
+
+    @invariant()
+    def a_job_runs_on_for_its_grace_and_no_longer(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        states = {lease.id: lease.state for lease in self.manager.leases}
+        for lease in self.told.keys() & self.running.keys():
+            over = self.now - self.told[lease]
+            expected = LeaseState.HELD if over < 0 else LeaseState.ENDING
+            assert states[lease] is (LeaseState.ORPHANED if 0 <= over < self.graces[lease] else expected)
+
+    @invariant()
+    def only_leases_with_a_job_are_orphaned(self) -> None:
+        if hasattr(self, "manager"):
+            orphans = {lease.id for lease in self.manager.leases if lease.state is LeaseState.ORPHANED}
+            assert orphans <= self.running.keys()
 
     @invariant()
     def what_runs_fits_the_machine(self) -> None:

@@ -26,8 +26,20 @@ from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.hardware import usage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
-ELSEWHERE = {"hw.gpu.utilization", "hw.gpu.memory.usage", "hypha.worker.leases.retained"}
-"""Tested in test_worker_nvml and test_worker_job_manager."""
+ELSEWHERE = {
+    "hw.gpu.utilization",
+    "hw.gpu.memory.usage",
+    "hypha.worker.lease.owed",
+    "hypha.worker.leases.retained",
+    "hypha.worker.outer_updates.discarded",
+    "hypha.worker.cache.hits",
+    "hypha.worker.cache.io",
+    "hypha.worker.cache.evictions",
+    "hypha.worker.cache.size",
+    "hypha.worker.content.bad",
+}
+"""Tested in test_worker_nvml, test_worker_orphans, test_worker_job_manager, test_worker_rounds,
+test_worker_content_cache and test_worker_content_holders."""
 
 TASKS: dict[str, list[dict[str, str | bool]]] = {
     "hypha.worker.tasks.started": [{}],

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from hypha_proto.global_model import MOMENTUM, GlobalModel
 from hypha_proto.job_spec import Nesterov
+from hypha_proto.outer_step import OuterOptimizer, outer_step
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.update_file import UpdateMetadata, write_update
-from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
 SHAPES = {"weight": (30, 7), "bias": (7,), "scale": (), "running_mean": (5,)}
 STATISTICS = frozenset({"running_mean"})
@@ -58,8 +58,8 @@ def check(folder: Path, rate: float, momentum: float, nesterov: bool, scale: flo
         step = folder / "outer"
         optimizer = OuterOptimizer(rate, momentum, nesterov)
         outer_step(files, folder / "momentum", step, optimizer, UpdateMetadata(number, None, STATISTICS))
-        model.add([step], number)
-        of_server, of_scheduler = read(folder / "momentum"), read(model.state_dir / MOMENTUM)
+        model.add(step, number)
+        of_server, of_scheduler = read(folder / "momentum"), read(model.directory(number) / MOMENTUM)
         assert of_scheduler.keys() == exact.keys()
         for name in exact:
             mean = sum(w * u[name].astype("f8") for w, u in zip(WEIGHTS, updates, strict=True)) / sum(WEIGHTS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
 from hypha_proto.resources import Resources
-from hypha_worker.errors import ExecutionError
+from hypha_worker.errors import ExecutionError, ExecutorExitError
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 from hypha_worker.executors.isolation.stack import IsolationStack
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
@@ -74,9 +76,70 @@ def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path
         run(settings, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("end", "is_failed_start"),
+    [
+        ("sys.exit(1)", True),
+        ("sys.exit(127)", True),
+        ("sys.exit(2)", False),
+        ("sys.exit(75)", False),
+        ("sys.exit(137)", False),
+        ("os.kill(os.getpid(), 9)", False),
+    ],
+)
+def test_ends_that_may_be_a_failed_start(tmp_path: Path, end: str, is_failed_start: bool) -> None:
+    settings = ProcessSettings(cmd=sys.executable, args=("-I", "-S", "-c", f"import os, sys; {end}"))
+    with pytest.raises(ExecutionError) as found:
+        run(settings, tmp_path)
+    assert isinstance(found.value, ExecutorExitError) == is_failed_start
+
+
+def test_an_exit_that_a_layer_explains_is_no_failed_start(tmp_path: Path) -> None:
+    settings = ProcessSettings(cmd=sys.executable, args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
+    with pytest.raises(ExecutorExitError):
+        run(settings, tmp_path)
+    with pytest.raises(ExecutionError, match="more memory") as found:
+        run(replace(settings, stack=IsolationStack([LimitingLayer()])), tmp_path)
+    assert not isinstance(found.value, ExecutorExitError)
+
+
+KILL_ITSELF = "import os, sys; open(sys.argv[1], 'a').write(sys.argv[2]); os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("counted", "reason"),
+    [("oom_kill 8\n", "was ended by SIGKILL, while this machine ended .* no memory left"), ("", "by SIGKILL$")],
+)
+def test_memory_is_named_if_the_kernel_has_ended_processes_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: str, reason: str
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 5\n" if counted else "oom_kill 7\n")
+    monkeypatch.setattr("hypha_worker.executors.process.process_runner._VMSTAT", counters)
+    args = ("-I", "-S", "-c", KILL_ITSELF, str(counters), counted)
+    with pytest.raises(ExecutionError, match=reason):
+        run(ProcessSettings(cmd=sys.executable, args=args), tmp_path)
+
+
 def test_a_writable_folder_that_cannot_be_created_is_named_with_its_key(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     settings = ProcessSettings(cmd=sys.executable, writable=(file / "cache",))
     with pytest.raises(ExecutionError, match=r"executors\.writable: .*/file/cache cannot be created: Not a directory;"):
+        run(settings, tmp_path)
+
+
+class FullLayer(LimitingLayer):
+    """Cannot be prepared."""
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[LimitingLayer]:
+        """Fail as a full file system does."""
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+
+def test_a_layer_that_cannot_be_prepared_is_named(tmp_path: Path) -> None:
+    settings = ProcessSettings(cmd=sys.executable, stack=IsolationStack([FullLayer()]))
+    with pytest.raises(ExecutionError, match=r"the layer .* cannot be prepared: .*No space left on device"):
         run(settings, tmp_path)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import anyio
 import psutil
 import pytest
+from support.liveness import is_alive
 
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, terminate_tree
 
@@ -45,8 +46,39 @@ def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, siz
 
     left = anyio.run(main, backend="trio")
     try:
-        ended = not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
-        assert ended is (token == "t")
+        assert is_alive(left) is (token != "t")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+
+
+def test_a_process_that_loses_its_token_after_sigterm_is_ended() -> None:
+    """As one that exits does: the kernel releases its environment a while before it is gone."""
+    loses_token = """
+import os, signal, sys, time
+def exec_without_environment(*_):
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], {})
+signal.signal(signal.SIGTERM, exec_without_environment)
+print(1, flush=True)
+time.sleep(60)
+"""
+    leaves_it = LEAVES_ANOTHER.replace('"import time; print(1, flush=True); time.sleep(60)"', repr(loses_token))
+
+    async def main() -> int:
+        with anyio.fail_after(30):
+            process = await anyio.open_process(
+                [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+            )
+            assert process.stdout is not None
+            left = int(await process.stdout.receive())
+            await process.wait()
+            assert await terminate_tree(process, "t", 0.5) is None
+            await process.aclose()
+            return left
+
+    left = anyio.run(main, backend="trio")
+    try:
+        assert not is_alive(left)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(left, signal.SIGKILL)
@@ -83,7 +115,7 @@ def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows(
             return left
 
     left = anyio.run(main, backend="trio")
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(left)
 
 
 def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:

@@ -320,6 +320,29 @@ def test_tasks_of_a_job_that_could_be_confused_are_refused(
     in_lab(case)
 
 
+def test_a_task_on_an_orphaned_lease_is_ended_when_its_scheduler_begins_it_anew(
+    in_lab: Callable[[Case], None],
+) -> None:
+    """The worker was behind a partition, and its scheduler has given the lease up."""
+
+    async def case(lab: Lab) -> None:
+        first = lab.hire()
+        assert await lab.dispatch(first, train(lab, lab.peers[0]), orphan_grace_ms=60_000) == "Dispatched"
+        await lab.running(1)
+        assert await lab.dispatch(lab.hire(), train(lab, lab.peers[0])) == "DispatchFailed"
+        lab.leases.sweep(anyio.current_time() + 15.0)
+        assert lab.state(first) is LeaseState.ORPHANED
+        assert await lab.dispatch(lab.hire(), train(lab, lab.peers[0])) == "Dispatched"
+        await lab.until(lambda: lab.ends)
+        assert (lab.ends[0].lease, lab.ends[0].outcome) == (first, "cancelled")
+        assert "begun it anew on another lease" in lab.ends[0].reason
+        _, renewed = await lab.running(2)
+        assert await lab.push(lab.peers[0]) == ""
+        assert len(renewed.received) == 1
+
+    in_lab(case)
+
+
 def test_a_request_reaches_the_task_that_handles_it_from_its_scheduler_only(in_lab: Callable[[Case], None]) -> None:
     async def case(lab: Lab) -> None:
         async def announce(sender: MemoryEndpoint, job_id: uuid.UUID = JOB) -> MembersKnown:

@@ -171,6 +171,19 @@ def test_variants_run_side_by_side_and_leases_without_a_variant_are_not_wanted()
     assert [(request.role, request.count) for request in operator.role_requests()] == [("choose", 1)]
 
 
+def test_a_lease_that_is_not_wanted_any_more_takes_no_further_attempt() -> None:
+    """The runner has released it, and a task on it would not start."""
+    operator, lost = sweep(), a_lease(1)
+    [slow] = starts(operator.on_leases_acquired([lost], 0.0))
+    [fast] = starts(operator.on_leases_acquired([a_lease(2)], 0.5))
+    train(operator, fast.task, loss=1.0)
+    operator.on_lease_lost(lost, "no answer", 10.0)
+    assert starts(operator.on_task_update(slow.task, TaskEnded(TaskState.FAILED, "no answer"), 10.0)) == []
+    assert demand(operator) == (1, 1)
+    [again] = starts(operator.on_leases_acquired([a_lease(3)], 11.0))
+    assert (again.task.name, again.task.attempt) == ("slow", 1)
+
+
 def test_each_variant_has_its_learning_rate_and_sends_its_update_to_the_scheduler() -> None:
     operator = sweep()
     tasks = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))

@@ -60,8 +60,8 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
         DatasetError: the folder contains no slices, or there is no manifest and one is not a file of samples.
     """
     try:
-        written = _read_manifest(name, folder)
-        files = _find_slices(name, folder, written)
+        written = read_manifest(name, folder)
+        files = find_slices(name, folder, written)
     except OSError as error:
         raise DatasetError(f"dataset {name}: {folder} cannot be read: {error}") from None
     digests = DigestCache(folder) if verify else DigestCache.load(folder)
@@ -77,7 +77,7 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
     return Dataset(name, folder, manifest, digest, text, digests, is_prepared=written is not None)
 
 
-def _find_slices(name: str, folder: Path, written: Manifest | None) -> list[Path]:
+def find_slices(name: str, folder: Path, written: Manifest | None) -> list[Path]:
     """Return the files of the manifest's format; without a manifest safetensors files, or JSONL files if none."""
     suffixes = list(SLICE_SUFFIXES.values()) if written is None else [slice_suffix(written)]
     for suffix in suffixes:
@@ -154,7 +154,7 @@ def count_samples(file: Path) -> int:
     return int(next(iter(lengths.values()))[0])
 
 
-def _read_manifest(name: str, folder: Path) -> Manifest | None:
+def read_manifest(name: str, folder: Path) -> Manifest | None:
     """Return the manifest in the folder, or None if there is no usable one."""
     path = folder / MANIFEST
     if not path.is_file():
@@ -168,7 +168,13 @@ def _read_manifest(name: str, folder: Path) -> Manifest | None:
     if fault is not None:
         _log.warning("dataset %s: %s cannot be used: %s", name, path, fault)
         return None
-    return Manifest(dataset=name, slices=manifest.slices, format=manifest.format, columns=manifest.columns)
+    return Manifest(
+        dataset=name,
+        slices=manifest.slices,
+        format=manifest.format,
+        columns=manifest.columns,
+        labels=manifest.labels,
+    )
 
 
 def _find_fault(manifest: Manifest) -> str | None:

@@ -28,6 +28,9 @@ class DataConfig(NodeConfig):
         default=None, description="Folder of one dataset, announced under the folder's name."
     )
     datasets: list[DatasetConfig] = Field(default=[], description="Datasets with names of their own.")
+    provide: list[Path] = Field(
+        default=[], max_length=1000, description="Single files that are announced and served by their SHA-256."
+    )
     verify: bool = Field(
         default=False,
         description="Read all slices at the start and check their digests, not only those that have changed since they "
@@ -42,8 +45,8 @@ class DataConfig(NodeConfig):
             if name in ("", "..") or len(name) > _MAX_NAME:
                 raise ValueError(f"dataset_path {self.dataset_path} gives no name: add [[datasets]] with name and path")
             names.append(name)
-        if not names:
-            raise ValueError("no dataset: set dataset_path, or add [[datasets]] with name and path")
+        if not names and not self.provide:
+            raise ValueError("no dataset: set dataset_path, add [[datasets]] with name and path, or provide files")
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(f"dataset names must differ, these occur twice: {', '.join(sorted(twice))}")
@@ -54,3 +57,11 @@ class DataConfig(NodeConfig):
         """Folders of the datasets, by name."""
         named = {dataset.name: dataset.path for dataset in self.datasets}
         return named if self.dataset_path is None else {self.dataset_path.name: self.dataset_path, **named}
+
+
+class ListConfig(DataConfig):
+    """Configuration of a data node as the command ``list`` reads it: it needs no dataset."""
+
+    @model_validator(mode="after")
+    def _has_datasets(self) -> ListConfig:
+        return self

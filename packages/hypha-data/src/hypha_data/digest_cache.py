@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,6 +99,7 @@ class DigestCache:
         self._entries = {entry.file: entry for entry in entries}
         self._unsaved = False
         self._writable = True
+        self._saving = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path) -> DigestCache:
@@ -138,6 +140,10 @@ class DigestCache:
 
     def save(self) -> None:
         """Write the cache to its folder if it has changed; a folder that cannot be written to is logged once."""
+        with self._saving:  # two manifests of the folder may be checked at a time
+            self._save()
+
+    def _save(self) -> None:
         if not self._unsaved:
             return
         self._unsaved = False

@@ -1,15 +1,18 @@
-"""Preparation of a dataset: shuffles the samples of one file and cuts them into slices.
+"""Preparation of a dataset: shuffles the samples of a source and cuts them into slices.
 
-Rows are shuffled first because label-skewed slices slow down DiLoCo: every worker would train on its own labels. Source
-tensors are memory-mapped; memory holds one slice of one tensor, or one row, at a time. Called by the command
-``prepare``.
+Rows are shuffled first because label-skewed slices slow down DiLoCo: every worker would train on its own labels.
+Sources other than safetensors files are converted to tensors on disk first (`staging`). Memory holds a block of
+samples, whatever the size; what is larger is memory-mapped. Called by the command ``prepare``.
 """
 
 from __future__ import annotations
 
-import tempfile
+import errno
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,17 +20,24 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from hypha_data.catalog import MANIFEST, count_samples, measure
+from hypha_data.catalog import count_samples, measure
 from hypha_data.digest_cache import DigestCache, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import ColumnTable, RowFile
-from hypha_proto.codec import to_json
+from hypha_data.sources.formats import check_options, detect_format, makes_rows, open_reader
+from hypha_data.sources.options import HF, ReadOptions
+from hypha_data.sources.reader import BLOCK_BYTES, OnProgress, files_state
+from hypha_data.staging import StagedSamples, stage
+from hypha_data.workspace import WORK, Workspace
 from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 
 MAX_SLICES: Final = 99_999
-SOURCE_FORMATS: Final[Mapping[str, str]] = {".jsonl": JSONL, ".ndjson": JSONL}
-"""Format of a source by the suffix of its name; others are safetensors."""
+DEFAULT_SLICES: Final = 16
+"""Slices of a dataset that is small."""
+SLICE_BYTES: Final = 64 << 20
+"""Largest size of a slice, if their number is not given."""
+_PLAN_VERSION: Final = 1
 _DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
     "F32": "float32",
@@ -51,62 +61,182 @@ def prepare_dataset(
     out: Path,
     *,
     name: str,
-    slices: int,
+    slices: int | None,
     seed: int,
     force: bool = False,
     source_format: str | None = None,
+    options: ReadOptions | None = None,
+    test: float = 0.0,
     on_notice: Callable[[str], None] = lambda _: None,
+    on_progress: OnProgress = lambda _what, _count: None,
 ) -> Manifest:
-    """Shuffle the samples of the file `source` by `seed` and write them to `out` as `slices` slices of its format.
+    """Shuffle the samples of `source` by `seed` and write them to `out` as `slices` slices.
 
-    The whole source is checked and all slices are written before the first one appears in `out`.
+    The whole source is checked and all slices are written before the first one appears in `out`. If the process is
+    interrupted, another one with the same arguments continues where it was.
 
     Args:
-        source: safetensors file whose tensors share their first dimension, the samples; or JSONL file of rows.
+        source: file or folder of one of `hypha_data.sources.options.FORMATS`, or name of a dataset of the hub.
         out: the dataset's folder; created if it does not exist.
-        slices: number of slices; their lengths differ by at most one sample.
+        name: name in the manifest.
+        slices: number of slices; their lengths differ by at most one sample. None means 16, or more of 64 MiB each.
+        seed: decides the order of the samples, and which of them are for testing.
         force: replace existing slices.
-        source_format: a key of `hypha_proto.datasets.SLICE_SUFFIXES`; None means the suffix of the source tells it.
+        source_format: one of `hypha_data.sources.options.FORMATS`; None means that the source tells it.
+        options: how to read the source.
+        test: part of the samples that becomes the dataset ``NAME-test``, in a folder beside `out`; 0 for none.
         on_notice: called with each line that the dataset's owner should read, such as columns that some rows lack.
+        on_progress: called now and then.
 
     Returns:
-        The manifest, also written to ``out/manifest.json``.
+        The manifest of the samples that are not for testing, also written to ``out/manifest.json``.
 
     Raises:
         DatasetError: the source has an invalid row, no samples or fewer than slices, or is in `out` itself, or `out`
             already contains slices.
         OSError: a file cannot be read or written.
     """
-    with _open_source(source, source_format or SOURCE_FORMATS.get(source.suffix.lower(), SAFETENSORS)) as samples:
-        most = min(len(samples), MAX_SLICES)
-        if not 1 <= slices <= most:
-            raise DatasetError(f"--slices {slices}: {source} holds {len(samples)} samples, so 1 to {most}")
-        out.mkdir(parents=True, exist_ok=True)
-        old = _find_old_slices(source, out, force)
-        order = np.array_split(np.random.default_rng(seed).permutation(len(samples)), slices)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".prepare-") as temporary:
-            manifest = samples.write(Path(temporary), name, order)
-            text = Path(temporary) / MANIFEST
-            text.write_bytes(to_json(Manifest, manifest))
-            files = [out / entry.file for entry in manifest.slices]
-            for path in [*files, out / MANIFEST]:
-                (text.parent / path.name).replace(path)
-    for path in set(old) - set(files):
-        path.unlink()
-    for notice in samples.notices():
-        on_notice(notice)
+    options = options or ReadOptions()
+    form = source_format or detect_format(source)
+    check_options(form, options)
+    if form != HF and not source.exists():
+        raise DatasetError(f"{source}: no such file or folder; name an existing one")
+    if not 0 <= test < 1:
+        raise DatasetError(f"--test {test:g}: a part of the samples, from 0 up to less than 1, such as 0.1")
+    if slices is not None and not 1 <= slices <= MAX_SLICES:  # before anything is read
+        raise DatasetError(f"--slices {slices}: a dataset has 1 to {MAX_SLICES} slices")
+    outs = {name: out, f"{name}-test": test_folder(out)} if test else {name: out}
+    _check_folders(source, outs.values())
+    source_samples = _Source(source, form, options)
+    request = {"version": _PLAN_VERSION, "source": str(source.absolute()), "format": form, "options": asdict(options)}
+    request |= {"name": name, "slices": slices, "seed": seed, "test": test, "state": source_samples.state}
+    plan = json.dumps(request).encode()
+    with _named_full_disk(out), ExitStack() as stack:
+        parts = {part: stack.enter_context(Workspace(folder, plan)) for part, folder in outs.items()}
+        manifests = {part: workspace.manifest() for part, workspace in parts.items()}
+        old = {} if all(manifests.values()) else {part: _find_old_slices(outs[part], force) for part in parts}
+        if not all(manifests.values()):
+            with source_samples.open(parts[name].folder, on_progress) as samples:
+                manifests = _write_parts(samples, parts, slices, seed, test, on_progress)
+                source_samples.check_unchanged()
+                for notice in samples.notices():
+                    on_notice(notice)
+            for part, workspace in reversed(parts.items()):
+                workspace.finish(_present(manifests[part]))
+        for part, workspace in reversed(parts.items()):
+            workspace.publish(_present(manifests[part]), old.get(part) or _find_slices(outs[part]))
+    return _present(manifests[name])
+
+
+@contextmanager
+def _named_full_disk(out: Path) -> Iterator[None]:
+    """Name the remedy of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DatasetError(
+            f"{out}: no space left on the disk; free some and run the same command again, which continues, or remove "
+            f"{out / WORK}"
+        ) from None
+
+
+def test_folder(out: Path) -> Path:
+    """Return the folder of the samples for testing."""
+    place = out if out.name not in ("", "..") else out.resolve()
+    return place.with_name(f"{place.name}-test")
+
+
+def _present(manifest: Manifest | None) -> Manifest:
+    assert manifest is not None
     return manifest
 
 
-def _find_old_slices(source: Path, out: Path, force: bool) -> list[Path]:
+def _write_parts(
+    samples: _Samples,
+    parts: Mapping[str, Workspace],
+    slices: int | None,
+    seed: int,
+    test: float,
+    on_progress: OnProgress,
+) -> dict[str, Manifest | None]:
+    """Write the slices of each part, those for testing the first ones of the shuffled samples."""
+    (name, main), *others = parts.items()
+    tested = max(1, round(len(samples) * test)) if others else 0
+    rest = len(samples) - tested
+    if rest < 1:
+        raise DatasetError(
+            f"--test {test:g}: {len(samples)} samples are too few to keep some for testing; leave it out"
+        )
+    most = min(rest, MAX_SLICES)
+    wanted = slices or min(most, max(DEFAULT_SLICES, math.ceil(samples.size / SLICE_BYTES)))
+    if not 1 <= wanted <= most:
+        raise DatasetError(f"--slices {wanted}: {samples.source} holds {rest} samples, so 1 to {most}")
+    order = _shuffle(main.folder / "order", len(samples), seed)
+    made: dict[str, Manifest | None] = {}
+    for part, workspace in others:
+        count = min(tested, max(1, round(wanted * tested / rest)))
+        made[part] = _write_slices(samples, part, workspace, np.array_split(order[:tested], count), on_progress)
+    made[name] = _write_slices(samples, name, main, np.array_split(order[tested:], wanted), on_progress)
+    return made
+
+
+def _shuffle(path: Path, length: int, seed: int) -> NDArray[np.int64]:
+    """Return the numbers of the samples in random order, which is `Generator.permutation`, in a memory-mapped file."""
+    order = np.memmap(path, np.int64, "w+", shape=(length,)).view(np.ndarray)
+    for begin in range(0, length, 1 << 20):
+        order[begin : begin + (1 << 20)] = np.arange(begin, min(begin + (1 << 20), length))
+    np.random.default_rng(seed).shuffle(order)
+    return order
+
+
+def _write_slices(
+    samples: _Samples, name: str, workspace: Workspace, order: list[NDArray[np.int64]], on_progress: OnProgress
+) -> Manifest:
+    """Write the slices that are not finished yet."""
+    entries = workspace.finished()
+    for index in range(len(entries), len(order)):
+        path = _slice_path(workspace.slices, index, samples.form)
+        path.unlink(missing_ok=True)  # of an interrupted attempt
+        entries.append(samples.write_slice(path, order[index]))
+        workspace.add_finished(entries)
+        on_progress(f"slices of {len(order)} written", index + 1)
+    return Manifest(
+        dataset=name,
+        slices=tuple(entries),
+        format=None if samples.form == SAFETENSORS else samples.form,
+        columns=samples.columns(),
+        labels=samples.labels,
+    )
+
+
+def _check_folders(source: Path, outs: Any) -> None:
+    """Check that the slices do not go where the source is.
+
+    Raises:
+        DatasetError: they would; they would count as a source, or the source as an old slice.
+    """
+    place = source.resolve()
+    for out in outs:
+        folder = out.resolve()
+        if place.parent == folder or place == folder:
+            raise DatasetError(f"{source} lies in {out}, where the slices go; choose another folder")
+        if place.is_dir() and place in folder.parents:
+            raise DatasetError(f"{out} lies in {source}, which is read; choose another folder")
+
+
+def _find_slices(out: Path) -> list[Path]:
+    return sorted(path for suffix in SLICE_SUFFIXES.values() for path in out.glob(f"*{suffix}"))
+
+
+def _find_old_slices(out: Path, force: bool) -> list[Path]:
     """Return the slices that are in `out` already.
 
     Raises:
-        DatasetError: there are some and they are not to be replaced, or the source is in `out`.
+        DatasetError: there are some and they are not to be replaced.
     """
-    if source.resolve().parent == out.resolve():  # it would count as a slice, or be removed as an old one
-        raise DatasetError(f"{source} lies in {out}, where the slices go; choose another folder")
-    old = sorted(path for suffix in SLICE_SUFFIXES.values() for path in out.glob(f"*{suffix}"))
+    old = _find_slices(out)
     if old and not force:
         raise DatasetError(
             f"{out} holds {len(old)} slices already, such as {old[0].name}; choose another folder, or --force to "
@@ -115,36 +245,56 @@ def _find_old_slices(source: Path, out: Path, force: bool) -> list[Path]:
     return old
 
 
-class _Samples(Protocol):
-    """Samples of a source."""
+class _Source:
+    """A source whose files are not to change meanwhile."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, source: Path, form: str, options: ReadOptions) -> None:
+        self._source, self._form, self._options = source, form, options
+        self._is_stored = form == SAFETENSORS or makes_rows(form, options)
+        if self._is_stored and source.is_dir():
+            raise DatasetError(f"{source}: a folder; {form} needs a file")
+        self._reader = None if self._is_stored else open_reader(source, form, options)
+        self.state = self._find_state()
 
-    def write(self, folder: Path, name: str, order: list[NDArray[np.int64]]) -> Manifest:
-        """Write one slice for each array of sample numbers, and return the manifest."""
-        ...
+    def _find_state(self) -> str:
+        return files_state([self._source]) if self._reader is None else self._reader.state()
 
-    def notices(self) -> Iterator[str]:
-        """Yield what the owner should know of the samples, one line each."""
-        ...
+    def check_unchanged(self) -> None:
+        """Check that no file was written to.
+
+        Raises:
+            DatasetError: one was.
+        """
+        if self._find_state() != self.state:
+            raise DatasetError(f"{self._source}: changed while it was read; run the command again when it is complete")
+
+    @contextmanager
+    def open(self, work: Path, on_progress: OnProgress) -> Iterator[_Samples]:
+        """Open the samples, which are converted in the folder `work` first if they are not tensors."""
+        if self._reader is not None:
+            folder = work / "staged"
+            folder.mkdir(exist_ok=True)
+            layout, staged = stage(self._reader, folder, self.state, on_progress)
+            yield _TensorSamples(self._source, staged, staged.length, layout.labels, layout.notices or ())
+        elif self._form == JSONL:
+            columns = ColumnTable()
+            with RowFile(self._source, columns, ignore_progress) as rows:
+                yield _RowSamples(rows, columns)
+        else:
+            length = _count_tensor_samples(self._source)
+            with TensorFile(self._source) as tensors:
+                yield _TensorSamples(self._source, tensors, length)
 
 
-@contextmanager
-def _open_source(source: Path, form: str) -> Iterator[_Samples]:
-    if form == JSONL:
-        columns = ColumnTable()
-        with RowFile(source, columns, ignore_progress) as rows:
-            yield _RowSamples(rows, columns)
-        return
+def _count_tensor_samples(source: Path) -> int:
     try:
-        length = count_samples(source)
+        return count_samples(source)
     except DatasetError as error:
-        if not _looks_like_json(source):
-            raise
-        remedy = f"JSON rows need the suffix {' or '.join(SOURCE_FORMATS)}, or --source-format jsonl"
+        if _looks_like_json(source):
+            remedy = "JSON rows need the suffix .jsonl or .ndjson, or --format jsonl"
+        else:
+            remedy = "name the format of another source by --format"
         raise DatasetError(f"{error}; {remedy}") from None
-    with TensorFile(source) as tensors:
-        yield _TensorSamples(tensors, length)
 
 
 def _looks_like_json(source: Path) -> bool:
@@ -152,42 +302,84 @@ def _looks_like_json(source: Path) -> bool:
         return file.read(1) in (b"{", b"[")
 
 
+class _Samples(Protocol):
+    """Samples of a source."""
+
+    form: str
+    """Format of the slices."""
+    source: Path
+    size: int
+    """Size of all slices in bytes, about."""
+    labels: tuple[str, ...] | None
+    """Names of the classes."""
+
+    def __len__(self) -> int: ...
+
+    def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
+        """Write a slice with the samples of these numbers."""
+        ...
+
+    def columns(self) -> dict[str, str]:
+        """Return the kind of each column, as in the manifest."""
+        ...
+
+    def notices(self) -> Iterator[str]:
+        """Yield what the owner should know of the samples, one line each."""
+        ...
+
+
 class _TensorSamples:
-    def __init__(self, source: TensorFile, length: int) -> None:
-        self._source = source
+    form = SAFETENSORS
+
+    def __init__(
+        self,
+        source: Path,
+        tensors: TensorFile | StagedSamples,
+        length: int,
+        labels: tuple[str, ...] | None = None,
+        notices: tuple[str, ...] = (),
+    ) -> None:
+        self.source = source
+        self.labels = labels
+        self.size = sum(info.nbytes for info in tensors.tensors.values())
+        self._tensors = tensors
         self._length = length
+        self._notices = notices
 
     def __len__(self) -> int:
         return self._length
 
     def notices(self) -> Iterator[str]:
-        yield from ()
+        yield from self._notices
 
-    def write(self, folder: Path, name: str, order: list[NDArray[np.int64]]) -> Manifest:
-        paths = [_slice_path(folder, index, SAFETENSORS) for index in range(len(order))]
-        for path, rows in zip(paths, order, strict=True):
-            self._write_slice(path, rows)
-        measured = measure(name, paths, DigestCache(folder), ignore_progress)
-        return Manifest(dataset=name, slices=measured.slices, columns=self._columns())
-
-    def _write_slice(self, path: Path, rows: NDArray[np.int64]) -> None:
-        tensors = self._source.tensors
+    def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
+        tensors = self._tensors.tensors
         shapes = {name: TensorInfo(info.dtype, (len(rows), *info.shape[1:])) for name, info in tensors.items()}
         with TensorFileWriter(path, shapes) as writer:
-            for name in shapes:
-                part: NDArray[Any] = self._source.stored(name)[rows]
-                writer.write_stored(name, part)
+            for name, info in shapes.items():
+                stored = self._tensors.stored(name)
+                most = max(1, BLOCK_BYTES * len(rows) // max(1, info.nbytes))
+                for begin in range(0, len(rows), most):
+                    part: NDArray[Any] = stored[rows[begin : begin + most]]
+                    writer.write_stored(name, part)
+        [entry] = measure("", [path], DigestCache(path.parent), ignore_progress).slices
+        return entry
 
-    def _columns(self) -> dict[str, str]:
+    def columns(self) -> dict[str, str]:
         """Return dtype and shape of one sample of each tensor, such as ``float32[3,32,32]``."""
         return {
             name: f"{_DTYPES[info.dtype]}[{','.join(str(size) for size in info.shape[1:])}]"
-            for name, info in self._source.tensors.items()
+            for name, info in self._tensors.tensors.items()
         }
 
 
 class _RowSamples:
+    form = JSONL
+    labels: tuple[str, ...] | None = None
+
     def __init__(self, rows: RowFile, columns: ColumnTable) -> None:
+        self.source = rows.path
+        self.size = rows.path.stat().st_size
         self._rows = rows
         self._columns = columns
 
@@ -197,19 +389,18 @@ class _RowSamples:
     def notices(self) -> Iterator[str]:
         return self._columns.describe_gaps()
 
-    def write(self, folder: Path, name: str, order: list[NDArray[np.int64]]) -> Manifest:
-        entries = tuple(self._write_slice(_slice_path(folder, index, JSONL), rows) for index, rows in enumerate(order))
-        self._rows.check_unchanged()
-        return Manifest(dataset=name, slices=entries, format=JSONL, columns=self._columns.kinds)
-
-    def _write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
+    def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
         hasher, size = blake3(), 0
         with path.open("xb") as file:
             for number in rows:
                 line = self._rows.row(int(number)) + b"\n"
                 hasher.update(line)
                 size += file.write(line)
+        self._rows.check_unchanged()
         return SliceEntry(file=path.name, samples=len(rows), size=size, digest=f"blake3:{hasher.hexdigest()}")
+
+    def columns(self) -> dict[str, str]:
+        return self._columns.kinds
 
 
 def _slice_path(folder: Path, index: int, form: str) -> Path:

@@ -1,7 +1,7 @@
 """Verification of slices: a slice is served only while its file has the digest that the manifest gives.
 
 A file is read again when it has changed since it was last read (`digest_cache`): in the background after the start, and
-before it is served. Called by `service`, `announcer` and `slice_resolver`.
+before it is served. Called by `service`, `announcer`, `manifest_watch` and `slice_resolver`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ class SliceVerifier:
             await self.verify_all()
             while True:
                 await anyio.sleep(RECHECK_INTERVAL)
-                await self._verify_each(sorted(self.withheld))
+                await self.verify_withheld()
+
+    async def verify_withheld(self) -> None:
+        """Verify the withheld slices once."""
+        await self._verify_each(sorted(self.withheld))
 
     async def verify_all(self) -> None:
         """Verify every slice once, several at a time; log progress and the result, and save the digests."""

@@ -1,7 +1,7 @@
 """Gateway service: joins the topic on which schedulers request workers, so that gossip reaches all nodes.
 
 The endpoint itself runs the DHT server and the relay in the role of a gateway. Through the topic, nodes that know only
-this gateway exchange requests. Called by `cli`.
+this gateway exchange requests. `dataset_list` tells them which datasets are announced here. Called by `cli`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import logging
 from typing import Final
 
 from hypha_gateway.config import GatewayConfig
-from hypha_net import instrumentation
+from hypha_gateway.dataset_list import DatasetList
+from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import GossipMessage
 from hypha_net.node.lifecycle import Node
+from hypha_proto.dataset_listing import LIST_DATASETS
 from hypha_proto.errors import DecodeError
 from hypha_proto.offers import WORKER_REQUESTS
 
@@ -22,9 +24,10 @@ _REQUESTS: Final = instrumentation.Counter("hypha.gateway.requests", "{request}"
 
 
 async def serve(config: GatewayConfig, node: Node) -> None:
-    """Forward requests until cancelled; ready as soon as the topic is joined."""
+    """Forward requests and list datasets until cancelled; ready as soon as the topic is joined."""
     if config.state_dir is None:
         _log.warning("state_dir is not set: after a restart datasets are unknown until they are announced again")
+    rpc.serve(node.endpoint, LIST_DATASETS, DatasetList(node.endpoint).answer)
     async with node.endpoint.subscribe(WORKER_REQUESTS.name) as requests:
         node.ready()
         async for request in requests:

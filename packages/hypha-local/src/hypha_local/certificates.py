@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.x509 import random_serial_number
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509 import load_pem_x509_certificate, random_serial_number
 
 from hypha_certutil.authority import Authority, make_node, make_org, make_root
 from hypha_certutil.storage import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
 from hypha_local.network_layout import NodePlan
+from hypha_proto.ids import PeerId
 
 DAYS: Final = 30
 OWN_NAME: Final = "local"
@@ -35,6 +37,16 @@ def write_certificates(folder: Path, nodes: Iterable[NodePlan]) -> Path:
         _write(folder, node.name, node.role, org, now)
     _write(folder, OWN_NAME, None, org, now)
     return folder / OWN_NAME
+
+
+def peer_names(folder: Path, nodes: Iterable[NodePlan]) -> dict[str, str]:
+    """Return the names of the nodes by their peer ids, from the certificates in `folder`."""
+    return {str(_peer_id(names_in(folder, node.name).certificate)): node.name for node in nodes}
+
+
+def _peer_id(certificate: Path) -> PeerId:
+    key = load_pem_x509_certificate(certificate.read_bytes()).public_key()
+    return PeerId.from_public_key(key.public_bytes(Encoding.Raw, PublicFormat.Raw))
 
 
 def _key() -> Ed25519PrivateKey:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -72,8 +73,9 @@ def main() -> None:
 )
 @click.option(
     "--kill",
-    type=click.Choice(["worker", "executor", "scheduler", "data"]),
-    help="inference, generate: kill this process when 40 % is computed; then each batch takes 0.25 s longer.",
+    type=click.Choice(["worker", "executor", "parameter-server", "scheduler", "data"]),
+    help="Kill this process when 40 % is done. digits, text: a spare worker replaces it, or it is started again. "
+    "Inference, which has no parameter server, then takes 0.25 s longer for each batch.",
 )
 @click.option("--timeout", type=click.FloatRange(min=1), default=900.0, show_default=True, help="Seconds for the job.")
 @click.option(
@@ -111,6 +113,60 @@ def demo(task: str, format_: str, no_color: bool, **options: Any) -> None:
     sys.exit(_run(work))
 
 
+@main.command()
+@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Workers.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("hypha-network"),
+    show_default=True,
+    help="Directory of the network; a later start in it finds its jobs and datasets again.",
+)
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="[NAME=]FOLDER",
+    help="Serve this dataset, made by hypha-data prepare, too; may be repeated.  [default name: the folder's]",
+)
+@click.option("--no-color", is_flag=True, help="No colors.")
+def up(workers: int, folder: Path, data: tuple[str, ...], no_color: bool) -> None:
+    """Run a network of local processes in the foreground, which takes jobs until Ctrl-C.
+
+    Starts a gateway, a data node, workers that train and infer, a parameter server and a scheduler, with certificates
+    of their own. When every node is healthy, the commands that submit an example job and follow jobs are printed to
+    stdout. The data node also serves every dataset in the directory's data/. A job that runs when the network is ended
+    is interrupted. Training goes on at a start within the job's orphan_grace (120 s by default); `hypha-scheduler
+    resume` continues other jobs.
+
+    A worker may be drained: the network goes on without it. Exit codes: 130 after Ctrl-C, 0 after SIGTERM, 1 if another
+    node has ended, or a worker has failed.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _exit_on_signal)
+    from rich.console import Console
+
+    console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
+    root = folder.resolve()
+
+    async def work() -> None:
+        from hypha_local.foreground_network import ForegroundNetwork, named_datasets, run_network
+        from hypha_local.network_layout import Folders
+
+        network = ForegroundNetwork(Folders(root), workers, named_datasets(data))
+
+        def ready() -> None:
+            job, config = (shlex.quote(os.path.relpath(path)) for path in (network.job_file, network.scheduler_file))
+            click.echo(f"submit the example job:  hypha-scheduler submit {job} --config {config}")
+            click.echo(f"list jobs:               hypha-scheduler jobs --config {config}")
+            click.echo("end the network:         Ctrl-C")
+
+        await run_network(network, console, ready)
+
+    status = _run(work)
+    sys.exit(0 if status == _SIGNALLED + signal.SIGTERM else status)
+
+
 def _refuse(task: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
     """Refuse options that a task does not have."""
     if given := [f"--{name}" for name in names if options[name]]:
@@ -123,7 +179,7 @@ def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
     Raises:
         click.UsageError: an option is only for inference.
     """
-    _refuse(task, options, ("model", "prompts", "kill"))
+    _refuse(task, options, ("model", "prompts"))
 
     async def run(console: Console) -> _Summary:
         from hypha_local.demo import run_demo
@@ -141,6 +197,7 @@ def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
             console=console,
             timeout=options["timeout"],
             compare=options["compare"],
+            kill=options["kill"],
         )
 
     return run
@@ -154,6 +211,8 @@ def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
     """
     chosen = INFERENCE_TASKS[task]
     _refuse(task, options, ("compare", *(() if chosen is GENERATE else ("prompts",))))
+    if options["kill"] == "parameter-server":
+        raise click.UsageError(f"--kill parameter-server: not with --task {task}, which has none")
     if options["model"] and options["rounds"]:
         raise click.UsageError("--rounds: not with --model, because nothing is trained")
 

@@ -1,7 +1,8 @@
 """Demo run: starts a network of processes on this machine, trains a model, collects the results, stops everything.
 
 Called by `cli`. Uses `network_layout` and `certificates` for the files, `processes` and `probe` to start nodes and
-wait until they are healthy, `display` to show the scheduler's events, and `summary` and `plot` for the results.
+wait until they are healthy, `executor_session` to create and evaluate the model, `display` to show the scheduler's
+events, and `summary` and `plot` for the results.
 """
 
 from __future__ import annotations
@@ -11,26 +12,29 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from hypha_local.certificates import write_certificates
-from hypha_local.display import Display, EventLog
+from hypha_local.certificates import peer_names, write_certificates
+from hypha_local.demo_tasks import Task
+from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
-from hypha_local.network_layout import HELD_OUT, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.executor_session import ExecutorSession
+from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim, job_directory
+from hypha_local.network_layout import HELD_OUT, SPARE, Folders, NodePlan, Training, plan_nodes, write_configuration
 from hypha_local.nodes import start_node, wait_for_health
 from hypha_local.plot import plot_loss
-from hypha_local.processes import Processes, local_processes, script
+from hypha_local.processes import Child, Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
 from hypha_proto.codec import parse_json
 
 STEP_TIMEOUT: Final = 120.0
 """Timeout in seconds for creating the model, preparing the data, and evaluating."""
 SLICES_PER_WORKER: Final = 4
-POLL: Final = 0.05
 
 
 async def run_demo(
@@ -41,6 +45,7 @@ async def run_demo(
     console: Console,
     timeout: float,
     compare: bool = False,
+    kill: Victim | None = None,
     started: float | None = None,
 ) -> Summary:
     """Train the task's model on a network in `folders` and return a summary.
@@ -52,6 +57,7 @@ async def run_demo(
         console: terminal for the progress.
         timeout: seconds for the training itself.
         compare: afterwards train once more for each worker, alone on its shard of the data.
+        kill: what is killed when 40 % of the rounds are done.
         started: `time.monotonic` when the command started, if other steps came before.
 
     Raises:
@@ -60,12 +66,14 @@ async def run_demo(
     """
     display = Display(console, training.rounds, time.monotonic() if started is None else started)
     await anyio.to_thread.run_sync(folders.make)
-    nodes = plan_nodes(training.workers)
+    nodes = plan_nodes(training.workers, spare=kill in REPLACED)
     write_configuration(folders, nodes, training, sys.executable)
     async with local_processes(folders.logs) as processes:
-        await _start_network(processes, folders, nodes, training, display)
-        await _train(processes, folders, nodes, display, timeout)
-        summary = await _collect_results(processes, folders, nodes, training, display)
+        session = ExecutorSession(processes, folders.logs)
+        await _start_network(processes, session, folders, nodes, training, display)
+        changes = await _train(processes, folders, nodes, training, kill, display, timeout)
+        summary = await _collect_results(processes, session, folders, nodes, training, display)
+        summary = replace(summary, killed=kill, changes=changes)
         _write_summary(folders, summary)
         if compare:
             summary = replace(
@@ -84,30 +92,38 @@ def _write_summary(folders: Folders, summary: Summary) -> None:
 
 
 async def _start_network(
-    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
+    processes: Processes,
+    session: ExecutorSession,
+    folders: Folders,
+    nodes: Sequence[NodePlan],
+    training: Training,
+    display: Display,
 ) -> None:
     """Create certificates, data and start model; start every node except the scheduler and wait until healthy."""
     identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
+    display.names = peer_names(folders.certificates, nodes)
     display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
-    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
+    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker") and node.name != SPARE]
     for node in others:
         start_node(processes, folders, node)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_make_model, processes, folders, training)
-        await _make_data(processes, folders, training)
+        tasks.start_soon(make_model, session, folders, training)
+        await make_data(processes, folders, training)
         start_node(processes, folders, data)
         await wait_for_health(processes, identity, [*others, data])
         display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
     display.step("start model and dataset made")
 
 
-async def _make_model(processes: Processes, folders: Folders, training: Training) -> None:
-    command = [script("hypha-accelerate-executor"), "create-model", "--arch", training.task.arch]
-    command += ["--task", training.task.wire, "--seed", str(training.seed), "--out", str(folders.start_model)]
-    await processes.run("create-model", command, timeout=STEP_TIMEOUT)
+async def make_model(session: ExecutorSession, folders: Folders, training: Training) -> None:
+    """Write the start model of the task."""
+    command = ["create-model", "--arch", training.task.arch, "--task", training.task.wire]
+    command += ["--seed", str(training.seed), "--out", str(folders.start_model)]
+    await session.run(command, timeout=STEP_TIMEOUT)
 
 
-async def _make_data(processes: Processes, folders: Folders, training: Training) -> None:
+async def make_data(processes: Processes, folders: Folders, training: Training) -> None:
+    """Write the task's samples and prepare its datasets."""
     source = folders.data / "train.safetensors"
     await anyio.to_thread.run_sync(training.task.write, source, folders.test_set)
     command = [script("hypha-data"), "prepare", str(source), "--out", str(folders.data / training.task.name)]
@@ -120,55 +136,77 @@ async def _make_data(processes: Processes, folders: Folders, training: Training)
 
 
 async def _train(
-    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], display: Display, timeout: float
-) -> None:
-    """Start the scheduler and show its events until it exits."""
-    scheduler = nodes[-1]
-    start_node(processes, folders, scheduler)
-    display.step("scheduler started with the job")
-    log = EventLog(folders.runs)
-    child = processes.child(scheduler.name)
-    with display.training(), anyio.move_on_after(timeout) as scope:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(processes.watch, [node.name for node in nodes[:-1]])
-            while child.process.poll() is None:
-                _show(log, display)
-                await anyio.sleep(POLL)
-            tasks.cancel_scope.cancel()
-        _show(log, display)
+    processes: Processes,
+    folders: Folders,
+    nodes: Sequence[NodePlan],
+    training: Training,
+    kill: Victim | None,
+    display: Display,
+    timeout: float,
+) -> tuple[str, ...]:
+    """Run the job to its end; return how its members have changed after something was killed."""
+
+    def share(event: dict[str, Any]) -> float | None:
+        return event["round"] / training.rounds if event["event"] == "round" else None
+
+    def start_again() -> Child:
+        display.step("scheduler started again: it takes the job up")
+        return start_node(processes, folders, nodes[-1])
+
+    kind = JobKind("rounds", share, "hypha.accelerate_executor.training", start_again)
+    job = JobRun(processes, folders, nodes, kind, kill, display)
+    with anyio.move_on_after(timeout) as scope:
+        await job.run()
     if scope.cancelled_caught:
-        raise ProcessFailedError(f"training was not done within {timeout:g} s; last lines:\n{child.last_lines()}")
-    if child.process.returncode != 0:
-        raise ProcessFailedError(
-            f"scheduler ended with status {child.process.returncode}; its last lines ({child.log}):\n"
-            + child.last_lines()
-        )
+        last = processes.child(nodes[-1].name).last_lines()
+        raise ProcessFailedError(f"training was not done within {timeout:g} s; last lines:\n{last}")
+    return tuple(job.changes)
 
 
-def _show(log: EventLog, display: Display) -> None:
-    for event in log.read():
-        display.event(event)
+async def _audit(processes: Processes, folders: Folders) -> None:
+    """Audit the job's directory with the command; what it says goes to `_audit_file`."""
+    command = [script("hypha-scheduler"), "audit", str(job_directory(folders))]
+    await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=_audit_file(folders))
+
+
+def _audit_file(folders: Folders) -> Path:
+    return folders.logs / "audit.txt"
+
+
+async def _evaluate(session: ExecutorSession, folders: Folders, task: Task) -> None:
+    """Evaluate the trained model on the held-out samples, in the process that has created the start model."""
+    command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set), "--task", task.wire]
+    _evaluation_file(folders).write_text(await session.run(command, timeout=STEP_TIMEOUT))
+
+
+def _evaluation_file(folders: Folders) -> Path:
+    return folders.root / "evaluation.json"
 
 
 async def _collect_results(
-    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], training: Training, display: Display
+    processes: Processes,
+    session: ExecutorSession,
+    folders: Folders,
+    nodes: Sequence[NodePlan],
+    training: Training,
+    display: Display,
 ) -> Summary:
-    """Copy and evaluate the trained model, and stop the network meanwhile."""
+    """Copy and evaluate the trained model, and audit the job and stop the network meanwhile."""
     [result_path] = folders.runs.glob("*/result.json")
     shutil.copytree(result_path.parent / "model", folders.model)
     shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
-    output = folders.root / "evaluation.json"
-    command = [script("hypha-accelerate-executor"), "evaluate", "--model", str(folders.model)]
-    command += ["--data", str(folders.test_set), "--task", training.task.wire]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.stop, [node.name for node in nodes])
-        await processes.run("evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
-    evaluation: dict[str, Any] = parse_json(output.read_text())
+        tasks.start_soon(_audit, processes, folders)
+        await _evaluate(session, folders, training.task)
+    evaluation: dict[str, Any] = parse_json(_evaluation_file(folders).read_text())
     result: dict[str, Any] = parse_json(result_path.read_text())
     wall = time.monotonic() - display.started
-    summary = summarize(result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model)
-    summary = replace(summary, task=training.task.name)
-    display.step("model evaluated, every process ended")
+    summary = summarize(
+        result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model, names=display.names
+    )
+    summary = replace(summary, task=training.task.name, audit=_audit_file(folders).read_text().strip())
+    display.step("model evaluated, job audited, every process ended")
     return summary
 
 

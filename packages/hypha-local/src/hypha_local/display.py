@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hypha_proto.codec import parse_json
+from hypha_proto.job_events import describe_event
 
 PARTS_SHOWN: Final = 12
 """Most lines for the parts of an inference job, where there is no progress bar."""
+_ALARMS: Final = ("worker_lost", "worker_suspected", "worker_late", "worker_excluded", "paused")
+"""Changes of a job's members that are shown in red."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Display:
     rounds: int
     """Total number of rounds; 0 if nothing is trained."""
     started: float = field(default_factory=time.monotonic)
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names by which peers are shown, by peer id."""
     _progress: Progress | None = None
     _task: TaskID = field(default=TaskID(0))
     _rows: int = 0
@@ -62,7 +67,13 @@ class Display:
         """Print a step with the elapsed time, preceded by `alarm` in red."""
         head = f"[dim]{time.monotonic() - self.started:6.1f} s[/]  " + (f"[bold red]{alarm}[/] " if alarm else "")
         # escaped, since errors and package names contain brackets, which are not markup
-        self.console.print(head + escape(text), highlight=False, soft_wrap=True)
+        self.console.print(head + escape(self.named(text)), highlight=False, soft_wrap=True)
+
+    def named(self, text: str) -> str:
+        """Return `text` with the names of peers in place of their ids."""
+        for peer, name in self.names.items():
+            text = text.replace(peer, name)
+        return text
 
     def event(self, event: dict[str, Any]) -> None:
         """Show one of the scheduler's events."""
@@ -70,8 +81,12 @@ class Display:
             self.step(f"placement: {len(event['workers'])} leases held after {event['seconds']:.2f} s")
         elif event.get("event") == "round":
             self._round(event)
-        elif event.get("event") == "worker_lost":
-            self.step(f"{event['worker']}: {event['reason']}", alarm="worker lost:")
+        elif (change := describe_event(event)) is not None:
+            label, _, text = change.partition(": ")
+            is_alarm = event["event"] in _ALARMS
+            self.step(text if is_alarm else change, alarm=f"{label}:" if is_alarm else "")
+        elif event.get("event") == "shortage":
+            self.step(f"waiting for workers: {event['role']}: {event['text']}")
         elif event.get("event") == "slice_set_aside":
             reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in event["providers"].items())
             self.step(f"the job continues without slice {event['slice']}: {reasons}", alarm="slice set aside:")
@@ -83,9 +98,6 @@ class Display:
             self.step(text, alarm="executor failed:")
         elif event.get("event") in ("part_dropped", "part_refused"):
             self.step(f"slice {event['slice']} of {event['worker']}: {event['reason']}", alarm="part not used:")
-        elif event.get("event") == "worker_late":
-            text = f"{event['worker']}: round {event['round']} continued without it after {event['seconds']:.1f} s"
-            self.step(text, alarm="worker late:")
         elif event.get("event") == "failed":
             self.step(str(event.get("error", "")), alarm="job failed:")
 
@@ -108,19 +120,13 @@ class Display:
             self.step(f"part {done}/{total}: {self._rows} rows")
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Show a progress bar for the rounds while the context is open, if there is a terminal."""
-        with self.counting("rounds", "training"):
-            yield
-
-    @contextmanager
-    def counting(self, unit: str, what: str = "inference") -> Iterator[None]:
+    def counting(self, unit: str) -> Iterator[None]:
         """Show a progress bar for `unit` while the context is open, if there is a terminal."""
         if not self.console.is_terminal:
             yield
             return
         columns = (
-            TextColumn(f"         {what}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn(f"         {unit}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("{task.fields[status]}"),
         )  # fmt: skip
         with Progress(*columns, console=self.console) as progress:

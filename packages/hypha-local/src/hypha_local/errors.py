@@ -19,3 +19,7 @@ class ProcessFailedError(LocalError):
 
 class ModelUnusableError(LocalError):
     """A model directory cannot be used for the chosen task."""
+
+
+class DatasetUnusableError(LocalError):
+    """A folder named as a dataset is none, or its name is taken."""

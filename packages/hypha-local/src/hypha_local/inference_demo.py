@@ -11,33 +11,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
-from hypha_local.certificates import write_certificates
+from hypha_local.certificates import peer_names, write_certificates
 from hypha_local.datasets.prompts import write_prompts
 from hypha_local.demo import STEP_TIMEOUT, run_demo
 from hypha_local.demo_tasks import CLASSIFY, GENERATE
-from hypha_local.display import Display, EventLog
+from hypha_local.display import Display
 from hypha_local.errors import ModelUnusableError, ProcessFailedError, RunDirectoryError
 from hypha_local.inference_layout import MODULE, Inference, write_inference_configuration
 from hypha_local.inference_summary import InferenceSummary, summarize_inference
+from hypha_local.job_run import JobKind, JobRun, Victim, job_directory
 from hypha_local.network_layout import Folders, NodePlan, Training, plan_nodes
 from hypha_local.nodes import start_node, wait_for_health
 from hypha_local.processes import Child, Processes, local_processes, script
 from hypha_proto.codec import parse_json
 
-Victim = Literal["worker", "executor", "scheduler", "data"]
-KILL_AFTER: Final = 0.4
-"""Share of the parts after which `--kill` kills."""
 KILL_DELAY: Final = 0.25
 """Seconds that executors add to each batch with `--kill`; without it the job could be over before."""
-_VICTIM: Final = "worker-1"
-_POLL: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ async def run_inference(
     async with local_processes(folders.logs) as processes:
         await _start_network(processes, folders, nodes, inference, options, display)
         with anyio.move_on_after(options.timeout) as scope:
-            await _Job(processes, folders, nodes, options.kill, display).run()
+            await _job_run(processes, folders, nodes, options.kill, display).run()
         if scope.cancelled_caught:
             raise ProcessFailedError(f"inference was not done within {options.timeout:g} s; see {folders.logs}")
         audit = await _audit(processes, folders, display)
@@ -123,6 +119,7 @@ async def _start_network(
 ) -> None:
     """Create certificates and data; start every node except the scheduler and wait until all are healthy."""
     identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
+    display.names = peer_names(folders.certificates, nodes)
     data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
     for node in others:
         start_node(processes, folders, node)
@@ -151,94 +148,28 @@ async def _make_data(processes: Processes, folders: Folders, inference: Inferenc
     return rows
 
 
-class _Job:
-    """The running job, and what is killed during it."""
-
-    def __init__(
-        self,
-        processes: Processes,
-        folders: Folders,
-        nodes: Sequence[NodePlan],
-        kill: Victim | None,
-        display: Display,
-    ) -> None:
-        self._processes, self._folders, self._display = processes, folders, display
-        self._nodes = {node.name: node for node in nodes}
-        self._kill = kill
-        self._log = EventLog(folders.runs)
-        self._committed = 0.0
-        """Share of the parts that are committed."""
-
-    async def run(self) -> None:
-        """Start the scheduler, show its events until the job has ended, and kill what is to be killed."""
-        scheduler = start_node(self._processes, self._folders, self._nodes["scheduler"])
-        self._display.step("scheduler started with the job")
-        victim = {"worker": _VICTIM, "data": "data"}.get(self._kill or "")
-        watched = [name for name in self._nodes if name not in ("scheduler", victim)]
-        with self._display.counting("parts"):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._processes.watch, watched)
-                scheduler = await self._follow(scheduler)
-                tasks.cancel_scope.cancel()
-            self._show()
-        if scheduler.process.returncode != 0:
-            raise ProcessFailedError(
-                f"scheduler ended with status {scheduler.process.returncode}; its last lines ({scheduler.log}):\n"
-                + scheduler.last_lines()
-            )
-        if self._kill is not None:
-            raise ProcessFailedError(f"--kill {self._kill}: the job had ended before")
-
-    async def _follow(self, scheduler: Child) -> Child:
-        """Show events until the job has ended; return the scheduler's last process."""
-        while scheduler.process.poll() is None:
-            self._show()
-            if self._kill is not None and self._committed >= KILL_AFTER:
-                scheduler = await self._strike(self._kill, scheduler)
-            await anyio.sleep(_POLL)
-        return scheduler
-
-    def _show(self) -> None:
-        for event in self._log.read():
-            if event["event"] == "part":
-                self._committed = event["committed"] / event["slices"]
-            self._display.event(event)
-
-    async def _strike(self, victim: Victim, scheduler: Child) -> Child:
-        """Kill a process with SIGKILL, and do what its owner would do; return the running scheduler."""
-        processes = self._processes
-        if victim == "executor":
-            if not processes.kill_descendant(_VICTIM, MODULE):
-                return scheduler  # it has just ended; its successor is killed
-            self._display.step(f"after {self._committed:.0%} of the parts", alarm=f"executor of {_VICTIM} killed")
-        else:
-            name = _VICTIM if victim == "worker" else victim
-            await processes.kill(name)
-            self._display.step(f"after {self._committed:.0%} of the parts", alarm=f"{name} killed")
-        self._kill = None
-        if victim == "data":
-            start_node(processes, self._folders, self._nodes[victim])
-            self._display.step("data node started again")
-        return self._resume() if victim == "scheduler" else scheduler
-
-    def _resume(self) -> Child:
+def _job_run(
+    processes: Processes, folders: Folders, nodes: Sequence[NodePlan], kill: Victim | None, display: Display
+) -> JobRun:
+    def resume() -> Child:
         """Continue the job with a new scheduler."""
-        directory = _job_directory(self._folders)
-        config = self._folders.configuration / "scheduler.toml"
+        directory = job_directory(folders)
+        config = folders.configuration / "scheduler.toml"
         command = [script("hypha-scheduler"), "resume", str(directory), "--config", str(config)]
-        self._display.step(f"hypha-scheduler resume {directory}")
-        return self._processes.start("resume", command)
+        display.step(f"hypha-scheduler resume {directory}")
+        return processes.start("resume", command)
+
+    return JobRun(processes, folders, nodes, JobKind("parts", _share, MODULE, resume), kill, display)
 
 
-def _job_directory(folders: Folders) -> Path:
-    [journal] = folders.runs.glob("*/journal.jsonl")
-    return journal.parent
+def _share(event: dict[str, Any]) -> float | None:
+    return event["committed"] / event["slices"] if event["event"] == "part" else None
 
 
 async def _audit(processes: Processes, folders: Folders, display: Display) -> str:
     """Audit the job's directory with the command; return what it says."""
     said = folders.logs / "audit.txt"
-    command = [script("hypha-scheduler"), "audit", str(_job_directory(folders))]
+    command = [script("hypha-scheduler"), "audit", str(job_directory(folders))]
     await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=said)
     await processes.stop()
     display.step("results audited, every process ended")
@@ -248,7 +179,7 @@ async def _audit(processes: Processes, folders: Folders, display: Display) -> st
 def _summarize(
     folders: Folders, inference: Inference, options: InferenceOptions, audit: str, display: Display
 ) -> InferenceSummary:
-    directory = _job_directory(folders)
+    directory = job_directory(folders)
     result: dict[str, Any] = parse_json((directory / "result.json").read_text())
     wall = time.monotonic() - display.started
     task = inference.task.name

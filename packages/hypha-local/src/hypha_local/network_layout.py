@@ -20,6 +20,8 @@ from hypha_local.errors import NoFreePortError, RunDirectoryError
 
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
+SPARE: Final = "spare"
+"""Name of a worker that is started during the job and can take any part in it."""
 HELD_OUT: Final = "held-out"
 """Name of the dataset of held-out samples."""
 
@@ -208,16 +210,18 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def plan_nodes(workers: int, *, parameter_server: bool = True) -> list[NodePlan]:
+def plan_nodes(workers: int, *, parameter_server: bool = True, spare: bool = False) -> list[NodePlan]:
     """Return a gateway, a data node, workers, a parameter server and a scheduler, in the order of starting.
 
     Args:
         workers: number of workers, without the parameter server.
         parameter_server: whether there is one; only training needs it.
+        spare: whether there is a worker that can take the place of another, or of the parameter server.
     """
     kinds = [("gateway", "hypha-gateway", "gateway"), ("data", "hypha-data", "data")]
     kinds += [(f"worker-{i}", "hypha-worker", "worker") for i in range(1, workers + 1)]
     kinds += [(PARAMETER_SERVER, "hypha-worker", "worker")] if parameter_server else []
+    kinds += [(SPARE, "hypha-worker", "worker")] if spare else []
     kinds += [("scheduler", "hypha-scheduler", "scheduler")]
     ports = free_ports(len(kinds))
     return [NodePlan(name, program, role, port) for (name, program, role), port in zip(kinds, ports, strict=True)]
@@ -254,15 +258,17 @@ def _role_settings(folders: Folders, node: NodePlan, training: Training, python:
         names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
         return "".join(f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n" for name in names)
     if node.role == "scheduler":
-        return _job(training)
+        return 'output_dir = "../runs"\n\n' + job_table(training, "../start-model")
     if node.name == PARAMETER_SERVER:
-        return worker_settings(node) + _PARAMETER_SERVER
-    return (worker_settings(node) + _trainer(python)) if node.role == "worker" else ""
+        return worker_settings(node) + AGGREGATION
+    if node.name == SPARE:
+        return worker_settings(node) + AGGREGATION + training_executor(python)
+    return (worker_settings(node) + training_executor(python)) if node.role == "worker" else ""
 
 
-def worker_settings(node: NodePlan) -> str:
-    """Return TOML of a worker's work directory and resources."""
-    return f"""work_dir = {toml(f"../work/{node.name}")}
+def worker_settings(node: NodePlan, work: str = "../work") -> str:
+    """Return TOML of a worker's work directory, which is in `work`, and its resources."""
+    return f"""work_dir = {toml(f"{work}/{node.name}")}
 drain_timeout = 0  # all programs end together: nobody waits for the job
 
 [resources]
@@ -273,7 +279,7 @@ gpu = 0
 """
 
 
-_PARAMETER_SERVER: Final = """
+AGGREGATION: Final = """
 [[executors]]
 class = "aggregate"
 name = "parameter-server"
@@ -281,7 +287,8 @@ runtime = "parameter-server"
 """
 
 
-def _trainer(python: str) -> str:
+def training_executor(python: str) -> str:
+    """Return TOML of the executor that trains with DiLoCo."""
     return process_executor("train", "diloco-transformer", python, "hypha.accelerate_executor.training")
 
 
@@ -302,12 +309,15 @@ args = [
 """
 
 
-def _job(training: Training) -> str:
+def job_table(training: Training, model: str) -> str:
+    """Return TOML of the job, as the scheduler's configuration and a job file have it.
+
+    Args:
+        model: path of the start model, relative to the file.
+    """
     task = training.task
     evaluation = f"evaluation = {toml(HELD_OUT)}\n" if training.evaluate_every else ""
-    return f"""output_dir = "../runs"
-
-[scheduler.job]
+    return f"""[scheduler.job]
 type = "diloco"
 seed = {training.seed}
 
@@ -315,7 +325,7 @@ seed = {training.seed}
 dataset = {toml(task.name)}
 {evaluation}
 [scheduler.job.model]
-path = "../start-model"
+path = {toml(model)}
 type = {toml(task.type)}
 
 [scheduler.job.inner_optimizer]
@@ -327,6 +337,7 @@ momentum = {task.outer_momentum}
 
 [scheduler.job.rounds]
 update_rounds = {training.rounds}
+keep_updates = true
 avg_samples_between_updates = {training.samples_a_round}
 batch_size = {task.batch_size}
 evaluate_every = {training.evaluate_every}

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,14 @@ class Processes:
         self._logs = logs
         self._children: dict[str, Child] = {}
 
-    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> Child:
+    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None, has_input: bool = False) -> Child:
         """Start a program; its output goes to ``logs/<name>.log``, or its stdout to a file of its own.
+
+        Args:
+            name: unique name.
+            command: program and arguments.
+            stdout: file that its standard output is appended to.
+            has_input: connect its standard input to a pipe, `Child.process.stdin`.
 
         Raises:
             ProcessFailedError: the program cannot be started.
@@ -73,7 +79,7 @@ class Processes:
             try:
                 process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
                     stdout=output,
                     stderr=errors,
                     env=child_environment(os.environ),
@@ -111,15 +117,21 @@ class Processes:
         if status != 0:
             raise ProcessFailedError(f"{name} ended with status {status}; its last lines:\n{child.last_lines()}")
 
-    async def watch(self, names: Sequence[str]) -> None:
-        """Wait, without ever returning, until one of the named programs exits.
+    async def watch(self, names: Sequence[str], may_end: Collection[str] = ()) -> str:
+        """Wait until one of the named programs exits; return its name if it may, and has ended with status 0.
+
+        Args:
+            names: the programs to watch.
+            may_end: those that may end.
 
         Raises:
-            ProcessFailedError: a program has exited.
+            ProcessFailedError: another program has exited, or one has failed.
         """
         while True:
             for child in [self._children[name] for name in names]:
                 status = child.process.poll()
+                if status == 0 and child.name in may_end:
+                    return child.name
                 if status is not None:
                     raise ProcessFailedError(
                         f"{child.name} ended with status {status}; its last lines ({child.log}):\n{child.last_lines()}"

@@ -9,7 +9,7 @@ gossip), `dataset_directory` (datasets by name) and `transfer` (files).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -119,6 +119,8 @@ class PeerInfo:
     """End of its certificate's validity, seconds since the epoch (for display, never for deciding)."""
     role: str | None = None
     """The role in its certificate (``gateway``, ``worker``, …), if it has one."""
+    certificate_name: str | None = None
+    """The common name in its certificate (for display, never for deciding)."""
 
 
 class Endpoint(Protocol):
@@ -236,6 +238,10 @@ class Endpoint(Protocol):
         """
         ...
 
+    def gateways(self) -> Mapping[str, PeerId | None]:
+        """Return the gateways of the settings by address, each with its peer if it is connected now."""
+        ...
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """Return the connected peers that are known to subscribe to `topic`."""
         ...
@@ -253,6 +259,14 @@ class Endpoint(Protocol):
 
         Raises:
             UnreachableError: no gateway answered.
+        """
+        ...
+
+    def stored_records(self) -> Iterator[Record]:
+        """Yield the records that this endpoint stores for the network and that have not expired: none unless a gateway.
+
+        A publisher's signed record has its own key and the signature before its value (`hypha_proto.signed_records`).
+        Records that are stored or expire during the iteration may be missing or not.
         """
         ...
 

@@ -13,7 +13,7 @@ from typing import Final
 import trio
 
 INTERVAL: Final = 60.0
-"""Seconds for which the same message is suppressed."""
+"""Seconds for which the same message is suppressed, unless the caller chooses others."""
 MAX_KEPT: Final = 1024
 """Keys that are remembered; the least recently used is dropped first."""
 REMINDERS: Final = (60.0, 300.0, 900.0, 3600.0)
@@ -21,10 +21,11 @@ REMINDERS: Final = (60.0, 300.0, 900.0, 3600.0)
 
 
 class LogThrottle:
-    """Allows each message once in `INTERVAL` seconds, and counts those in between."""
+    """Allows each message once in `interval` seconds, and counts those in between."""
 
-    def __init__(self, clock: Callable[[], float] = trio.current_time) -> None:
+    def __init__(self, clock: Callable[[], float] = trio.current_time, interval: float = INTERVAL) -> None:
         self._clock = clock
+        self._interval = interval
         self._logged: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
         """When a key was last logged, and how often it was suppressed since."""
 
@@ -35,7 +36,7 @@ class LogThrottle:
         """Return how many messages were suppressed since the last one, or None if this one is to be suppressed."""
         now = self._clock()
         at, suppressed = self._logged.pop(key, (None, 0))
-        if at is not None and now - at < INTERVAL:
+        if at is not None and now - at < self._interval:
             self._logged[key] = (at, suppressed + 1)
             return None
         while len(self._logged) >= MAX_KEPT:

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 HIDDEN: Final = "***"
 _URL: Final = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]+""")
+_USER: Final = re.compile(r"//[^/?#]*@")
+_QUERY: Final = re.compile(r"([?#]).*", re.DOTALL)
 _PUNCTUATION: Final = ".,:;!)]}"
 """What ends a sentence or a bracket around a URL rather than the URL."""
 _PARTS: Final = re.compile(r"([^/]+://)([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
@@ -31,6 +33,12 @@ def _redact(found: str) -> str:
         return found
     scheme, user, rest, query = parts.groups()
     return f"{scheme}{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}{found[len(url) :]}"
+
+
+def shown_url(url: str) -> str:
+    """Return a URL, or what should be one, as an error shows it: without secret parts, and of bounded length."""
+    shown = _USER.sub(f"//{HIDDEN}@", redact_urls(url))
+    return _QUERY.sub(rf"\1{HIDDEN}", shown)[:120]
 
 
 def has_url_secrets(url: str) -> bool:

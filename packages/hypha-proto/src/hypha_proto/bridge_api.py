@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from hypha_proto.codec import from_plain
+from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
@@ -22,12 +23,30 @@ FETCH: Final = "/resources/fetch"
 SEND: Final = "/resources/send"
 RECEIVE: Final = "/resources/receive"
 STATUS: Final = "/status/send"
+BATCHES: Final = "/status/batches"
+"""Reports of several batches at once (`batch_reports.TrainedBatches`), answered with `batch_reports.BatchesCounted`.
+Where a bridge does not offer this route, executors report each batch by `STATUS`."""
+
 SPANS: Final = "/telemetry/spans"
 """Optional extension: where a bridge does not offer this route, executors continue without reporting spans."""
 
 UPDATE: Final = "/task/update"
 """Progress of a task; the bridges of training jobs answer 400."""
 
+JOIN: Final = "/rounds/join"
+"""Question of an executor whose `TrainConfig` has `join` with which round it begins; answered with `RoundJoined` when
+the scheduler has decided, however long that takes. A status of 410 says that it will never take part."""
+
+ROUND_CLOSED: Final = "round-closed"
+"""`BridgeErrorBody.error` of a 409 to a send: the round goes on without this update. The executor begins anew: it asks
+`JOIN`, and fetches the weights."""
+
+ASSIGNED: Final = "assigned"
+"""Key of `FetchedFile.metadata`: how many slices the scheduler has assigned to the executor before this one, as a
+decimal number. An executor that fetches several at a time uses them in this order."""
+
+MEMORY_VARIABLE: Final = "HYPHA_EXECUTOR_MEMORY"
+"""Environment variable of an executor: bytes of main memory that its lease has; absent if the lease states none."""
 MAX_SPANS: Final = 256
 """Maximum number of spans in one report, nested spans included."""
 MAX_SPAN_DEPTH: Final = 4
@@ -46,7 +65,8 @@ class FetchedFile(Message, frozen=True):
     """Size in bytes."""
     checksum: Digest
     metadata: dict[str, str]
-    """`source`, `timestamp`; for a slice also `dataset`, `slice`, `epoch`."""
+    """`source`, `timestamp`; for a slice also `dataset`, `slice`, `epoch`, and for a part of one `first` and `end`; of
+    a training job also `assigned`."""
 
 
 class ReceivedFile(Message, frozen=True):
@@ -60,6 +80,18 @@ class ReceivedFile(Message, frozen=True):
     sequence: U64
     round: Annotated[U32 | None, OMIT] = None
     kind: Annotated[str | None, OMIT] = None
+    weights: Annotated[Digest | None, OMIT] = None
+    """Of an outer update: digest of the global weights after the round, as the scheduler has committed them."""
+
+
+class RoundJoined(Message, frozen=True):
+    """Response of ``/rounds/join``."""
+
+    round: U32
+    """Round with which the executor begins, without state of the inner optimizer."""
+    weights: Annotated[Digest | None, OMIT] = None
+    """Digest of the global weights after the round before, to be fetched as `TrainConfig.weights`; None where the round
+    begins from the start model."""
 
 
 class BridgeErrorBody(Message, frozen=True):
@@ -79,6 +111,8 @@ class Transfer(Message, frozen=True):
     """File to send, or folder to write to, relative to the work directory; empty if the request names none."""
     round: U32 | None = None
     samples: U64 | None = None
+    contribution: Contribution | None = None
+    """What the executor states about the update that it sends."""
 
 
 class ResourceTransfer(Message, frozen=True):
@@ -234,12 +268,19 @@ def read_transfer(action: str, body: Any) -> Transfer:
     extras = from_plain(_Extras, body)
     if type(path) is not str:
         raise DecodeError("expected text", "path")
-    return Transfer(reference=reference, path=path, round=extras.round, samples=extras.samples)
+    return Transfer(
+        reference=reference,
+        path=path,
+        round=extras.round,
+        samples=extras.samples,
+        contribution=extras.contribution,
+    )
 
 
 class _Extras(Message, frozen=True):
     round: U32 | None = None
     samples: U64 | None = None
+    contribution: Contribution | None = None
 
 
 def _documented(reference: Any) -> Any:

@@ -66,6 +66,10 @@ class SliceAssigned(Message, frozen=True, tag="Success"):
     """Further providers of the same slice, to try when `data_provider` fails."""
     format: Annotated[str | None, OMIT] = None
     """`Manifest.format` of the dataset."""
+    first: Annotated[U64 | None, OMIT] = None
+    """Position of the first sample to use in the slice's order; None means 0."""
+    end: Annotated[U64 | None, OMIT] = None
+    """Position after the last sample to use; None means all that follow."""
 
 
 DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
@@ -88,6 +92,13 @@ class DatasetRecord(Message, frozen=True):
     """Digest of the dataset's manifest (`Manifest` as JSON)."""
     withheld: Annotated[tuple[U64, ...] | None, OMIT] = None
     """Indices of slices that this publisher does not serve, because its files do not match the manifest."""
+
+
+class ContentRecord(Message, frozen=True):
+    """Record (JSON) that a holder of a file announces in the DHT under the file's SHA-256."""
+
+    size: U64
+    """Size in bytes."""
 
 
 class SliceEntry(Message, frozen=True):
@@ -115,3 +126,5 @@ class Manifest(Message, frozen=True):
     A tensor's kind is dtype and shape of one sample, such as ``float32[3,32,32]``; a JSON column's is ``text``,
     ``number``, ``integer``, ``boolean``, ``object`` or ``list``, or ``null`` if it has no other value.
     """
+    labels: Annotated[tuple[str, ...] | None, OMIT] = None
+    """Names of the classes that the tensor ``labels`` numbers, in the order of their numbers; None where unknown."""

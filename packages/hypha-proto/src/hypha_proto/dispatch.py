@@ -22,6 +22,9 @@ class DispatchJob(Message, frozen=True):
     """Whether the lease is kept for another dispatch when this task ends by itself; otherwise it is spent then."""
     attempt: Annotated[U32 | None, OMIT] = None
     """Number of the dispatch on this lease, from 0; a worker starts only later ones than the newest that it knows."""
+    orphan_grace_ms: Annotated[U64 | None, OMIT] = None
+    """Milliseconds for which the job may run on, and its lease is held, after the lease was last renewed in time; the
+    worker's owner may allow less. None means that the job ends with its lease."""
 
 
 class Dispatched(Message, frozen=True, tag="Dispatched"):

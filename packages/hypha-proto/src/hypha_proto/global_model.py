@@ -2,27 +2,30 @@
 
 Executors add every outer update to float32 weights (theta_global). A model file may store fewer bits: if updates were
 added to what it stores, each sum would be rounded, and updates below half the spacing of its numbers would be lost. So
-the float32 weights of such tensors are kept in files of their own, and the model's are their rounding:
+the weights after each round are kept in float32 in a directory of their own, and the model is their rounding:
 
-    model_dir/NAME.safetensors           the model, in its own dtypes
-    state_dir/weights/NAME.safetensors   float32 weights of the tensors that NAME.safetensors stores in 16 bits
-    state_dir/momentum.safetensors       outer momentum, float32 (see `outer_momentum`)
+    start_dir/                             the start model, which is never changed
+    state_dir/round-N/weights.safetensors  float32 weights and int64 counts after round N: the tensors of the updates
+    state_dir/round-N/momentum.safetensors outer momentum after round N, float32 (see `outer_momentum`)
+    state_dir/round-N/state.json           digests of both, and of the round's outer update
 
-Each file of `state_dir` states its round in the header's metadata. Called by the scheduler, in a thread.
+A directory appears when all of it is on disk. Called by the scheduler, in a thread; needs memory for a few blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import json
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import blake3
 import numpy as np
 
-from hypha_proto.errors import TensorFileError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.safetensors_io import (
@@ -33,175 +36,327 @@ from hypha_proto.safetensors_io import (
     TensorFileWriter,
     TensorInfo,
     from_float,
+    to_float32,
 )
-from hypha_proto.update_file import check_fit, model_files, open_update, stage_files
+from hypha_proto.update_file import check_fit, model_files, open_update
+from hypha_proto.weights_digest import WeightsDigest
+from hypha_proto.whole_directory import remove_tree, replace_directory
 
 MOMENTUM: Final = "momentum.safetensors"
-"""File of the outer momentum in `state_dir`."""
-WEIGHTS: Final = "weights"
-"""Directory of float32 weights in `state_dir`."""
+"""File of the outer momentum after a round."""
+WEIGHTS: Final = "weights.safetensors"
+"""File of the weights after a round."""
+STATE: Final = "state.json"
+"""File of the digests."""
 _ROUND: Final = "round"
-_NARROW: Final = frozenset({"F16", "BF16"})
 _BLOCK: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalModel:
-    """Model, float32 weights and momentum after a round."""
+class RoundState:
+    """Digests of the state after a round."""
 
-    model_dir: Path
-    """Directory of the model's files."""
+    round: int
+    before: str
+    """Digest of the weights before the round, over the tensors of the update (`weights_digest`)."""
+    weights: str
+    """Digest of the weights after it."""
+    momentum: str | None
+    """Digest of the outer momentum after it, computed likewise; None if none is kept."""
+    update: str
+    """Digest of the file of the round's outer update."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalModel:
+    """Start model, and float32 weights and momentum after rounds."""
+
+    start_dir: Path
+    """Directory of the start model's files."""
     state_dir: Path
-    """Directory of the other files, created when it is needed."""
+    """Directory of the states, created when it is needed."""
     optimizer: Nesterov
     """The outer optimizer, from which the momentum follows. None is kept if its momentum factor is 0."""
 
-    def add(self, updates: Sequence[Path], first_round: int) -> None:
-        """Add the outer updates of consecutive rounds, in float32 and one after the other.
+    def directory(self, round_number: int) -> Path:
+        """Return the directory of the state after a round."""
+        return self.state_dir / f"round-{round_number}"
 
-        Writes all new files before it replaces the first old one, so an error while writing changes nothing. Needs
-        memory for a few blocks.
+    def add(self, update: Path, round_number: int) -> RoundState:
+        """Write the state after a round: that of the round before plus the outer update, in float32.
+
+        The state is on disk when this returns; after an error nothing of it is left. A state of this round that exists
+        is replaced.
 
         Args:
-            updates: at least one update file.
-            first_round: round of the first one. If it is 1, files in `state_dir` are of an earlier run and are
-                replaced; otherwise they must be of the round before.
+            update: file of the outer update.
+            round_number: its round, from 1; the state of the round before must exist unless it is the first.
 
         Raises:
-            TensorFileError: a file is malformed, the updates do not fit the model or each other, or a file of
-                `state_dir` is missing or of another round.
+            TensorFileError: a file is malformed; the update does not fit the model, is of another round, holds NaN or
+                infinity or leads to it; or the state of the round before is missing.
             OSError: a file cannot be read or written.
         """
         with ExitStack() as stack:
-            changes, statistics = _open_updates(stack, updates)
-            shards = {path.name: stack.enter_context(TensorFile(path)) for path in model_files(self.model_dir)}
-            check_fit(changes[0], {name: info for shard in shards.values() for name, info in shard.tensors.items()})
-            state = self._state_layout(shards, changes[0], statistics)
-            before = {name: self._open_state(stack, name, state[name], first_round) for name in state}
-            for name in state:
-                (self.state_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            targets = [*(self.state_dir / name for name in state), *(self.model_dir / name for name in shards)]
-            new = stack.enter_context(stage_files(targets))
-            metadata = {_ROUND: str(first_round + len(changes) - 1)}
-            writers = {
-                name: stack.enter_context(TensorFileWriter(new[self.state_dir / name], infos, metadata))
-                for name, infos in state.items()
-            }
-            for name, shard in shards.items():
-                wide = f"{WEIGHTS}/{name}"
-                _write_shard(shard, before.get(wide), changes, new[self.model_dir / name], writers.get(wide))
-            if MOMENTUM in state:
-                _write_momentum(before[MOMENTUM], changes, state[MOMENTUM], self.optimizer, writers[MOMENTUM])
+            change, metadata = open_update(update)
+            stack.enter_context(change)
+            if metadata.round not in (None, round_number):
+                raise TensorFileError(f"{update.name}: it is of round {metadata.round}, expected round {round_number}")
+            sources = self._open_weights(stack, change, round_number - 1)
+            trained = change.tensors.keys() - metadata.statistics
+            moving = self._open_momentum(stack, trained, change, round_number - 1)
+            folder = stack.enter_context(replace_directory(self.directory(round_number)))
+            state = self._write_state(folder, change, sources, moving, trained, round_number)
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        return state
 
-    def _state_layout(
-        self, shards: Mapping[str, TensorFile], change: TensorFile, statistics: frozenset[str]
-    ) -> dict[str, dict[str, TensorInfo]]:
-        """Return the tensors of each file of `state_dir` by its relative name."""
-        layout: dict[str, dict[str, TensorInfo]] = {}
-        for file, shard in shards.items():
-            narrow = {name for name, info in shard.tensors.items() if info.dtype in _NARROW and name in change.tensors}
-            if narrow:
-                layout[f"{WEIGHTS}/{file}"] = _float32(shard.tensors, narrow)
-        if self.optimizer.momentum != 0.0:
-            layout[MOMENTUM] = _float32(change.tensors, change.tensors.keys() - statistics)
-        return layout
+    def _open_weights(self, stack: ExitStack, change: TensorFile, round_number: int) -> Mapping[str, TensorFile]:
+        """Return the file that holds each tensor of an update after a round."""
+        if round_number == 0:
+            shards = [stack.enter_context(TensorFile(path)) for path in model_files(self.start_dir)]
+            known = {name: info for shard in shards for name, info in shard.tensors.items()}
+            check_fit(change, known)
+            return {name: shard for shard in shards for name in shard.tensors.keys() & change.tensors.keys()}
+        file = self._open_state(stack, WEIGHTS, round_number)
+        if _shapes(file) != _shapes(change):
+            raise TensorFileError(f"{change.path.name}: it does not hold the tensors of the updates before")
+        return dict.fromkeys(file.tensors, file)
 
-    def _open_state(
-        self, stack: ExitStack, name: str, layout: Mapping[str, TensorInfo], first_round: int
+    def _open_momentum(
+        self, stack: ExitStack, trained: Set[str], change: TensorFile, round_number: int
     ) -> TensorFile | None:
-        """Open a file of the round before `first_round`; None before the first round."""
-        if first_round == 1:
+        if round_number == 0 or self.optimizer.momentum == 0.0:
             return None
-        path = self.state_dir / name
-        if not path.exists():
-            raise TensorFileError(f"{name}: the file is missing, so nothing can be added after round {first_round - 1}")
-        file = stack.enter_context(TensorFile(path))
-        if file.metadata.get(_ROUND) != str(first_round - 1):
-            found = file.metadata.get(_ROUND, "none")[:40]
-            raise TensorFileError(f"{name}: it is of round {found}, expected round {first_round - 1}")
-        if file.tensors != layout:
-            raise TensorFileError(f"{name}: it does not hold the tensors of the update")
+        file = self._open_state(stack, MOMENTUM, round_number)
+        if _shapes(file) != {name: change.tensors[name].shape for name in trained}:
+            raise TensorFileError(f"{change.path.name}: its statistics are not those of the updates before")
         return file
 
+    def _open_state(self, stack: ExitStack, name: str, round_number: int) -> TensorFile:
+        path = self.directory(round_number) / name
+        if not path.exists():
+            raise TensorFileError(f"{path.parent.name}/{name}: the file is missing")
+        file = stack.enter_context(TensorFile(path))
+        if file.metadata.get(_ROUND) != str(round_number):
+            found = file.metadata.get(_ROUND, "none")[:40]
+            raise TensorFileError(f"{path.parent.name}/{name}: it is of round {found}, expected round {round_number}")
+        return file
 
-def _float32(tensors: Mapping[str, TensorInfo], names: Set[str]) -> dict[str, TensorInfo]:
-    return {name: TensorInfo("F32", info.shape) for name, info in tensors.items() if name in names}
+    def _write_state(
+        self,
+        folder: Path,
+        change: TensorFile,
+        sources: Mapping[str, TensorFile],
+        moving: TensorFile | None,
+        trained: Set[str],
+        round_number: int,
+    ) -> RoundState:
+        metadata = {_ROUND: str(round_number)}
+        names = sorted(change.tensors)
+        infos = {name: _wide(sources[name].tensors[name]) for name in names}
+        before, after, momentum = WeightsDigest(), WeightsDigest(), None
+        with TensorFileWriter(folder / WEIGHTS, infos, metadata) as writer:
+            for name in names:
+                _add_tensor(name, sources[name], change, writer, before, after)
+        if self.optimizer.momentum != 0.0:
+            kept = {name: TensorInfo("F32", change.tensors[name].shape) for name in sorted(trained)}
+            with TensorFileWriter(folder / MOMENTUM, kept, metadata) as writer:
+                momentum = _write_momentum(kept, moving, change, self.optimizer, writer)
+        return RoundState(round_number, before.digest(), after.digest(), momentum, digest_file(change.path))
+
+    def write_model(self, round_number: int, target: Path) -> None:
+        """Write the model files after a round, named and in the dtypes of the start model's, to a directory.
+
+        Round 0 is the start model. Tensors that no update holds are copied from it.
+
+        Raises:
+            TensorFileError: a file is malformed or missing.
+            OSError: a file cannot be read or written.
+        """
+        with ExitStack() as stack:
+            weights = None if round_number == 0 else self._open_state(stack, WEIGHTS, round_number)
+            for path in model_files(self.start_dir):
+                with TensorFile(path) as shard:
+                    _write_shard(shard, weights, target / path.name)
+
+    def check(self, round_number: int) -> RoundState:
+        """Return the digests of the state after a round if its files have them.
+
+        Raises:
+            TensorFileError: a file is missing, malformed or damaged.
+            OSError: a file cannot be read.
+        """
+        folder = self.directory(round_number)
+        if not folder.is_dir():
+            raise TensorFileError(f"{folder.name}: the directory is missing")
+        state = _read_state(folder / STATE, round_number)
+        files = [(WEIGHTS, state.weights)]
+        if self.optimizer.momentum != 0.0:
+            files.append((MOMENTUM, state.momentum or ""))
+        for name, digest in files:
+            with ExitStack() as stack:
+                if _digest_tensors(self._open_state(stack, name, round_number)) != digest:
+                    raise TensorFileError(f"{folder.name}/{name}: the file is damaged: it does not have its digest")
+        return state
+
+    def remove_others(self, rounds: Set[int]) -> None:
+        """Remove the states of other rounds, and what was left by a program that was killed while it wrote one.
+
+        Raises:
+            OSError: a directory cannot be removed.
+        """
+        kept = {self.directory(number).name for number in rounds}
+        if self.state_dir.is_dir():
+            for path in sorted(self.state_dir.iterdir()):
+                if path.name not in kept:
+                    remove_tree(path)
 
 
-def _open_updates(stack: ExitStack, updates: Sequence[Path]) -> tuple[list[TensorFile], frozenset[str]]:
-    """Open update files, which must have the same tensors and statistics; also return the statistics."""
-    files: list[TensorFile] = []
-    statistics: set[frozenset[str]] = set()
-    for path in updates:
-        file, metadata = open_update(path)
-        files.append(stack.enter_context(file))
-        statistics.add(metadata.statistics)
-        if _shapes(file) != _shapes(files[0]) or len(statistics) > 1:
-            raise TensorFileError(f"{path.name} and {updates[0].name} differ in tensors or statistics")
-    [found] = statistics
-    return files, found
+def digest_file(path: Path) -> str:
+    """Return the digest of a file as ``blake3:<64 hex digits>``.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return f"blake3:{blake3.blake3().update_mmap(path).hexdigest()}"
+
+
+def digest_directory(folder: Path) -> str:
+    """Return the digest of a directory's files: of one line ``NAME DIGEST`` each, in the order of their names.
+
+    NAME is the path inside the directory with ``/``. For the start model of a job.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    lines = "".join(f"{name} {digest_file(folder / name)}\n" for name in names)
+    return f"blake3:{blake3.blake3(lines.encode()).hexdigest()}"
 
 
 def _shapes(file: TensorFile) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in file.tensors.items()}
 
 
-def _write_shard(
-    shard: TensorFile,
-    weights: TensorFile | None,
-    changes: Sequence[TensorFile],
-    path: Path,
-    wide: TensorFileWriter | None,
+def _wide(info: TensorInfo) -> TensorInfo:
+    """Return how the weights' file stores a tensor of the model."""
+    return TensorInfo("F32" if info.dtype in FLOAT_DTYPES else "I64", info.shape)
+
+
+def _add_tensor(
+    name: str,
+    source: TensorFile,
+    change: TensorFile,
+    writer: TensorFileWriter,
+    before: WeightsDigest,
+    after: WeightsDigest,
 ) -> None:
-    """Write a model file with the updates added, and the float32 weights of its narrow tensors to `wide`."""
-    with TensorFileWriter(path, shard.tensors, shard.metadata) as writer:
-        for name, info in shard.tensors.items():
-            if name not in changes[0].tensors:
-                writer.write_stored(name, shard.stored(name))
-            elif info.dtype not in FLOAT_DTYPES:
-                for stored in _integer_sums(shard, changes, name):
-                    writer.write_stored(name, stored)
-            else:
-                narrow = wide is not None and info.dtype in _NARROW
-                for values in _float_sums(shard if weights is None or not narrow else weights, changes, name):
-                    writer.write(name, values)
-                    if wide is not None and narrow:
-                        wide.write(name, values)
+    info = source.tensors[name]
+    integers = info.dtype not in FLOAT_DTYPES
+    before.begin(name, info.shape, integers=integers)
+    after.begin(name, info.shape, integers=integers)
+    for old, new in _sums(source, change, name):
+        before.update(old)
+        after.update(new)
+        writer.write_stored(name, new)
 
 
-def _float_sums(start: TensorFile, changes: Sequence[TensorFile], name: str) -> Iterator[Float32Array]:
-    for total, *added in zip(start.blocks(name, _BLOCK), *(file.blocks(name, _BLOCK) for file in changes), strict=True):
-        for block in added:
-            total = total + block
-        yield total
+def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[Array, Array]]:
+    """Yield blocks of a tensor before and after an update, with the arithmetic of executors.
 
-
-def _integer_sums(shard: TensorFile, changes: Sequence[TensorFile], name: str) -> Iterator[Array]:
-    """Yield sums in float64, rounded to integers after each update, as executors do."""
-    dtype, flat = shard.tensors[name].dtype, shard.stored(name).reshape(-1)
-    for number, added in enumerate(zip(*(file.blocks(name, _BLOCK) for file in changes), strict=True)):
-        total = flat[number * _BLOCK : (number + 1) * _BLOCK]
-        for block in added:
-            total = from_float(total.astype(np.float64) + block, dtype)
-        yield total
+    Integers are added in float64 and rounded.
+    """
+    dtype, flat = source.tensors[name].dtype, source.stored(name).reshape(-1)
+    for number, added in enumerate(change.blocks(name, _BLOCK)):
+        if not np.isfinite(added).all():
+            raise TensorFileError(f"{change.path.name}: {name[:200]!r} contains NaN or infinity")
+        stored = flat[number * _BLOCK : number * _BLOCK + added.size]
+        if dtype not in FLOAT_DTYPES:
+            count = stored.astype("<i8", copy=False)
+            yield count, from_float(count.astype(np.float64) + added, "I64")
+            continue
+        old = to_float32(stored, dtype)
+        with np.errstate(over="ignore"):
+            new = old + added
+        if not np.isfinite(new).all():
+            raise TensorFileError(f"{change.path.name}: with it, {name[:200]!r} becomes NaN or infinite")
+        yield old, new
 
 
 def _write_momentum(
+    infos: Mapping[str, TensorInfo],
     before: TensorFile | None,
-    changes: Sequence[TensorFile],
-    layout: Mapping[str, TensorInfo],
+    change: TensorFile,
     optimizer: Nesterov,
     writer: TensorFileWriter,
-) -> None:
-    for name in layout:
-        previous: Iterator[Float32Array | float] = repeat(0.0) if before is None else before.blocks(name, _BLOCK)
-        for moved, *added in zip(previous, *(file.blocks(name, _BLOCK) for file in changes), strict=False):
-            for block in added:
-                moved = derive_momentum(
-                    block,
-                    moved,
-                    learning_rate=optimizer.learning_rate,
-                    momentum=optimizer.momentum,
-                    nesterov=optimizer.nesterov is not False,
-                )
-            writer.write(name, np.asarray(moved))
+) -> str:
+    digest = WeightsDigest()
+    for name, info in infos.items():
+        digest.begin(name, info.shape)
+        for moved, added in _zip_blocks(before, change, name):
+            values = derive_momentum(
+                added,
+                moved,
+                learning_rate=optimizer.learning_rate,
+                momentum=optimizer.momentum,
+                nesterov=optimizer.nesterov is not False,
+            )
+            digest.update(values)
+            writer.write_stored(name, values)
+    return digest.digest()
+
+
+def _zip_blocks(
+    before: TensorFile | None, change: TensorFile, name: str
+) -> Iterator[tuple[Float32Array | float, Float32Array]]:
+    if before is None:
+        yield from ((0.0, block) for block in change.blocks(name, _BLOCK))
+    else:
+        yield from zip(before.blocks(name, _BLOCK), change.blocks(name, _BLOCK), strict=True)
+
+
+def _write_shard(shard: TensorFile, weights: TensorFile | None, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TensorFileWriter(path, shard.tensors, shard.metadata) as writer:
+        for name, info in shard.tensors.items():
+            if weights is None or name not in weights.tensors:
+                writer.write_stored(name, shard.stored(name))
+            elif info.dtype in FLOAT_DTYPES:
+                for block in weights.blocks(name, _BLOCK):
+                    writer.write(name, block)
+            else:
+                writer.write_stored(name, _narrow(weights.stored(name), shard.stored(name)))
+
+
+def _narrow(counts: Array, like: Array) -> Array:
+    """Convert int64 counts to another integer dtype, clipped to its range."""
+    if like.dtype.kind == "b":
+        return np.asarray(counts != 0)
+    limits = np.iinfo(like.dtype)
+    high = min(int(limits.max), np.iinfo("i8").max)
+    return np.asarray(np.clip(counts, max(int(limits.min), np.iinfo("i8").min), high), dtype=like.dtype)
+
+
+def _digest_tensors(file: TensorFile) -> str:
+    digest = WeightsDigest()
+    for name in sorted(file.tensors):
+        info = file.tensors[name]
+        flat = file.stored(name).reshape(-1)
+        blocks = (flat[begin : begin + _BLOCK] for begin in range(0, flat.size, _BLOCK))
+        digest.add(name, info.shape, blocks, integers=info.dtype not in FLOAT_DTYPES)
+    return digest.digest()
+
+
+def _read_state(path: Path, round_number: int) -> RoundState:
+    try:
+        found: Any = parse_json(path.read_bytes())
+        state = RoundState(**{name: found[name] for name in RoundState.__dataclass_fields__})
+    except FileNotFoundError:
+        raise TensorFileError(f"{path.parent.name}/{path.name}: the file is missing") from None
+    except (DecodeError, KeyError, TypeError) as error:
+        raise TensorFileError(f"{path.parent.name}/{path.name}: the file is malformed: {error!r:.200}") from None
+    if state.round != round_number:
+        raise TensorFileError(
+            f"{path.parent.name}/{path.name}: it is of round {state.round!r:.40}, expected round {round_number}"
+        )
+    return state

@@ -179,11 +179,22 @@ class TrainConfig(Message, frozen=True):
     round_steps: Annotated[Amount | None, OMIT] = None
     """Steps of the learning-rate schedule in a round; None means that a worker counts its own steps, in all rounds."""
     first_round: Annotated[U32 | None, OMIT] = None
-    """Number of the round in which this worker starts; None means 1. Executors read it, no scheduler sends it yet."""
+    """Number of the round in which this worker starts; None means 1."""
     first_step: Annotated[U64 | None, OMIT] = None
     """Inner steps already taken in the learning-rate schedule; None means 0. Read by executors without `round_steps`,
     not sent yet."""
     evaluation: Annotated[Evaluation | None, OMIT] = None
+    term: Annotated[U32 | None, OMIT] = None
+    """Term of the parameter server. If it is given, the worker states each update to the scheduler, and hands an outer
+    update to the executor once the scheduler has committed it (`hypha_proto.contributions`)."""
+    weights: Annotated[Reference | None, OMIT] = None
+    """The newest global weights, one safetensors file with the exchanged tensors in float32 or int64. A worker loads
+    them before a `first_round` above 1, and when its own have another digest than the scheduler's."""
+    join: Annotated[bool | None, OMIT] = None
+    """Whether the executor asks before its first batch with which round it begins (`job_membership.JoinRound`), and
+    again whenever it is told to rejoin. Those that do not know it begin with `first_round`."""
+    micro_batch: Annotated[U32 | None, OMIT] = None
+    """Maximum number of samples that are computed at once, because memory has ended with more; None means no limit."""
 
 
 class AggregateConfig(Message, frozen=True):
@@ -196,6 +207,10 @@ class AggregateConfig(Message, frozen=True):
     optimizer: Nesterov
     members: Annotated[bool | None, OMIT] = None
     """Whether the scheduler announces each round's members (see `round_membership`)."""
+    term: Annotated[U32 | None, OMIT] = None
+    """Number of this parameter server among those that the job has had, from 1; its pushes state it."""
+    momentum: Annotated[Reference | None, OMIT] = None
+    """The outer momentum to begin with, one safetensors file in float32; None means none."""
 
 
 class Descriptor(Message, frozen=True):

@@ -25,10 +25,10 @@ LEASE_SWEEP: Final = 0.25
 
 
 _RESOURCE_CODES: Final = ("gpu", "cpu", "memory", "storage")
-REJECTION_CODES: Final = ("price", *_RESOURCE_CODES, "executor", "busy", "not-allowed", "quota", "draining")
+REJECTION_CODES: Final = ("price", *_RESOURCE_CODES, "executor", "busy", "not-allowed", "quota", "draining", "paused")
 """Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
 the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers, or has as many as it may;
-or the worker makes none because it drains."""
+or the worker makes none because it drains, or its owner has paused it."""
 
 
 class RenewLease(Message, frozen=True):

@@ -13,8 +13,11 @@ therefore equal to the bit, and a parameter server can continue from the schedul
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hypha_proto.safetensors_io import Float32Array
+
+Float64Array = NDArray[np.float64]
 
 
 def derive_momentum(
@@ -29,9 +32,42 @@ def derive_momentum(
         momentum: its momentum factor.
         nesterov: whether its momentum is Nesterov's.
     """
+    result, spare = np.empty(update.shape, np.float32), (np.empty(update.shape), np.empty(update.shape))
+    derive_momentum_into(
+        result, update, previous, spare, learning_rate=learning_rate, momentum=momentum, nesterov=nesterov
+    )
+    return result
+
+
+def derive_momentum_into(
+    result: Float32Array,
+    update: Float32Array,
+    previous: Float32Array | float,
+    spare: tuple[Float64Array, Float64Array],
+    *,
+    learning_rate: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Do the same as `derive_momentum`, into an array that is there, and allocate nothing.
+
+    Args:
+        result: where the momentum is written; may be `previous`.
+        update: see `derive_momentum`.
+        previous: see `derive_momentum`.
+        spare: two arrays of the same shape for intermediate results.
+        learning_rate: see `derive_momentum`.
+        momentum: see `derive_momentum`.
+        nesterov: see `derive_momentum`.
+    """
+    derived, kept = spare
     with np.errstate(over="ignore", invalid="ignore"):
-        if not nesterov:
-            return np.divide(update, learning_rate, dtype=np.float64).astype(np.float32)
-        derived = np.divide(update, learning_rate * (1.0 + momentum), dtype=np.float64)
-        derived += np.multiply(previous, momentum / (1.0 + momentum), dtype=np.float64)
-        return derived.astype(np.float32)
+        np.copyto(derived, update)
+        if nesterov:
+            derived /= learning_rate * (1.0 + momentum)
+            np.copyto(kept, previous)
+            kept *= momentum / (1.0 + momentum)
+            derived += kept
+        else:
+            derived /= learning_rate
+        np.copyto(result, derived, casting="same_kind")

@@ -9,15 +9,37 @@ from hypha_proto.protocols import PROGRESS, RpcMethod
 from hypha_proto.wire_schema import EXTERNAL, F32, OMIT, U32, Message, Unit
 
 
-class BatchDone(Message, frozen=True, tag="status"):
-    """Report that one batch was processed."""
+class TrainedBatch(Message, frozen=True):
+    """One batch that an executor has processed."""
 
     batch_size: U32
     """Number of samples in the batch."""
     slices: Annotated[dict[str, U32] | None, OMIT] = None
     """Number of samples taken from each slice; keys are slice indexes as decimal text."""
     batch_ms: Annotated[float | None, OMIT] = None
-    """Milliseconds since the end of the previous batch, without waiting for data or synchronization."""
+    """Milliseconds since the end of the previous batch, without waiting for data, answers or synchronization."""
+    wait_ms: Annotated[float | None, OMIT] = None
+    """Milliseconds that the executor has waited for the data of this batch."""
+
+
+class BatchDone(TrainedBatch, frozen=True, tag="status"):
+    """Report that one batch was processed."""
+
+
+MICRO_BATCH: Final = "micro_batch"
+"""Metric of `RoundMetrics`: largest number of samples of a batch that the worker has computed at once. Alone, it is
+reported before the first batch, if memory limits it."""
+COMPUTE_SECONDS: Final = "compute_seconds"
+"""Metric of `RoundMetrics`: seconds in which the worker has trained batches of the round."""
+DATA_WAIT_SECONDS: Final = "data_wait_seconds"
+"""Metric of `RoundMetrics`: seconds in which the worker has waited for samples of the round."""
+REPORT_WAIT_SECONDS: Final = "report_wait_seconds"
+"""Metric of `RoundMetrics`: seconds in which the worker has waited for answers to reports of batches."""
+SYNC_SECONDS: Final = "sync_seconds"
+"""Metric of `RoundMetrics`: seconds from the last batch of the round before to the beginning of this one. The first
+round of a process has none, and what follows the job's last round is not reported."""
+ROUND_SECONDS: Final = (COMPUTE_SECONDS, DATA_WAIT_SECONDS, REPORT_WAIT_SECONDS, SYNC_SECONDS)
+"""Metrics that say where the time of a worker has gone. Together they are the time from its first batch to its last."""
 
 
 class RoundMetrics(Message, frozen=True, tag="metrics"):

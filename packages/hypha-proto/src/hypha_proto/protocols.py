@@ -1,7 +1,8 @@
 """RPC methods and gossip topics: protocol ids, message types, size limits, and the roles that may send each message.
 
 `hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`, `dispatch`,
-`datasets`, `progress`, `round_membership`, `drain` and `health` define one `RpcMethod` per exchange.
+`datasets`, `dataset_listing`, `progress`, `batch_reports`, `round_membership`, `contributions`, `job_membership`,
+`drain`, `job_logs` and `health` define one `RpcMethod` per exchange.
 """
 
 from __future__ import annotations
@@ -145,10 +146,15 @@ class Topic(Generic[Req]):
 API: Final = "/hypha-api/0.0.1"
 HEALTH: Final = "/hypha-health/0.0.1"
 PROGRESS: Final = "/hypha-progress/0.0.1"
+BATCH_REPORTS: Final = "/hypha-progress/0.1.0"
 LEASE: Final = "/hypha-lease/0.1.0"
 GOODBYE: Final = "/hypha-goodbye/0.1.0"
 DRAIN: Final = "/hypha-drain/0.1.0"
+LOGS: Final = "/hypha-logs/0.1.0"
 AGGREGATE: Final = "/hypha-aggregate/0.1.0"
+ROUND: Final = "/hypha-round/0.1.0"
+MEMBERSHIP: Final = "/hypha-membership/0.1.0"
+DIRECTORY: Final = "/hypha-directory/0.1.0"
 TASKS: Final = "/hypha-task/0.1.0"
 TASK_RESOURCES: Final = "/hypha-resource/0.1.0"
 PULL: Final = "/hypha-tensor-stream/pull"
@@ -186,13 +192,22 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "Data": _WORKER,
     "RoundMembers": _SCHEDULER,
     "UpdateRefused": _WORKER,
+    "StateContribution": _WORKER,
+    "AwaitCommit": _WORKER,
+    "JoinRound": _WORKER,
+    "ServerChanged": _SCHEDULER,
+    "JobWorkers": _SCHEDULER,
     PROGRESS: _WORKER,
+    "ReportBatches": _WORKER,
     GOODBYE: _WORKER,
     TASKS: _WORKER,
     "LocateResource": _WORKER,
     "PushOutput": _SCHEDULER,
     "ReleaseOutputs": _SCHEDULER,
     DRAIN: _WORKER,
+    DIRECTORY: _SCHEDULER | {"data"},
+    "ListLogs": _SCHEDULER,
+    "ReadLog": _SCHEDULER,
     # files, by protocol id: workers pull slices and results, schedulers manifests and results; either pushes
     PULL: _TRAINING,
     PULL_WITH_HEADER: _TRAINING,

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import AGGREGATE, RpcMethod
-from hypha_proto.wire_schema import OMIT, U32, U64, Message
+from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
 
 
 class Member(Message, frozen=True):
@@ -19,6 +19,8 @@ class Member(Message, frozen=True):
     peer: PeerId
     samples: U64
     """Number of samples behind its update: the weight in the mean."""
+    update: Annotated[Digest | None, OMIT] = None
+    """Digest of its update, as it was stated to the scheduler; an update with another one is refused."""
 
 
 class RoundMembers(Message, frozen=True):
@@ -33,6 +35,8 @@ class RoundMembers(Message, frozen=True):
     members: tuple[Member, ...]
     deadline_ms: U64
     """Time to wait for missing updates, in milliseconds from receipt."""
+    term: Annotated[U32 | None, OMIT] = None
+    """`AggregateConfig.term` of the parameter server that is meant."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
@@ -53,6 +57,8 @@ class UpdateRefused(Message, frozen=True):
     peer: PeerId
     """The member."""
     reason: str
+    missing: Annotated[bool | None, OMIT] = None
+    """Whether the update did not arrive in time: that is no fault of what it holds."""
     traceparent: Annotated[str | None, OMIT] = None
 
 

@@ -11,10 +11,12 @@ File layout: the header's length (u64, little endian), the header (JSON: name ->
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,7 +148,8 @@ class TensorFile:
         size = path.stat().st_size
         if size < _LENGTH_BYTES:
             raise TensorFileError(f"{path.name}: {size} bytes are too short for a safetensors file")
-        self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+        # a plain array: memmap runs a method of its own on every index and view
+        self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
         if length > min(HEADER_LIMIT, size - _LENGTH_BYTES):
             raise TensorFileError(
@@ -190,18 +193,26 @@ class TensorFile:
         """
         return np.array(to_float32(self.stored(name), self._info(name).dtype))
 
-    def blocks(self, name: str, elements: int = 1 << 18) -> Iterator[Float32Array]:
+    def blocks(
+        self, name: str, elements: int = 1 << 18, *, begin: int = 0, end: int | None = None
+    ) -> Iterator[Float32Array]:
         """Yield a tensor as one-dimensional float32 blocks of at most `elements` elements, in row-major order.
 
         Blocks of an F32 tensor are not copied.
+
+        Args:
+            name: name of the tensor.
+            elements: maximum size of a block.
+            begin: first element.
+            end: element after the last one; by default all that follow.
 
         Raises:
             TensorFileError: the file holds no tensor `name`.
         """
         dtype = self._info(name).dtype
-        flat = self.stored(name).reshape(-1)
-        for begin in range(0, flat.size, elements):
-            yield to_float32(flat[begin : begin + elements], dtype)
+        flat = self.stored(name).reshape(-1)[begin:end]
+        for start in range(0, flat.size, elements):
+            yield to_float32(flat[start : start + elements], dtype)
 
     def _info(self, name: str) -> TensorInfo:
         try:
@@ -270,12 +281,17 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
 class TensorFileWriter:
     """Writer of a safetensors file whose shapes are known in advance; takes tensors in blocks and in any order.
 
-    A context manager: without an error its exit moves the finished file into place atomically, replacing an existing
-    file; with an error it removes what was written.
+    Nothing is buffered: a full disk fails the write itself. A context manager: without an error its exit moves the
+    finished file into place atomically, replacing an existing file; with an error it removes what was written.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        reserve: bool = False,
     ) -> None:
         """Open a temporary file beside `path` and write the header.
 
@@ -283,6 +299,8 @@ class TensorFileWriter:
             path: path of the finished file.
             tensors: name -> dtype and shape of every tensor that will be written.
             metadata: `__metadata__` of the header, text to text.
+            reserve: reserve the disk space of the whole file first, so that a full disk fails here. ext4 then does not
+                flush the data when the file replaces another: after a power failure it may be zeros.
 
         Raises:
             TensorFileError: readers would reject a name or dtype, or the header is too long.
@@ -292,10 +310,13 @@ class TensorFileWriter:
         self._tensors = dict(sorted(tensors.items(), key=_by_alignment))
         header, self._starts = _make_header(self._tensors, metadata or {})
         self._written = dict.fromkeys(self._tensors, 0)
+        self._counting = threading.Lock()
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        self._file = self._temporary.open("xb")
+        self._file = self._temporary.open("xb", buffering=0)
         try:
-            self._file.write(header)
+            if reserve:
+                _reserve(self._file.fileno(), len(header) + sum(info.nbytes for info in self._tensors.values()))
+            self._write_bytes(header, 0)
         except BaseException:
             self._discard()
             raise
@@ -323,14 +344,32 @@ class TensorFileWriter:
             TensorFileError: the header has no tensor `name`, its dtype differs, or too many elements were written.
             OSError: the file cannot be written.
         """
+        self.write_stored_at(name, self._written.get(name, 0) // stored.itemsize, stored)
+
+    def write_stored_at(self, name: str, begin: int, stored: Array) -> None:
+        """Write elements of a tensor that are in its dtype from element `begin` on.
+
+        Threads may write at the same time. No element may be written twice.
+
+        Raises:
+            TensorFileError: the header has no tensor `name`, its dtype differs, or too many elements were written.
+            OSError: the file cannot be written.
+        """
         info = self._tensors.get(name)
         if info is None or stored.dtype != _STORED[info.dtype]:
             raise TensorFileError(f"{name!r} of dtype {stored.dtype} does not match the header of {self.path.name}")
-        if self._written[name] + stored.nbytes > info.nbytes:
+        offset = begin * stored.itemsize
+        if begin < 0 or offset + stored.nbytes > info.nbytes:
             raise TensorFileError(f"more than the {info.nbytes} bytes of {name!r} were written to {self.path.name}")
-        self._file.seek(self._starts[name] + self._written[name])
-        self._file.write(np.ascontiguousarray(stored).data)
-        self._written[name] += stored.nbytes
+        self._write_bytes(np.ascontiguousarray(stored).reshape(-1).view(np.uint8).data, self._starts[name] + offset)
+        with self._counting:
+            self._written[name] += stored.nbytes
+
+    def _write_bytes(self, data: bytes | memoryview, offset: int) -> None:
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self._file.fileno(), rest, offset)
+            rest, offset = rest[count:], offset + count
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -345,16 +384,27 @@ class TensorFileWriter:
             missing = [name for name, info in self._tensors.items() if self._written[name] != info.nbytes]
             if missing:
                 raise TensorFileError(f"{self.path.name} lacks data of {len(missing)} tensors, first {missing[0]!r}")
-            self._file.close()  # flushes, which may fail on a full disk
+            self._file.close()
             os.replace(self._temporary, self.path)
         except BaseException:
             self._discard()
             raise
 
     def _discard(self) -> None:
-        with suppress(OSError):  # from flushing data that is discarded anyway
+        with suppress(OSError):  # of data that is discarded anyway
             self._file.close()
         self._temporary.unlink(missing_ok=True)
+
+
+def _reserve(file: int, size: int) -> None:
+    """Reserve disk space for a file, where the system and the file system can."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:

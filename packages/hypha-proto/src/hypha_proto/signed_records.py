@@ -37,6 +37,11 @@ def publisher_named(key: bytes) -> PeerId | None:
     return PeerId.parse(name.decode("ascii"))
 
 
+def confirmed_key(key: bytes) -> bytes:
+    """Return the key of the record that the heartbeat under `key` confirms; `key` itself if it is not a heartbeat's."""
+    return key[len(PREFIX) :].partition(b"/")[2] if key.startswith(PREFIX) else key
+
+
 def signed_bytes(publisher: PeerId, key: bytes, value: bytes) -> bytes:
     """Return the bytes that a publisher signs: its id, the length of `key` (u64, little endian), `key` and `value`."""
     return _SIGNED + publisher.raw + len(key).to_bytes(8, "little") + key + value

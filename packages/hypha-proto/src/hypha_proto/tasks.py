@@ -89,6 +89,20 @@ class UriSource(Message, frozen=True):
     value: str
 
 
+class S3Source(Message, frozen=True):
+    """An object in a bucket of the S3 service that the worker's owner names."""
+
+    bucket: str
+    key: str
+
+
+class DhtSource(Message, frozen=True):
+    """A file by its content; its holders are found in the DHT."""
+
+    sha256: str
+    """64 lower-case hex digits."""
+
+
 class TaskResource(Message, frozen=True, kw_only=True):
     """An input of a task: a name and exactly one source."""
 
@@ -101,6 +115,8 @@ class TaskResource(Message, frozen=True, kw_only=True):
     uri: Annotated[UriSource | None, OMIT] = None
     slices: Annotated[SlicesSource | None, OMIT] = None
     """Not fetched before the start: each fetch through the bridge gets the next slice."""
+    s3: Annotated[S3Source | None, OMIT] = None
+    dht: Annotated[DhtSource | None, OMIT] = None
     location: Annotated[PullFiles | None, OMIT] = None
     """Where the files of a `result` are, as `LocateResource` would answer; a worker asks if they are not there."""
 

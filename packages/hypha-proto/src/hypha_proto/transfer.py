@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
 
@@ -24,6 +25,10 @@ TASK_RESOURCE: Final = "task-resource"
 """`PushHeader.kind` of a file of a task's resource."""
 TASK_RESULT: Final = "task-result"
 """`PushHeader.kind` of a file that a running task sends to its scheduler."""
+NO_ROOM: Final = "no room"
+"""Begin of the reason for which a receiver refuses a file when its disk is full: the push may succeed later."""
+NO_JOB: Final = "no job here accepts a push"
+"""Begin of the reason for which a receiver refuses a file of a job that does not run there, or not any more."""
 
 
 class PullHeader(Message, frozen=True):
@@ -86,6 +91,10 @@ class PushHeader(Message, frozen=True):
     """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
     scheduler: Annotated[PeerId | None, OMIT] = None
     """Scheduler of the job: ids of jobs are its own, and another one may have the same. Older peers do not state it."""
+    term: Annotated[U32 | None, OMIT] = None
+    """Term of the parameter server that sends an outer update, or that a pseudo-gradient is meant for."""
+    contribution: Annotated[Contribution | None, OMIT] = None
+    """What the executor states about its pseudo-gradient."""
 
 
 class GoOn(Message, frozen=True, tag="GoOn"):

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hypha_net.node.cli import UnreachableNetworkError, config_option, daemon_cli, load_configuration, set_option
+from hypha_net.node.checks import Check, check_folder
+from hypha_net.node.cli import (
+    InitFile,
+    UnreachableNetworkError,
+    config_option,
+    daemon_cli,
+    load_configuration,
+    set_option,
+)
+from hypha_scheduler.cli_jobs import add_job_commands, follow_job
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 
 if TYPE_CHECKING:
     from hypha_scheduler.submission.resumption import ResumableJob
 
-_EXAMPLE: dict[str, Any] = {
-    "output_dir": "runs",
-    "scheduler": {
-        "job": {
-            "dataset": {"dataset": "imagenet"},
-            "model": {"repository": "microsoft/resnet-18", "type": "vision-classification"},
-            "inner_optimizer": {"learning_rate": 0.001},
-            "resources": {"num_workers": 4},
-        }
-    },
+_EVENTS = "metrics.jsonl"
+_EXAMPLE_JOB: dict[str, Any] = {
+    "dataset": {"dataset": "imagenet"},
+    "model": {"repository": "microsoft/resnet-18", "type": "vision-classification"},
+    "inner_optimizer": {"learning_rate": 0.001},
+    "resources": {"num_workers": 4},
 }
+_EXAMPLE: dict[str, Any] = {"output_dir": "runs", "scheduler": {"job": _EXAMPLE_JOB}}
 
 
 async def _serve(config: SchedulerConfig, node: Any) -> None:
@@ -33,65 +42,59 @@ async def _serve(config: SchedulerConfig, node: Any) -> None:
     await serve(config, node)
 
 
+def _checks(config: SchedulerConfig, _live: bool) -> Iterator[Check]:
+    yield from check_folder("output_dir", config.runs_dir)
+
+
+def _job_file() -> str:
+    """Return a commented job file to start from."""
+    from hypha_net.node.config.template import render_table
+    from hypha_scheduler.strategies.registry import DEFAULT_TYPE, load_strategy
+
+    head = [
+        "A job of DiLoCo training. Every option is listed; those behind a # are at their default.",
+        "Run it with: hypha-scheduler submit FILE --config SCHEDULER_FILE, where a scheduler is running.",
+    ]
+    return render_table(load_strategy(DEFAULT_TYPE).job_table, {"type": DEFAULT_TYPE, **_EXAMPLE_JOB}, head)
+
+
 main = daemon_cli(
-    "hypha-scheduler", SchedulerConfig, _serve, role="scheduler", example=_EXAMPLE, expected=(JobFailedError,)
+    "hypha-scheduler",
+    SchedulerConfig,
+    _serve,
+    role="scheduler",
+    example=_EXAMPLE,
+    expected=(JobFailedError,),
+    checks=_checks,
+    init_file=InitFile("job", "Write a job file for `submit` instead.", _job_file),
 )
 
 
-@main.command()
-@click.argument("job", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@config_option
-@click.option("--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler.")
-@click.option("--detach", is_flag=True, help="Return when the job is accepted instead of when it has ended.")
-def submit(job: Path, file: Path | None, socket: Path | None, detach: bool) -> None:
-    """Submit the job in JOB, a TOML file or a list of tasks in a .json file, to a running scheduler.
-
-    The scheduler is found by --socket, or by the output_dir of its own --config file. Exit codes: 0 the job finished
-    (with --detach: was accepted), 1 the job failed, 2 the job is invalid, 3 no scheduler is running there.
-    """
-    import json
-
-    from hypha_scheduler.submission.client import (
-        JobFileError,
-        NoSchedulerError,
-        configured_socket,
-        read_job,
-        submit_job,
-    )
-
-    accepted = False
-    try:
-        for answer in submit_job(socket or configured_socket(file), read_job(job), detach=detach):
-            if "error" in answer:
-                raise click.ClickException(answer["error"]) if accepted else JobFileError(f"{job}: {answer['error']}")
-            accepted = True
-            click.echo(json.dumps(answer))
-            for warning in answer.get("warnings", ()):
-                click.echo(f"warning: {warning}", err=True)
-    except NoSchedulerError as error:
-        raise UnreachableNetworkError(str(error)) from None
-    except JobFileError as error:
-        raise click.UsageError(str(error)) from None
+add_job_commands(main)
 
 
 @main.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("job")
 @config_option
 @set_option
 @click.option("--detach", is_flag=True, help="Return when a running scheduler has accepted the job.")
-def resume(run_dir: Path, file: Path | None, settings: tuple[str, ...], detach: bool) -> None:
-    """Continue the job in RUN_DIR, which was interrupted or has failed.
+def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool) -> None:
+    """Continue JOB, which was interrupted, cancelled, or has failed.
 
-    RUN_DIR is the job's directory under output_dir. The scheduler of the --config file runs it, if it is running;
-    otherwise this command runs it itself. The job is the one that its journal has accepted. Its secrets come from the
-    job in the --config file, which must be the same but for its resources. Exit codes: 0 the job finished (with
-    --detach: was accepted), 1 it failed, 2 it cannot be resumed; then nothing was written.
+    JOB is the job's directory, its name, or the beginning of its id under output_dir. The scheduler of the --config
+    file runs it, if it is running; otherwise this command runs it itself. The job is the one that its journal has
+    accepted. Its secrets come from the job in the --config file, which must be the same but for its name and resources.
+    Exit codes: 0 the job finished (with --detach: was accepted), 1 it failed, 2 it cannot be resumed; then nothing was
+    written; 3 the running scheduler was stopped before the job had ended.
     """
+    from hypha_scheduler.cli_jobs import find_directory
     from hypha_scheduler.submission.resumption import ResumeError, find_resumable
 
     config = load_configuration(SchedulerConfig, file, settings, "hypha-scheduler")
     try:
-        found = find_resumable(run_dir, config.runs_dir, config.jobs, config.scheduler.strategies)
+        found = find_resumable(
+            find_directory(job, config.runs_dir), config.runs_dir, config.jobs, config.scheduler.strategies
+        )
         if not _resume_at_running(config, found, detach=detach):
             _resume_here(config, found)
     except ResumeError as error:
@@ -106,13 +109,18 @@ def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: 
     from hypha_scheduler.submission.resumption import ResumeError, revealed
     from hypha_scheduler.submission.server import socket_path
 
-    accepted = False
+    accepted, events = False, found.directory / _EVENTS
+    position = events.stat().st_size if events.exists() else 0
+    answers = resume_job(socket_path(config.runs_dir), found.directory, revealed(found.job), detach=detach)
     try:
-        for answer in resume_job(socket_path(config.runs_dir), found.directory, revealed(found.job), detach=detach):
-            if "error" in answer:
-                raise click.ClickException(answer["error"]) if accepted else ResumeError(answer["error"])
-            accepted = True
-            click.echo(json.dumps(answer))
+        with ExitStack() as following:
+            for answer in answers:
+                following.close()
+                if "error" in answer:
+                    raise click.ClickException(answer["error"]) if accepted else ResumeError(answer["error"])
+                accepted = True
+                click.echo(json.dumps(answer))
+                following.enter_context(follow_job(answer, position))
     except SchedulerEndedError as error:
         raise UnreachableNetworkError(str(error)) from None
     except NoSchedulerError:
@@ -122,7 +130,6 @@ def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: 
 
 def _resume_here(config: SchedulerConfig, found: ResumableJob) -> None:
     """Run a scheduler until the job has ended, and exit with its code."""
-    from functools import partial
     from importlib.metadata import version
 
     from hypha_net.node.lifecycle import early_signals, run_daemon
@@ -141,10 +148,12 @@ def _resume_here(config: SchedulerConfig, found: ResumableJob) -> None:
 @main.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def audit(run_dir: Path) -> None:
-    """Prove that each row of an inference job in RUN_DIR has exactly one result.
+    """Prove from the files in RUN_DIR that each row or sample was used as the job claims.
 
-    The journal, the dataset's manifest and the parts are read, and every digest is compared. Exit codes: 0 it is
-    proven, 1 it is not, with the reasons, 2 RUN_DIR is no directory of an inference job.
+    Of an inference job: each row of the dataset has exactly one result. Of a DiLoCo job, also one that runs: each
+    sample is in exactly one contribution to a round or in none, in each epoch; every round begins with the weights
+    that the one before ended with; and the last ones are there. Every digest is compared. Exit codes: 0 it is proven,
+    1 it is not, with the reasons, 2 RUN_DIR is no directory of such a job.
     """
     from hypha_scheduler.audit import NoAuditError
     from hypha_scheduler.audit import audit as audit_job
@@ -156,6 +165,46 @@ def audit(run_dir: Path) -> None:
     click.echo(str(found))
     if found.faults:
         raise click.ClickException("\n".join(["not proven:", *found.faults]))
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the dataset's slices.")
+@click.option("--preprocessor", type=click.Path(path_type=Path), help="Folder of a preprocessor from a hub.")
+@click.option("--executor", metavar="CMD", help="Command that computes, if not hypha-accelerate-executor's from here.")
+@click.option("--threads", type=click.IntRange(1), help="Threads to compute with: as many as each worker had.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=0.01,
+    show_default=True,
+    help="Difference of an outer update that counts as rounding, relative to its largest number.",
+)
+def replay(
+    run_dir: Path,
+    data: Path | None,
+    preprocessor: Path | None,
+    executor: str | None,
+    threads: int | None,
+    tolerance: float,
+) -> None:
+    """Compute the rounds of the DiLoCo job in RUN_DIR again and compare them with its journal.
+
+    On the machine of the workers, with their number of threads, everything is equal to the bit; elsewhere each round is
+    computed from its own recorded start, if the job has kept its outer updates (rounds.keep_updates), and the largest
+    difference is shown. Nothing in RUN_DIR is written. Exit codes: 0 the record is proven, 1 it is not, with the
+    reasons, 2 the directory, the start model or the dataset is not that of the job.
+    """
+    from hypha_scheduler.replay import ReplayRefusedError, plan_replay, run_replay
+    from hypha_scheduler.strategies.replayable import ReplayOptions
+
+    try:
+        plan = plan_replay(run_dir, ReplayOptions(data, preprocessor, threads, tolerance))
+        proven = run_replay(plan, executor, click.echo)
+    except ReplayRefusedError as error:
+        raise click.UsageError(str(error)) from None
+    if not proven:
+        click.get_current_context().exit(1)
 
 
 @main.command("export-metrics")

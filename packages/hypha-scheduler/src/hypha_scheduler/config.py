@@ -7,12 +7,13 @@ from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
 
-from pydantic import Field, ValidationInfo, WrapValidator, create_model, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_model, model_validator
 
-from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.config.models import Network, NodeConfig
+from hypha_net.node.config.s3_service import S3ServiceSection
 from hypha_proto.offers import MAX_OFFER_LIFE
 from hypha_scheduler.errors import StrategyError
-from hypha_scheduler.jobs.config import JobTable, Table, not_yet
+from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table, not_yet
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, built_in_types, load_strategy, parse_job
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
@@ -64,14 +65,50 @@ class AuctionTable(Table):
     storage: Weight = Field(default=0.01, description="Weight of a GB of storage.")
 
 
+class ConnectorsTable(S3ServiceSection):
+    """``[scheduler.connectors]``: what this scheduler itself fetches models and preprocessors with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    networks: tuple[Network, ...] = Field(
+        default=(),
+        description="Networks that are not public (private, link-local, loopback) and may be reached by http and https "
+        "all the same, such as 10.1.0.0/16.",
+    )
+
+
+class QueueTable(Table):
+    """``[scheduler.queue]``: how many submitted jobs run and wait."""
+
+    max_running: int | None = Field(
+        default=None,
+        ge=1,
+        description="Jobs that run at a time; further submitted ones wait for their turn, in their order. If unset, "
+        "every job seeks workers at once, and those that get them run.",
+    )
+    max_waiting: int = Field(
+        default=100, ge=1, le=10_000, description="Submitted jobs that wait for their turn or for their first workers."
+    )
+
+
 class SchedulerTable(Table):
     """``[scheduler]``."""
 
     strategies: tuple[str, ...] | None = Field(
         default=None, description="Strategies that may be loaded; if unset, all that are installed."
     )
+    model_command: tuple[str, ...] = Field(
+        default=MODEL_COMMAND,
+        min_length=1,
+        description="Program, and its first arguments, that creates the start model of a job with model.config; it is "
+        "looked for beside the scheduler's Python and on the search path.",
+    )
     job: Job | None = Field(default=None, description="One job to run.")
     jobs: tuple[Job, ...] = Field(default=(), description="Several jobs, run one after the other.")
+    connectors: ConnectorsTable = Field(
+        default=ConnectorsTable(), description="What models and preprocessors of jobs are fetched with."
+    )
+    queue: QueueTable = Field(default=QueueTable(), description="How many submitted jobs run and wait.")
     auction: AuctionTable = Field(default=AuctionTable(), description="How offers of workers are chosen.")
     status_bridge: str | None = Field(
         default=None, description="The same as status_bridge at the top level, which it overrides."

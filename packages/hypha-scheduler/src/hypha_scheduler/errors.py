@@ -22,6 +22,24 @@ def files_unusable(directory: Path, errors: Iterable[BaseException]) -> str:
     return text
 
 
+def waits_for_room(directory: Path, error: OSError) -> str:
+    """Return why a job pauses whose files in `directory` find no room, with the remedy."""
+    return f"{directory}: there is no room for the job's files: {error}; free space on that disk, then the job goes on"
+
+
+def lacks_room(error: OSError) -> bool:
+    """Return whether a file could not be written because its disk, or a quota, is full."""
+    return error.errno in _NO_ROOM
+
+
+class JobInterruptedError(Exception):
+    """The scheduler ends before the job; the job has not failed, and the message says how it goes on."""
+
+
+class JobCancelledError(JobFailedError):
+    """The job's owner has cancelled it."""
+
+
 class AllocationError(JobFailedError):
     """Too few workers were found in time."""
 

@@ -6,18 +6,20 @@ Started by `cli`. Creates one `jobs.runner.JobRunner` per job.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
 from hypha_net.endpoint import Endpoint
+from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
@@ -31,24 +33,35 @@ from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, Re
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
-from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.errors import JobFailedError, JobInterruptedError
+from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.end_record import EndRecorder
 from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.jobs.source_download import SourceAccess, source_access
 from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
-from hypha_scheduler.jobs.unfinished import log_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
 from hypha_scheduler.strategies.registry import load_strategy
-from hypha_scheduler.submission.resumption import ResumableJob
+from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
+from hypha_scheduler.submission.dataset_check import check_datasets
+from hypha_scheduler.submission.log_relay import LogRelay
+from hypha_scheduler.submission.queue_files import remove_queued
+from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
 from hypha_scheduler.submission.server import SubmissionServer
 
 _log = logging.getLogger(__name__)
+
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
 
 _LAST_METRICS: Final = 2.0
 """Seconds to wait for the last metrics to reach the bridge after all jobs have ended."""
 _LAST_ENDS: Final = 2.0
 """Seconds to wait until the ends of jobs are recorded."""
+_STOP_TIMEOUT: Final = 10.0
+"""Seconds after SIGTERM to record that jobs were interrupted and to release leases on which nothing runs."""
+_MAX_HOLD: Final = 25.0
+"""Seconds for which a message waits while jobs are taken up; after that its sender tries again."""
 _TAKING_TIMEOUT: Final = 2.0
 """Seconds to wait for the answer to a renewal whose lease's stream is here already."""
 _TAKING_INTERVAL: Final = 0.02
@@ -70,23 +83,31 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     if lacking := [line for job in config.jobs for line in job.missing_files()]:
         raise JobFailedError("\n".join(lacking))
     service, bridge = _open_service(config, node)
-    await anyio.to_thread.run_sync(log_unfinished, config.runs_dir, abandon_on_cancel=True)
-    node.ready()
-    submissions = SubmissionServer(config.runs_dir, service.run_job, config.scheduler.strategies, service.resume_job)
+    submissions = SubmissionServer(
+        config.runs_dir,
+        service.run_job,
+        config.scheduler.strategies,
+        service.resume_job,
+        service.jobs,
+        partial(check_datasets, node.endpoint),
+        LogRelay(node.endpoint).ask,
+    )
     failures: list[str] = []
-    async with anyio.create_task_group() as tasks:
+    async with _stopped_by_sigterm(node, service, submissions), anyio.create_task_group() as tasks:
+        taken_up = await service.take_up(config.runs_dir, config.jobs)
+        node.ready()
         tasks.start_soon(_accept_jobs, submissions, not config.jobs)
-        for job in config.jobs:
-            try:
-                result = await service.run_job(job)
-                _log.info("job done: %s", result)
-            except JobFailedError as error:
-                failures.append(f"job failed: {error}")
+        async with anyio.create_task_group() as running:
+            for found in taken_up:
+                is_configured = any(found.job is job for job in config.jobs)
+                ended = failures if is_configured else None
+                running.start_soon(_run_unattended, partial(service.run_taken_up, found), ended)
+            for job in _not_begun(config.jobs, taken_up):
+                if not service.is_stopping:
+                    await _run_unattended(partial(service.run_configured, job), failures)
         if config.jobs:
             submissions.stop_when_idle()
-    if bridge is not None:
-        await bridge.drain(_LAST_METRICS)
-    await service.ends.drain(_LAST_ENDS)
+    await _write_the_last(service, bridge)
     if failures:
         raise JobFailedError("\n".join(failures))
 
@@ -99,11 +120,62 @@ async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob
     """
     service, bridge = _open_service(config, node)
     node.ready()
-    result = await service.resume_job(found.job, found.job_id)
-    _log.info("job done: %s", result)
+    failure: JobFailedError | None = None
+    async with _stopped_by_sigterm(node, service):
+        try:
+            _log.info("job done: %s", await service.resume_job(found.job, found.job_id))
+        except JobFailedError as error:
+            failure = error
+        except JobInterruptedError as error:
+            _log.warning("job interrupted: %s", error)
+    await _write_the_last(service, bridge)
+    if failure is not None:
+        raise failure
+
+
+def _not_begun(configured: Sequence[JobTable], taken_up: Sequence[ResumableJob]) -> Sequence[JobTable]:
+    """Return the configured jobs after the last of those that are taken up: they run in their order."""
+    begun = {id(found.job) for found in taken_up}
+    return configured[max((place for place, job in enumerate(configured, 1) if id(job) in begun), default=0) :]
+
+
+async def _run_unattended(run_job: Callable[[], Awaitable[Path]], failures: list[str] | None) -> None:
+    """Run a job that no client waits for; add its failure to `failures`, or log it if there are none."""
+    try:
+        _log.info("job done: %s", await run_job())
+    except JobFailedError as error:
+        if failures is None:
+            _log.error("job failed: %s", error)
+        else:
+            failures.append(f"job failed: {error}")
+    except JobInterruptedError as error:
+        _log.warning("job interrupted: %s", error)
+
+
+async def _write_the_last(service: SchedulerService, bridge: StatusBridge | None) -> None:
+    """Wait for a moment until metrics and ends of jobs are written."""
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
     await service.ends.drain(_LAST_ENDS)
+
+
+@asynccontextmanager
+async def _stopped_by_sigterm(
+    node: Node, service: SchedulerService, submissions: SubmissionServer | None = None
+) -> AsyncIterator[None]:
+    """Interrupt all jobs at the first SIGTERM, and take none any more."""
+
+    async def stop() -> None:
+        await stopped.wait()
+        service.interrupt_jobs()
+        if submissions is not None:
+            submissions.stop_when_idle()
+
+    stopped = node.drain_on_sigterm(_STOP_TIMEOUT)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService, StatusBridge | None]:
@@ -114,7 +186,14 @@ def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService
         node.tasks.start_soon(bridge.run)
     table = config.scheduler
     service = SchedulerService(
-        node.endpoint, config.runs_dir, bridge, auction_settings(table.auction), strategies=table.strategies
+        node.endpoint,
+        config.runs_dir,
+        bridge,
+        auction_settings(table.auction),
+        strategies=table.strategies,
+        model_command=table.model_command,
+        access=source_access(table.connectors.networks, table.connectors.s3_settings),
+        jobs=ActiveJobs(table.queue.max_running, table.queue.max_waiting),
     )
     node.tasks.start_soon(service.ends.run)
     return service, bridge
@@ -148,9 +227,18 @@ def _counted() -> Iterator[None]:
     try:
         yield
         outcome = "finished"
+    except JobInterruptedError:
+        outcome = "interrupted"
+        raise
     finally:
         _ACTIVE.add(-1)
         _ENDED.add(1, {"hypha.outcome": outcome})
+
+
+def _mark_placed(job: ActiveJob) -> None:
+    """Note that a job has its first workers: from now on it is resumed after an interruption, and not begun again."""
+    job.is_placed = True
+    remove_queued(job.directory)
 
 
 class SchedulerService:
@@ -164,33 +252,46 @@ class SchedulerService:
         auction: AuctionSettings = _DEFAULT_AUCTION,
         *,
         strategies: Collection[str] | None = None,
+        model_command: Sequence[str] = MODEL_COMMAND,
+        access: SourceAccess | None = None,
+        jobs: ActiveJobs | None = None,
     ) -> None:
         """Register the request handlers on `endpoint`; jobs write to directories in `runs`.
 
-        Only `strategies` are loaded, or any that is installed.
+        Only `strategies` are loaded, or any that is installed. `model_command` creates start models, and `access` says
+        what `s3`, `uri` and `dht` of jobs may reach from here. `jobs` are those that clients can follow and cancel.
         """
         self._endpoint = endpoint
         self._runs_dir = runs
         self._bridge = bridge
         self._auction_settings = auction
         self._strategies = strategies
+        self._model_command = model_command
+        self._access = access
         self._runs: dict[uuid.UUID, JobRunner] = {}
         self._refusals = LogThrottle()
+        self.jobs = ActiveJobs() if jobs is None else jobs
+        """Jobs that wait or run, to which those that it runs for others belong."""
         self.ends = EndRecorder()
         """The caller runs its `run` in the background."""
         self._served: set[str] = set()
         """Names of the RPC methods of strategies that are served."""
-        rpc.serve(endpoint, OFFER, self._offer)
-        rpc.serve(endpoint, DATA, self._data)
-        rpc.serve(endpoint, REPORT, self._report)
-        rpc.serve(endpoint, JOB_END, self._job_end)
-        rpc.serve(endpoint, SAY_GOODBYE, self._goodbye)
-        rpc.serve(endpoint, ANNOUNCE_DRAIN, self._drain)
-        rpc.serve(endpoint, JOB_STATUS, self._job_status)
-        rpc.serve(endpoint, LOCATE_RESOURCE, self._locate)
+        self.is_stopping = False
+        """Whether no further job is run."""
+        self._knows_jobs = anyio.Event()
+        """Set unless it is being looked for jobs to take up: until then no job is unknown."""
+        self._knows_jobs.set()
+        rpc.serve(endpoint, OFFER, self._unless_stopping(self._offer))
+        rpc.serve(endpoint, DATA, self._unless_stopping(self._data))
+        rpc.serve(endpoint, REPORT, self._unless_stopping(self._report))
+        rpc.serve(endpoint, JOB_END, self._unless_stopping(self._job_end))
+        rpc.serve(endpoint, SAY_GOODBYE, self._unless_stopping(self._goodbye))
+        rpc.serve(endpoint, ANNOUNCE_DRAIN, self._unless_stopping(self._drain))
+        rpc.serve(endpoint, JOB_STATUS, self._unless_stopping(self._job_status))
+        rpc.serve(endpoint, LOCATE_RESOURCE, self._unless_stopping(self._locate))
         serve_task_streams(endpoint, self._find_streams)
-        transfer.serve_pulls(endpoint, self._pull)
-        transfer.serve_pushes(endpoint, self._push)
+        transfer.serve_pulls(endpoint, self._unless_stopping(self._pull))
+        transfer.serve_pushes(endpoint, self._unless_stopping(self._push))
 
     async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None, *, resume: bool = False) -> Path:
         """Run a job, under a new id unless one is given; return the path of its ``result.json``.
@@ -200,23 +301,123 @@ class SchedulerService:
         Raises:
             JobFailedError: the job failed, or cannot be resumed.
         """
-        if job_id in self._runs:
-            raise JobFailedError(f"job {job_id} runs already")
         if resume and job_id is None:
             raise JobFailedError("to resume a job, name its id")
+        return await self._run(self._add_job(job, job_id, resume=resume), job)
+
+    async def run_configured(self, job: JobTable) -> Path:
+        """Run a job of the configuration; see `run_job`. Clients can follow and cancel it."""
+        job_id = uuid.uuid4()
+        active = self.jobs.add(ActiveJob(job_id, job, self._runs_dir / str(job_id)))
+        return await self.jobs.run(active, partial(self.run_job, job, job_id))
+
+    def _add_job(
+        self, job: JobTable, job_id: uuid.UUID | None, *, resume: bool = False, take_up: bool = False
+    ) -> JobRunner:
+        """Return the runner of a job, which gets the messages about it from now on.
+
+        Raises:
+            JobFailedError: the job runs already, or no job can run any more.
+        """
+        if self.is_stopping:
+            raise JobFailedError("the scheduler is being stopped")
+        if job_id in self._runs:
+            raise JobFailedError(f"job {job_id} runs already")
         strategy = load_strategy(job.type, self._strategies)
         self._serve_methods(strategy.rpc_methods)
+        active = None if job_id is None else self.jobs.get(job_id)
+        on_placed = partial(_mark_placed, active) if active is not None and active.waits else None
         run = JobRunner(
             self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends,
-            resume=resume,
+            resume=resume, take_up=take_up, model_command=self._model_command, access=self._access,
+            on_placed=on_placed,
         )  # fmt: skip
         self._runs[run.job_id] = run
+        if active is not None:
+            active.runner = run
+        return run
+
+    async def _run(self, run: JobRunner, job: JobTable) -> Path:
         about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
         try:
             with instrumentation.span("job", about), _counted():
                 return await run.run()
         finally:
             del self._runs[run.job_id]
+
+    async def take_up(self, runs: Path, configured: Sequence[JobTable]) -> list[ResumableJob]:
+        """Return the unfinished jobs in a directory whose tasks may still run; `run_taken_up` continues them.
+
+        What their workers say waits until then.
+        """
+        self._knows_jobs = anyio.Event()
+        try:
+            find = partial(find_jobs_to_take_up, runs, configured, self._strategies, time.time())
+            found = await anyio.to_thread.run_sync(find, abandon_on_cancel=True)
+            for job in found:
+                self._add_job(job.job, job.job_id, take_up=True)
+        finally:
+            self._knows_jobs.set()
+        return found
+
+    async def run_taken_up(self, found: ResumableJob) -> Path:
+        """Continue a job that `take_up` has found.
+
+        Raises:
+            JobFailedError: it failed, or its strategy does not continue it.
+            JobInterruptedError: the scheduler is stopped.
+        """
+        runner = self._runs[found.job_id]
+        active = self.jobs.add(ActiveJob(found.job_id, found.job, found.directory, runner=runner))
+        return await self.jobs.run(active, partial(self._run, runner, found.job))
+
+    def interrupt_jobs(self) -> None:
+        """End the runs of all jobs, for which `JobInterruptedError` is raised; run no further ones."""
+        self.is_stopping = True
+        self.jobs.stop()
+        for run in self._runs.values():
+            run.interrupt()
+
+    def _unless_stopping(
+        self, handler: Callable[[PeerId, Req], Awaitable[Resp]]
+    ) -> Callable[[PeerId, Req], Awaitable[Resp]]:
+        """Return a handler that gives no answer once jobs are interrupted: it would be that they are over.
+
+        Tasks that run on then ask the next scheduler.
+        """
+
+        async def handle(peer: PeerId, request: Req) -> Resp:
+            answer = await handler(peer, request)
+            if self.is_stopping:
+                raise StreamResetError("the scheduler is being stopped")
+            return answer
+
+        return handle
+
+    async def _find_job(self, job_id: uuid.UUID) -> JobRunner | None:
+        """Return a job, once its tasks are known: a worker would end a task that is said to be unknown."""
+        await self._wait_until_known(lambda: [run] if (run := self._runs.get(job_id)) is not None else [])
+        return self._runs.get(job_id)
+
+    async def _wait_until_known(self, runs: Callable[[], Collection[JobRunner]]) -> None:
+        """Wait until the tasks of jobs are known.
+
+        Raises:
+            RequestTimeoutError: that takes too long; the peer asks again.
+        """
+        if self._knows_jobs.is_set() and all(run.has_begun for run in runs()):
+            return
+        with anyio.move_on_after(_MAX_HOLD) as waited:
+            await self._knows_jobs.wait()
+            for run in runs():
+                await run.wait_until_begun()
+        if waited.cancelled_caught:
+            raise RequestTimeoutError(f"jobs were not taken up within {_MAX_HOLD:g} s")
+
+    async def _all_jobs(self) -> tuple[JobRunner, ...]:
+        """Return all jobs, once their tasks are known."""
+        await self._wait_until_known(lambda: tuple(self._runs.values()))
+        return tuple(self._runs.values())
 
     async def resume_job(self, job: JobTable, job_id: uuid.UUID) -> Path:
         """Continue an interrupted job; see `run_job`."""
@@ -226,17 +427,17 @@ class SchedulerService:
         for method in methods:
             if method.method.name not in self._served:
                 self._served.add(method.method.name)
-                rpc.serve(self._endpoint, method.method, partial(self._message, method))
+                rpc.serve(self._endpoint, method.method, self._unless_stopping(partial(self._message, method)))
 
     async def _message(self, method: StrategyMethod, peer: PeerId, message: Any) -> Any:
-        run = self._runs.get(message.job_id)
+        run = await self._find_job(message.job_id)
         return method.unknown_job if run is None else await run.on_message(peer, method, message)
 
-    def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> JobRunner | None:
+    async def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> JobRunner | None:
         """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
         if job_id is not None:
-            return self._runs.get(job_id)
-        involved = [run for run in self._runs.values() if run.involves(peer)]
+            return await self._find_job(job_id)
+        involved = [run for run in await self._all_jobs() if run.involves(peer)]
         return next((run for run in involved if run.runs_on(peer)), involved[0] if involved else None)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
@@ -246,7 +447,7 @@ class SchedulerService:
         return OfferReceived()
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
-        run = self._of_peer(peer, request.job_id)
+        run = await self._of_peer(peer, request.job_id)
         answer = NotFound() if run is None else await run.on_data(peer, request)
         is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
         if not isinstance(answer, SliceAssigned) and not is_over:
@@ -257,7 +458,7 @@ class SchedulerService:
         return answer
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
-        run = self._runs.get(request.job_id)
+        run = await self._find_job(request.job_id)
         unknown = ProgressError(
             reason=f"this scheduler runs no job {request.job_id}: it has ended, or began before a restart"
         )
@@ -277,23 +478,23 @@ class SchedulerService:
             _log.warning("%s of %s%s refused: %s%s", what, peer, of_job, reason, more)
 
     async def _goodbye(self, peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
-        for run in self._runs.values():
+        for run in await self._all_jobs():
             run.on_goodbye(peer, goodbye)
         return GoodbyeReceived()
 
     async def _drain(self, peer: PeerId, drain: Drain) -> DrainReceived:
-        for run in self._runs.values():
+        for run in await self._all_jobs():
             run.on_drain(peer, drain)
         return DrainReceived()
 
     async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
-        run = self._runs.get(end.job_id)
+        run = await self._find_job(end.job_id)
         if run is not None:
             run.on_job_end(peer, end)
         return JobEndReceived()
 
     async def _job_status(self, peer: PeerId, status: JobStatus) -> StatusReceived:
-        for run in self._runs.values():
+        for run in await self._all_jobs():
             run.on_job_status(peer, status)
         return StatusReceived()
 
@@ -310,17 +511,17 @@ class SchedulerService:
         return run.task_streams
 
     async def _locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
-        run = self._runs.get(request.job_id)
+        run = await self._find_job(request.job_id)
         if run is None:
             return ResourceLocation(gone=Gone(reason=f"this scheduler runs no job {request.job_id}"))
         return await run.on_locate(peer, request)
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        for job_id, run in self._runs.items():
-            if request.dataset.startswith(f"{job_id}/") and run.involves(peer):
+        for run in await self._all_jobs():
+            if request.dataset.startswith(f"{run.job_id}/") and run.involves(peer):
                 return run.on_pull(peer, request)
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-        run = self._of_peer(peer, None if header is None else header.job_id)
+        run = await self._of_peer(peer, None if header is None else header.job_id)
         return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hypha_net.node.cli import ConfigurationError, UnreachableNetworkError, config_option, daemon_cli
+from hypha_net.node.cli import ConfigurationError, config_option, daemon_cli
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import load_config
 from hypha_worker.config import WorkerConfig
+from hypha_worker.content_cache import CacheError
+from hypha_worker.control.cli import accounts, drain, pause, resume, status
 from hypha_worker.errors import IsolationError
-from hypha_worker.leasing.terms import MAX_DRAIN
 
 if TYPE_CHECKING:
+    from hypha_net.node.checks import Check
     from hypha_net.node.lifecycle import Node
     from hypha_worker.executors.isolation.assessment import Examination
     from hypha_worker.logs.reader import StoredLog
@@ -78,48 +80,26 @@ def _examine(config: WorkerConfig | None) -> Examination:
     return Examination(findings, () if config is None else config.isolation.require)
 
 
+def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:
+    from hypha_worker.checks import check_worker  # imports what only this command needs
+
+    return check_worker(config, live=live)
+
+
 main = daemon_cli(
     "hypha-worker",
     WorkerConfig,
     _serve,
     role="worker",
     example=example,
-    expected=(IsolationError,),
+    expected=(IsolationError, CacheError),
     examine=_examine,
+    checks=_checks,
 )
 
 
-@main.command()
-@config_option
-@click.option("--socket", type=click.Path(path_type=Path), default=None, help="Control socket of the running worker.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, max=MAX_DRAIN),
-    default=None,
-    help="Seconds that running jobs have to end; by default the drain_timeout of the running worker.",
-)
-def drain(file: Path | None, socket: Path | None, timeout: float | None) -> None:
-    """Drain the running worker and wait until it has ended.
-
-    It makes no more offers, tells its schedulers, and ends when its running jobs have ended, at the latest after
-    --timeout. It is found by --socket, or by the work_dir of its own --config file. Interrupting this command does
-    not stop the drain. Exit codes: 0 all jobs had ended, 1 some were cancelled or the worker ended otherwise, 2 wrong
-    usage, 3 no worker is running there.
-    """
-    import json
-
-    from hypha_worker.control.client import DrainFailedError, NoWorkerError, drain_worker
-
-    answer: dict[str, Any] = {}
-    try:
-        for answer in drain_worker(socket or _configured_socket(file), timeout):
-            click.echo(json.dumps(answer))
-    except NoWorkerError as error:
-        raise UnreachableNetworkError(str(error)) from None
-    except DrainFailedError as error:
-        raise click.ClickException(str(error)) from None
-    if answer.get("cancelled"):
-        raise click.ClickException(f"{len(answer['cancelled'])} jobs did not end in time and were cancelled")
+for command in (status, pause, resume, drain, accounts):
+    main.add_command(command)
 
 
 @main.command(short_help="Print the output of a job; without JOB, list all logs.")
@@ -179,15 +159,3 @@ def _load(file: Path | None) -> WorkerConfig:
         return load_config(WorkerConfig, file, os.environ, {}).config
     except ConfigError as error:
         raise ConfigurationError(f"name the worker by --config with its file\n{error}") from None
-
-
-def _configured_socket(file: Path | None) -> Path:
-    """Return the control socket of the worker with this configuration."""
-    import os
-
-    from hypha_worker.control.server import socket_path
-
-    try:
-        return socket_path(load_config(WorkerConfig, file, os.environ, {}).config.work_dir)
-    except ConfigError as error:
-        raise ConfigurationError(f"name the worker: --socket PATH, or --config with its file\n{error}") from None

@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section
+from hypha_net.node.config.models import UNSUPPORTED_KEYS, Network, NodeConfig, Section
+from hypha_net.node.config.s3_service import S3ServiceSection
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
@@ -23,9 +24,19 @@ from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
+from hypha_worker.content_cache import ContentCache
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
+from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
-from hypha_worker.leasing.terms import IDLE_LEASE, MAX_DRAIN, MAX_TEMPORARY_LEASE, LeaseTerms, Quota
+from hypha_worker.leasing.terms import (
+    IDLE_LEASE,
+    MAX_DRAIN,
+    MAX_ORPHAN_GRACE,
+    MAX_TEMPORARY_LEASE,
+    ORPHAN_GRACE,
+    LeaseTerms,
+    Quota,
+)
 from hypha_worker.logs.run_log import LOGS, LogFolder
 
 
@@ -167,6 +178,15 @@ class OfferSection(Section):
         "to 2 s in all.",
     )
 
+    orphan_grace: float = Field(
+        default=ORPHAN_GRACE,
+        ge=0,
+        le=MAX_ORPHAN_GRACE,
+        allow_inf_nan=False,
+        description="Longest time in seconds for which a job whose scheduler asks for it runs on, and its lease is "
+        "held without charge, after the lease was not renewed in time; at most a week. 0: never.",
+    )
+
     def policy(self) -> OfferPolicy:
         """Return the owner's prices and preferences."""
         return OfferPolicy(
@@ -181,7 +201,7 @@ class OfferSection(Section):
 
     def lease_terms(self) -> LeaseTerms:
         """Return the owner's terms for leases."""
-        return LeaseTerms(self.temporary_lease, self.idle_lease, self._quota())
+        return LeaseTerms(self.temporary_lease, self.idle_lease, self._quota(), self.orphan_grace)
 
     def _quota(self) -> Quota:
         return Quota(self.max_offers, self.max_leases, self.max_jobs)
@@ -269,23 +289,52 @@ class ExecutorSection(Section):
         return task_executor(self.kind), task_executor(self.name)
 
 
-class ConnectorsSection(Section):
+def not_installed(number: int, executor: ExecutorSection) -> str:
+    """Return that the command of an executor, the table of this number, is not found."""
+    return (
+        f"executors[{number}].cmd: {executor.cmd!r} is not found, and its jobs would fail: install it, or write its "
+        "absolute path"
+    )
+
+
+class ConnectorsSection(S3ServiceSection):
     """``[connectors]``: what jobs may access."""
 
     hosts: list[str] = Field(default=[], description="Hosts for http and https; * matches anything in a name.")
+    networks: list[Network] = Field(
+        default=[],
+        description="Networks that are not public (private, link-local, loopback) and may be reached by http and https "
+        "all the same, such as 10.1.0.0/16. A host that is itself a numeric address needs no entry here.",
+    )
     repositories: list[str] = Field(default=["*"], description="Hugging Face repositories, such as my-org/*.")
     roots: list[Path] = Field(default=[], description="Folders whose files jobs may read by file: URLs.")
-    buckets: list[str] = Field(default=[], description="S3 buckets.")
-    s3_endpoint: str | None = Field(default=None, description="URL of the S3 service.")
-    s3_access_key: str | None = Field(default=None, description="Key id for S3.")
-    s3_secret_key: str | None = Field(default=None, description="Secret key for S3.")
+    buckets: list[str] = Field(default=[], description="S3 buckets, such as my-*.")
+
+    @model_validator(mode="after")
+    def _buckets_have_a_service(self) -> ConnectorsSection:
+        if self.buckets and self.s3_endpoint is None and self.s3_region is None:
+            raise ValueError("buckets are listed, and neither s3_region nor s3_endpoint is set: set one of them")
+        return self
 
 
 class CacheSection(Section):
     """``[cache]``."""
 
-    path: Path | None = Field(default=None, description="Folder where slices and models are kept between jobs.")
-    max_size: Amount | None = Field(default=None, description="Size of the cache, GB.")
+    path: Path | None = Field(
+        default=None,
+        description="Folder, of this worker alone, where slices, models and other resources are kept between jobs; if "
+        "unset, nothing is kept.",
+    )
+    max_size: Amount | None = Field(
+        default=None, description="Size of the cache, GB; the least recently used is removed. Needed with path."
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> CacheSection:
+        if (self.path is None) != (self.max_size is None):
+            given, missing = ("path", "max_size") if self.max_size is None else ("max_size", "path")
+            raise ValueError(f"{given} is set and {missing} is not: set both, or neither for no cache")
+        return self
 
 
 class LogsSection(Section):
@@ -299,16 +348,6 @@ class LogsSection(Section):
         "half of it.",
     )
     keep: int = Field(default=100, ge=0, description="Number of logs of ended jobs and tasks that are kept.")
-
-
-_UNSUPPORTED_KEYS = {
-    "connectors.buckets": "resources are not fetched from S3 yet",
-    "connectors.s3_endpoint": "resources are not fetched from S3 yet",
-    "connectors.s3_access_key": "resources are not fetched from S3 yet",
-    "connectors.s3_secret_key": "resources are not fetched from S3 yet",
-    "cache.path": "slices and models are not kept between jobs yet",
-    "cache.max_size": "slices and models are not kept between jobs yet",
-}
 
 
 class IsolationSection(Section):
@@ -333,7 +372,7 @@ class IsolationSection(Section):
 class WorkerConfig(NodeConfig):
     """The keys of ``hypha-worker``."""
 
-    unsupported_keys: ClassVar[Mapping[str, str]] = {**UNSUPPORTED_KEYS, **_UNSUPPORTED_KEYS}
+    unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
     drain_timeout: float = Field(
@@ -361,6 +400,35 @@ class WorkerConfig(NodeConfig):
             raise ValueError(f"executor {next(kind for kind in kinds if kinds.count(kind) > 1)} is listed twice")
         return value
 
+    @field_validator("executors")
+    @classmethod
+    def _shows_nothing_that_jobs_change(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
+        """Refuse `readable` in a folder where a job may put a link to what it must not see."""
+        writable = [path for executor in value for path in executor.settings.writable]
+        for executor in value:
+            for path in executor.settings.readable:
+                if folder := next((each for each in writable if path.resolve().is_relative_to(each.resolve())), None):
+                    raise ValueError(
+                        f"readable = {str(path)!r} of executor {executor.kind} lies in {folder}, where jobs write: "
+                        "a link that one leaves there would be followed; name a path outside of writable folders"
+                    )
+        return value
+
+    @model_validator(mode="after")
+    def _cache_is_the_workers_own(self) -> WorkerConfig:
+        """Refuse a cache that jobs could change, or that lies among their folders."""
+        if self.cache.path is None:
+            return self
+        cache = self.cache.path.resolve()
+        writable = [path.resolve() for executor in self.executors for path in executor.settings.writable]
+        for folder in (self.work_dir.resolve(), *writable):
+            if cache.is_relative_to(folder) or folder.is_relative_to(cache):
+                raise ValueError(
+                    f"cache.path {self.cache.path} and {folder}, where jobs write, lie within each other: name a "
+                    "folder outside of work_dir and of what executors may write"
+                )
+        return self
+
     def capabilities(self) -> Capabilities:
         """Return what this worker can offer."""
         owned = self.resources
@@ -379,6 +447,12 @@ class WorkerConfig(NodeConfig):
         """Return the GPUs that the configuration lists."""
         return tuple(Device(device.index, device.memory) for device in self.resources.devices)
 
+    def make_cache(self) -> ContentCache | None:
+        """Return the cache, which is not open yet; None without one."""
+        if self.cache.path is None or self.cache.max_size is None:
+            return None
+        return ContentCache(self.cache.path.absolute(), int(self.cache.max_size * GIGABYTE))
+
     def log_folder(self) -> LogFolder:
         """Return where the output of processes is stored."""
         return LogFolder(self.work_dir / LOGS, int(self.logs.max_size * 1e6), self.logs.keep)
@@ -392,10 +466,7 @@ class WorkerConfig(NodeConfig):
             found.append("[resources] offers nothing: this worker will get no jobs")
         for number, executor in enumerate(self.executors):
             if not executor.is_installed:
-                found.append(
-                    f"executors[{number}].cmd: {executor.cmd!r} is not found, and its jobs would fail: install it, or "
-                    "write its absolute path"
-                )
+                found.append(not_installed(number, executor))
         names = {executor.name for executor in self.executors}
         for text in self.offer.prefer:
             if text not in names and not text.startswith(_PEER_ID_START):

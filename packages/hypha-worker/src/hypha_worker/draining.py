@@ -93,7 +93,7 @@ class Draining:
     def _held_leases(self) -> Mapping[PeerId, tuple[uuid.UUID, ...]]:
         held: dict[PeerId, tuple[uuid.UUID, ...]] = {}
         for lease in self._lease_manager.leases:
-            if lease.state is LeaseState.HELD:
+            if lease.state in (LeaseState.HELD, LeaseState.ORPHANED):
                 held[lease.scheduler] = (*held.get(lease.scheduler, ()), lease.id)
         return held
 

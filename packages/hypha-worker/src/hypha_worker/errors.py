@@ -6,12 +6,14 @@ The lowest layer of the package besides `paths`: `connectors`, `bridge`, `jobs` 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from hypha_net.connectors.errors import FetchError, Reason
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError
 from hypha_net.redaction import redact_urls
+from hypha_proto.bridge_api import ROUND_CLOSED
 from hypha_proto.ids import PeerId
 
 _DISK_FAULTS: Final = frozenset(
@@ -22,6 +24,14 @@ _DISK_FAULTS: Final = frozenset(
 
 class ExecutionError(Exception):
     """A job cannot continue; its scheduler reads the message, without secret parts of URLs, as the reason."""
+
+
+class ExecutorStartError(ExecutionError):
+    """An executor's process cannot be started, whatever the job is: its command or folders are not as configured."""
+
+
+class ExecutorExitError(ExecutionError):
+    """An executor's process exited by itself with an error that is not said to be the job's or for want of memory."""
 
 
 class WorkReturnedError(ExecutionError):
@@ -68,6 +78,18 @@ class UnusableFileError(BridgeError):
         self.failures = failures
 
 
+class PushRefusedError(BridgeError):
+    """A 502: every peer that was to have a file has refused it.
+
+    Attributes:
+        reasons: why, as each of them says.
+    """
+
+    def __init__(self, detail: str, reasons: Sequence[str]) -> None:
+        super().__init__(502, "peer-failed", detail)
+        self.reasons = reasons
+
+
 class DiskFaultError(BridgeError):
     """A 500: this worker's disk is full or fails, so that it cannot continue the job."""
 
@@ -101,6 +123,21 @@ def bad_request(detail: str) -> BridgeError:
 def not_allowed(detail: str) -> BridgeError:
     """Return a 403: the worker's owner or the job's spec does not allow it."""
     return BridgeError(403, "not-allowed", detail)
+
+
+def update_refused(detail: str) -> BridgeError:
+    """Return a 409: the scheduler or the parameter server does not accept the executor's update."""
+    return BridgeError(409, "update-refused", detail)
+
+
+def round_closed(detail: str) -> BridgeError:
+    """Return a 409: the round goes on without the executor's update; it is to begin anew."""
+    return BridgeError(409, ROUND_CLOSED, detail)
+
+
+def never_joins(detail: str) -> BridgeError:
+    """Return a 410: the scheduler lets the executor take part in no round."""
+    return BridgeError(410, "never-joins", detail)
 
 
 def not_found(detail: str) -> BridgeError:
@@ -143,3 +180,17 @@ def to_bridge_error(error: NetError) -> BridgeError:
     if isinstance(error, StorageExceededError):
         return storage_exceeded(str(error))
     return timed_out(str(error)) if isinstance(error, RequestTimeoutError) else peer_failed(str(error))
+
+
+def from_fetch_error(error: FetchError) -> BridgeError:
+    """Translate the error of a connector into the answer that an executor gets."""
+    return _OF_REASON[error.reason](error.detail)
+
+
+_OF_REASON: Final[Mapping[Reason, Callable[[str], BridgeError]]] = {
+    Reason.BAD_REQUEST: bad_request,
+    Reason.NOT_ALLOWED: not_allowed,
+    Reason.NOT_FOUND: not_found,
+    Reason.SOURCE_FAILED: peer_failed,
+    Reason.TIMEOUT: timed_out,
+}

@@ -20,6 +20,8 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
+from hypha_net.connectors.content import CachedVersion
+from hypha_worker.content_cache import SchedulerCache
 from hypha_worker.errors import ExecutionError, StorageExceededError
 from hypha_worker.job_files import JobFiles
 from hypha_worker.openat import walk
@@ -59,13 +61,15 @@ class JobStorage:
     Its threads and places are the job's own, so that no other job waits for its transfers.
     """
 
-    def __init__(self, work_dir: Path, limit: int) -> None:
+    def __init__(self, work_dir: Path, limit: int, cache: SchedulerCache | None = None) -> None:
         """Prepare; `work_dir` need not exist yet.
 
         Args:
             work_dir: the job's folder.
             limit: bytes that the job may store in it.
+            cache: what keeps fetched content for further jobs, if the owner wants it.
         """
+        self.cache: Final = cache
         self.limit = limit
         self.files: Final = JobFiles(work_dir)
         self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
@@ -85,6 +89,41 @@ class JobStorage:
             abandon: do not wait for the thread when the caller is cancelled; it may finish on deleted files.
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
+
+    async def take_cached(self, digest: str, target: Path) -> int | None:
+        """Copy content from the cache to a new staged file; return its size, or None if it is not there.
+
+        Raises:
+            StorageExceededError: the job's files would exceed its limit.
+            OSError: it cannot be written.
+        """
+        return None if self.cache is None else await self._take_cached(self.cache.digest_key(digest), target)
+
+    async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
+        """Copy what a source had when it was fetched, as `take_cached` does."""
+        return None if self.cache is None else await self._take_cached(self.cache.source_key(kind, source), target)
+
+    async def _take_cached(self, key: str, target: Path) -> int | None:
+        assert self.cache is not None
+        try:
+            return await self.run(self.cache.cache.take, key, target, self.reserve)
+        finally:
+            self.release(target)
+
+    def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
+        """Return what a source had when it was fetched, if that is still in the cache."""
+        return None if self.cache is None else self.cache.cache.find(self.cache.source_key(kind, source))
+
+    async def put_cached(self, path: Path, digest: str) -> None:
+        """Add a complete staged file to the cache; what goes wrong there is logged."""
+        if self.cache is not None:
+            await self.run(self.cache.cache.put, self.cache.digest_key(digest), path, digest)
+
+    async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
+        """Add a complete staged file to the cache as what a source has now."""
+        if self.cache is not None:
+            key = self.cache.source_key(kind, source)
+            await self.run(self.cache.cache.put, key, path, found.digest, found.version)
 
     async def watch(self) -> None:
         """Look at the work directory until cancelled, and end the job if its processes have written too much.

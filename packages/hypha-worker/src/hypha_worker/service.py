@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from ipaddress import ip_network
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
+from hypha_net.connectors.s3_client import S3Client
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.transfer import FilePushTarget
+from hypha_proto.contributions import AWAIT_COMMIT, AwaitCommit, CommitStatus
 from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
+from hypha_proto.job_logs import LIST_LOGS, READ_LOG
 from hypha_proto.leases import (
     CANCEL_JOB,
     LEASE_SWEEP,
@@ -47,14 +52,22 @@ from hypha_proto.leases import (
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
 from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS
 from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.accounts.book import AccountBook
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.bidding.rejection import DRAINING
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.control.server import ControlServer
+from hypha_worker.content_cache import ContentCache
+from hypha_worker.control.drain_command import DrainCommand
+from hypha_worker.control.pause import PauseCommands, load_pause
+from hypha_worker.control.server import Command, ControlServer
+from hypha_worker.control.status import StatusCommand, WorkerView
 from hypha_worker.draining import Draining, Work
+from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize
+from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.hardware.devices import find_devices
@@ -70,8 +83,9 @@ from hypha_worker.leasing.lease_manager import (
     LeaseState,
     UnknownLeaseError,
 )
-from hypha_worker.leasing.terms import LeaseUsage
+from hypha_worker.logs.redaction import LogRedaction, secret_values
 from hypha_worker.logs.run_log import LogFolder
+from hypha_worker.logs.server import LogServer
 from hypha_worker.tasks.execution import TaskExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
@@ -95,6 +109,9 @@ _LEASES: Final = instrumentation.Level("hypha.worker.leases.active", "{lease}", 
 _RENEWALS: Final = instrumentation.Counter(
     "hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome."
 )
+_OWED: Final = instrumentation.Counter(
+    "hypha.worker.lease.owed", "{token}", "Price of the time for which leases were held; orphaned ones cost nothing."
+)
 _ENDS: Final = instrumentation.Counter(
     "hypha.worker.lease.ends",
     "{lease}",
@@ -106,11 +123,21 @@ async def serve(config: WorkerConfig, node: Node) -> None:
     """Run a worker until it is drained or cancelled; end all jobs on the way out."""
     async with anyio.create_task_group() as tasks:
         async with open_worker(config, node.endpoint) as worker:
-            control = ControlServer(config.work_dir, worker.draining, config.drain_timeout)
+            drain = DrainCommand(worker.draining, config.drain_timeout)
+            control = ControlServer(config.work_dir, _commands(config, node, worker, drain))
             tasks.start_soon(control.serve)
             cancelled = await _run_until_drained(config, node, worker)
-        await control.report_end(cancelled)
+        await drain.report_end(cancelled)
         tasks.cancel_scope.cancel()
+
+
+def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainCommand) -> Mapping[str, Command]:
+    """Return what the owner may ask the running worker for."""
+    pause = PauseCommands(config.work_dir, worker.lease_manager, worker.restore_executors)
+    view = WorkerView(
+        node.endpoint, worker.lease_manager, worker.draining, worker.history, node.readiness, worker.executor_starts
+    )
+    return {"drain": drain.run, "pause": pause.pause, "resume": pause.resume, "status": StatusCommand(view).run}
 
 
 async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Work]:
@@ -157,6 +184,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
 
     Raises:
         OSError: the work directory cannot be used.
+        CacheError: the folder of the cache cannot be used.
         IsolationError: a required layer of isolation does not work.
     """
     await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
@@ -167,17 +195,26 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         sockets = stack.enter_context(open_socket_folder(config.work_dir))
         logs = config.log_folder()
         await anyio.to_thread.run_sync(logs.open)
-        settings = _host_settings(config, sockets, logs, isolation)
+        cache = await anyio.to_thread.run_sync(_open_cache, config, stack)
+        book = AccountBook(config.work_dir)
+        await anyio.to_thread.run_sync(book.open)
+        stack.callback(book.close)
+        fork_server = stack.enter_context(closing(ForkServer()))
+        settings = _host_settings(config, sockets, logs, isolation, fork_server)
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
+            starts = {executor.kind: ExecutorStarts(executor.kind) for executor in config.executors}
+            lease_manager.on_held = book.add
+            lease_manager.is_paused = await anyio.to_thread.run_sync(load_pause, config.work_dir)
             jobs = JobManager(
                 endpoint,
                 lease_manager,
-                make_factories(config, settings),
+                make_factories(config, settings, starts),
                 config.work_dir,
                 tasks,
                 default_storage=config.resources.default.storage,
+                cache=cache,
             )
             outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
             stack.callback(remove_folder, outputs.folder)
@@ -186,28 +223,40 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, settings),
+                make_task_factories(config, settings, starts),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
+                cache=cache,
             )
             task_methods = [method for runtime in _runtimes(config) for method in runtime.task_methods]
             worker = Worker(
                 endpoint,
-                Arbiter(config.offer.policy(), capabilities),
+                Arbiter(config.offer.policy(), capabilities, _starts_by_descriptor(config, starts)),
                 lease_manager,
                 jobs,
                 TaskManager(host, tasks),
                 tuple(task_methods),
+                executor_starts=tuple(starts.values()),
             )
             worker.listen()
-            await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
+            _serve_logs(config, endpoint, logs)
+            await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep, worker.history).run)
             tasks.start_soon(worker.sweep_loop)
+            tasks.start_soon(book.run)
             try:
                 yield worker
             finally:
                 tasks.cancel_scope.cancel()
                 with anyio.move_on_after(GOODBYE_TIMEOUT, shield=True):  # while the jobs' processes are ended
                     await worker.say_goodbye("the worker is shutting down")
+
+
+def _serve_logs(config: WorkerConfig, endpoint: Endpoint, logs: LogFolder) -> None:
+    """Let schedulers read what the executors of their jobs print, without the owner's secrets."""
+    secrets = [value for executor in config.executors for value in secret_values(executor.env)]
+    server = LogServer(logs, LogRedaction(secrets))
+    rpc.serve(endpoint, LIST_LOGS, server.list_logs)
+    rpc.serve(endpoint, READ_LOG, server.read_log)
 
 
 def _preload(runtimes: Iterable[Runtime]) -> None:
@@ -231,7 +280,27 @@ def find_capabilities(config: WorkerConfig) -> Capabilities:
 def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     """Return the owner's policy on what jobs may access."""
     connectors = config.connectors
-    return AccessPolicy(tuple(connectors.hosts), tuple(connectors.repositories), tuple(connectors.roots))
+    return AccessPolicy(
+        hosts=tuple(connectors.hosts),
+        repositories=tuple(connectors.repositories),
+        roots=tuple(connectors.roots),
+        networks=tuple(ip_network(network) for network in connectors.networks),
+        buckets=tuple(connectors.buckets),
+        s3=S3Client(connectors.s3_settings),
+    )
+
+
+def _open_cache(config: WorkerConfig, stack: ExitStack) -> ContentCache | None:
+    """Open the cache that the owner wants, until `stack` is closed.
+
+    Raises:
+        CacheError: its folder cannot be used.
+    """
+    cache = config.make_cache()
+    if cache is not None:
+        stack.callback(cache.close)
+        cache.open()
+    return cache
 
 
 def make_isolation(config: WorkerConfig) -> IsolationStack:
@@ -243,7 +312,9 @@ def make_isolation(config: WorkerConfig) -> IsolationStack:
     from hypha_worker.executors.isolation.stack import make_stack
 
     work_dir = config.work_dir.absolute()
-    private = (work_dir, config.key_pem.absolute())
+    private = [work_dir, config.key_pem.absolute()]
+    if config.cache.path is not None:
+        private.append(config.cache.path.absolute())
     stack = make_stack(work_dir, private=private, disabled=config.isolation.disable)
     check_required(stack.findings, config.isolation.require)
     is_sandboxed, text = summarize(stack.findings)
@@ -257,26 +328,59 @@ def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
     isolation.sweep()
 
 
-def _host_settings(config: WorkerConfig, sockets: Path, logs: LogFolder, stack: IsolationStack) -> HostSettings:
+def _host_settings(
+    config: WorkerConfig, sockets: Path, logs: LogFolder, stack: IsolationStack, fork_server: ForkServer
+) -> HostSettings:
     has_devices = bool(config.resources.devices) or config.resources.gpu > 0
-    return HostSettings(make_access_policy(config), sockets, has_devices=has_devices, logs=logs, stack=stack)
+    return HostSettings(
+        make_access_policy(config),
+        sockets,
+        has_devices=has_devices,
+        logs=logs,
+        stack=stack,
+        fork_server=fork_server,
+    )
 
 
-def make_task_factories(config: WorkerConfig, host: HostSettings) -> Mapping[str, TaskExecutionFactory]:
-    """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts."""
+def _starts_by_descriptor(
+    config: WorkerConfig, starts: Mapping[str, ExecutorStarts]
+) -> Mapping[ExecutorDescriptor, ExecutorStarts]:
+    """Return the starts of each executor by the descriptors that it is requested by; the first of a name counts."""
+    found: dict[ExecutorDescriptor, ExecutorStarts] = {}
+    for executor in config.executors:
+        for descriptor in (executor.descriptor, *executor.task_descriptors):
+            if descriptor is not None:
+                found.setdefault(descriptor, starts[executor.kind])
+    return found
+
+
+def make_task_factories(
+    config: WorkerConfig, host: HostSettings, starts: Mapping[str, ExecutorStarts] = MappingProxyType({})
+) -> Mapping[str, TaskExecutionFactory]:
+    """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts.
+
+    Args:
+        starts: what notes how an executor has started, by ``class/name``.
+    """
     made: dict[str, TaskExecutionFactory] = {}
     for executor in config.executors:
         runtime = find_runtime(executor.runtime)
         if runtime.runs_tasks:
-            made[executor.kind] = runtime.make_task_factory(executor.settings, host)
+            made[executor.kind] = runtime.make_task_factory(
+                executor.settings, replace(host, starts=starts.get(executor.kind))
+            )
             made.setdefault(executor.name, made[executor.kind])
     return made
 
 
-def make_factories(config: WorkerConfig, host: HostSettings) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
-    """Return, for each configured executor, the function that makes an execution of a job."""
+def make_factories(
+    config: WorkerConfig, host: HostSettings, starts: Mapping[str, ExecutorStarts] = MappingProxyType({})
+) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
+    """Return, for each configured executor, the function that makes an execution of a job; `starts` as for tasks."""
     return {
-        descriptor: find_runtime(executor.runtime).make_factory(executor.settings, host)
+        descriptor: find_runtime(executor.runtime).make_factory(
+            executor.settings, replace(host, starts=starts.get(executor.kind))
+        )
         for executor in config.executors
         if (descriptor := executor.descriptor) is not None
     }
@@ -293,8 +397,13 @@ class Worker:
     tasks: TaskManager
     task_methods: tuple[TaskMethod[Any, Any], ...] = ()
     """RPC methods that executions serve."""
+    executor_starts: Sequence[ExecutorStarts] = ()
+    """How each executor has started."""
+    history: RequestHistory = field(default_factory=RequestHistory)
+    """The latest requests, for the owner."""
     draining: Draining = field(init=False)
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
+    _recorded_owed: float = 0.0
 
     def __post_init__(self) -> None:
         self.draining = Draining(self.endpoint, self.lease_manager, self.jobs, self.tasks)
@@ -308,10 +417,20 @@ class Worker:
         rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
         for served in self.task_methods:
             rpc.serve(self.endpoint, served.method, self.jobs.message_handler(served))
+        rpc.serve(self.endpoint, AWAIT_COMMIT, self.commit_nothing)  # so that schedulers know that it states updates
         rpc.serve(self.endpoint, PUSH_OUTPUT, self.tasks.push_output)
         rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.tasks.release_outputs)
         transfer.serve_pushes(self.endpoint, self._accept_push)
         transfer.serve_pulls(self.endpoint, self.tasks.resolve_pull)
+
+    def restore_executors(self) -> None:
+        """Offer the executors again that failed at their start."""
+        for starts in self.executor_starts:
+            starts.reset()
+
+    async def commit_nothing(self, _peer: PeerId, _question: AwaitCommit) -> CommitStatus:
+        """Refuse a question that only schedulers answer."""
+        return CommitStatus(committed=False, reason="a worker commits no rounds")
 
     async def _accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Return where to store a file for a job, or for a task that waits for a delivery."""
@@ -333,7 +452,7 @@ class Worker:
         """
         held: dict[PeerId, list[uuid.UUID]] = {}
         for lease in self.lease_manager.leases:
-            if lease.state is LeaseState.HELD:
+            if lease.state in (LeaseState.HELD, LeaseState.ORPHANED):
                 held.setdefault(lease.scheduler, []).append(lease.id)
         async with anyio.create_task_group() as tasks:
             for scheduler, leases in held.items():
@@ -346,22 +465,32 @@ class Worker:
             _log.info("scheduler %s could not be told of the shutdown: %s", scheduler, error)
 
     def sweep(self, now: float) -> None:
-        """End leases that have expired or are idle, and cancel the jobs of the former."""
+        """End leases that have expired or are idle, and cancel the jobs of the former; keep those that may run on."""
         open_leases = [lease for lease in self.lease_manager.leases if lease.end is None]
+        orphans = {lease.id for lease in open_leases if lease.state is LeaseState.ORPHANED}
         for lease in self.lease_manager.sweep(now):
-            self.jobs.cancel(lease.id, lease.scheduler, "the lease was not renewed in time")
+            self.jobs.cancel(lease.id, lease.scheduler, _why_expired(lease))
+        for lease in open_leases:
+            if lease.state is LeaseState.ORPHANED and lease.id not in orphans:
+                self.jobs.on_orphaned(lease.id)
+                _log_orphaned(lease, now)
         ended = [lease for lease in open_leases if lease.end is not None]
         for lease in ended:
             assert lease.end is not None
             self.tasks.end_lease(lease.id, f"the lease is over: {lease.end.reason}")
-            if lease.end is LeaseEnd.IDLE:
-                _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, lease.end.reason)
+            if lease.end is LeaseEnd.IDLE or lease.id in orphans:
+                _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, _why_ended(lease))
         if instrumentation.enabled():
-            _record_leases(ended, self.lease_manager.leases)
+            _record_leases(ended, orphans, self.lease_manager.leases)
+            owed = self.lease_manager.owed
+            _OWED.add(owed - self._recorded_owed)
+            self._recorded_owed = owed
 
     async def renew(self, scheduler: PeerId, message: RenewLease) -> LeaseRenewal:
         """Extend a lease."""
         now = anyio.current_time()
+        known = self.lease_manager.find(message.id, scheduler)
+        is_orphan = known is not None and known.state is LeaseState.ORPHANED
         try:
             lease = self.lease_manager.renew(message.id, scheduler, now)
         except LeaseError as error:
@@ -369,7 +498,10 @@ class Worker:
             is_stranger = isinstance(error, UnknownLeaseError)
             _RENEWALS.add(1, {"hypha.outcome": "stranger" if is_stranger else "refused"})
             return RenewalFailed()
-        _RENEWALS.add(1, {"hypha.outcome": "renewed"})
+        _RENEWALS.add(1, {"hypha.outcome": "taken-back" if is_orphan else "renewed"})
+        if is_orphan:
+            _log.info("lease %s: scheduler %s has renewed it again and takes its job back", lease.id, scheduler)
+        self.jobs.on_renewed(lease.id)
         self.tasks.on_renewed(lease)
         timeout, timeout_ms = expiry_fields(lease.remaining(now))
         return Renewed(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
@@ -405,27 +537,49 @@ class Worker:
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""
-        leases = self.lease_manager
-        usage = leases.usage.get(scheduler, LeaseUsage())
-        reasons = self.arbiter.rejection_reasons(scheduler, message.request, leases.free, usage)
-        if leases.is_closed:
-            reasons = (DRAINING, *reasons)
+        received = ReceivedRequest(scheduler, message.request, anyio.current_time())
+        reasons = explain_refusal(self.arbiter, self.lease_manager, received)
         return Reasons(
             reasons=tuple(reason.text for reason in reasons),
             rejections=tuple(reason.rejection for reason in reasons),
         )
 
 
-def _record_leases(ended: Sequence[Lease], after: Sequence[Lease]) -> None:
+def _why_expired(lease: Lease) -> str:
+    """Return why the job of an expired lease is cancelled."""
+    return f"the lease was not renewed in time{_grace_text(lease)}"
+
+
+def _why_ended(lease: Lease) -> str:
+    assert lease.end is not None
+    return f"{lease.end.reason}{_grace_text(lease)}"
+
+
+def _grace_text(lease: Lease) -> str:
+    return f", nor in {lease.orphan_grace:g} s more for which its job ran on" if lease.orphan_grace else ""
+
+
+def _log_orphaned(lease: Lease, now: float) -> None:
+    _log.warning(
+        "lease %s is orphaned: scheduler %s does not renew it; its job runs on for %.0f s, not charged",
+        lease.id,
+        lease.scheduler,
+        lease.ends - now,
+    )
+
+
+def _record_leases(ended: Sequence[Lease], orphans: Container[uuid.UUID], after: Sequence[Lease]) -> None:
     """Record how many leases there are, and which ones a sweep ended.
 
     Args:
         ended: those that the sweep ended; spent ones have ended with their job and do not count.
+        orphans: those that were orphaned before it.
         after: all leases after the sweep.
     """
     for state in LeaseState:
         _LEASES.set(sum(lease.state is state for lease in after), {"hypha.lease.state": state.value})
     for lease in ended:
         if lease.end is not None and lease.state is not LeaseState.SPENT:
-            state_before = "offered" if lease.state is LeaseState.OFFERED else "held"
+            held = "orphaned" if lease.id in orphans else "held"
+            state_before = "offered" if lease.state is LeaseState.OFFERED else held
             _ENDS.add(1, {"hypha.outcome": lease.end.value, "hypha.lease.state": state_before})

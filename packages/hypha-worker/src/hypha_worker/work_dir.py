@@ -36,6 +36,27 @@ def prepare_work_dir(folder: Path) -> None:
         _log.warning("work_dir %s has mode %04o, wider than 0750: run chmod 750 %s", folder, mode, folder)
 
 
+def control_folder(work_dir: Path) -> Path:
+    """Return the folder of what is its owner's alone: the control socket, whether it is paused, and the accounts."""
+    return work_dir / "control"
+
+
+def prepare_control_folder(work_dir: Path) -> Path:
+    """Create the folder of `control_folder` if it is missing, so that only the worker's user may enter it; return it.
+
+    Raises:
+        OSError: it cannot be created, or is a link, or belongs to another user.
+    """
+    folder = control_folder(work_dir)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return folder
+
+
 def work_dir_key(folder: Path) -> str:
     """Return a name for a work directory by which what its worker has left elsewhere is found: 12 hex digits."""
     return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]

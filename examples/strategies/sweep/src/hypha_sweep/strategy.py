@@ -84,6 +84,7 @@ class SweepOperator(base.Operator):
         free = [lease for lease in self.leases.values() if lease.id not in busy and lease.role == self.role]
         begun = [base.TaskRef(name, lease, attempt) for lease, (name, attempt) in zip(free, self.waiting, strict=False)]
         del self.waiting[: len(begun)]
+        self.leases = {lease.id: lease for lease in self.leases.values() if lease not in free[len(begun) :]}  # released
         return tuple(base.StartTask(task, self.begin(task, now), keep_lease=True) for task in begun)
 
     def begin(self, task: base.TaskRef, now: float) -> job_spec.JobSpec | tasks.TaskSpec:
@@ -151,8 +152,7 @@ class SweepOperator(base.Operator):
 
     def choice_files(self) -> resource_locations.ServedFiles:
         """Return what the choice reads: a file for each variant that finished."""
-        finished = (self.results[name] for name in self.job.variants if not self.results[name]["failure"])
-        files = {f"{result['name']}.json": json.dumps(result).encode() for result in finished}
+        files = {f"{key}.json": json.dumps(it).encode() for key, it in self.results.items() if not it["failure"]}
         return resource_locations.ServedFiles(self.context, "variants", files)
 
     def on_locate(

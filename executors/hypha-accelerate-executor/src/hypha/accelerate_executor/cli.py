@@ -5,13 +5,18 @@ Training for a job is `python -m hypha.accelerate_executor.training`, which a wo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hypha.accelerate_executor.errors import ExecutorError
+from hypha_proto.codec import parse_json
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,25 +30,50 @@ def main() -> None:
 @click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
 @click.option("--arch", help="A configuration known by name: resnet-digits, llama-bytes.")
 @click.option("--config-json", type=click.Path(path_type=Path, dir_okay=False), help="A model's config.json.")
+@click.option("--from", "pretrained", metavar="DIR|REPO", help="A trained model, which gets a new head for the task.")
+@click.option("--labels", type=click.IntRange(1), help="With --from: number of classes of the new head.")
 @click.option("--torch-class", metavar="MODULE:CLASS", help="A class of your own, for task torch.")
 @click.option("--kwargs", default="{}", metavar="JSON", help="Keyword arguments of the class.  [default: {}]")
+@click.option(
+    "--allow-module", multiple=True, metavar="NAME", help="A module whose classes a config.json of task torch may name."
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the weights.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to make.")
 def create(
     task: str,
     arch: str | None,
     config_json: Path | None,
+    pretrained: str | None,
+    labels: int | None,
     torch_class: str | None,
     kwargs: str,
+    allow_module: tuple[str, ...],
     seed: int,
     out: Path,
 ) -> None:
-    """Write a model directory with random weights."""
-    from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
+    """Write a model directory with random weights, or with those of a trained model and a new head."""
+    from hypha.accelerate_executor.modeling.create import (
+        create_allowed_torch_model,
+        create_model,
+        create_torch_model,
+        read_config,
+    )
 
+    if pretrained is None and labels is not None:
+        raise click.UsageError("--labels needs --from; a config.json has num_labels")
+    if pretrained is not None and any((arch, config_json, torch_class)):
+        raise click.UsageError("give either --from or a configuration: --arch, --config-json or --torch-class")
     try:
+        if pretrained is not None:
+            from hypha.accelerate_executor.modeling.new_head import create_from_pretrained
+
+            made = create_from_pretrained(task, pretrained, labels, seed, out)
+            click.echo(f"{out}: {made.parameters} parameters; new: {', '.join(made.new) or 'none'}")
+            return
         if torch_class is not None:
             parameters = create_torch_model(torch_class, kwargs, seed, out)
+        elif task == "torch" and config_json is not None:
+            parameters = create_allowed_torch_model(config_json, allow_module, seed, out)
         else:
             parameters = create_model(task, read_config(arch, config_json), seed, out)
     except ExecutorError as error:
@@ -93,15 +123,55 @@ def alone(
 @main.command("evaluate")
 @click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
 @click.option("--model", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model directory.")
-@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Safetensors file.")
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Safetensors file, or a folder of them.")
+@click.option(
+    "--preprocessor",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of the tokenizer or image processor that the job applies.",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True, help="Samples computed at once.")
 @click.option("--allow-module", multiple=True, metavar="NAME", help="A module whose classes task torch may use.")
-def measure(task: str, model: Path, data: Path, batch_size: int, allow_module: tuple[str, ...]) -> None:
+def measure(
+    task: str, model: Path, data: Path, preprocessor: Path | None, batch_size: int, allow_module: tuple[str, ...]
+) -> None:
     """Print accuracy and loss of a model on a file of samples, as one JSON line."""
     from hypha.accelerate_executor.modeling.evaluation import evaluate
 
     try:
-        result = evaluate(task, model, data, batch_size, allow_module)
+        result = evaluate(task, model, data, batch_size, allow_module, preprocessor)
     except (ExecutorError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@main.command("session")
+def execute_lines() -> None:
+    """Execute commands from standard input: each line is a JSON array of arguments.
+
+    Each is answered by one line, {"status": 0, "output": "what it printed"}; after a failure the status is another one
+    and the output says why. Torch is imported once for all of them.
+    """
+    for line in sys.stdin:
+        click.echo(json.dumps(_execute(line)))
+
+
+def _execute(line: str) -> dict[str, Any]:
+    """Execute one command of this program; return its exit status and what it printed."""
+    printed = io.StringIO()
+    try:
+        arguments = _arguments(line)
+        with contextlib.redirect_stdout(printed):
+            status = main.main(arguments, prog_name="hypha-accelerate-executor", standalone_mode=False)
+    except click.ClickException as error:
+        return {"status": error.exit_code, "output": error.format_message()}
+    return {"status": status or 0, "output": printed.getvalue()}
+
+
+def _arguments(line: str) -> list[str]:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise click.UsageError(f"{line.strip()[:200]!r} is not JSON: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise click.UsageError(f"{line.strip()[:200]!r} is not an array of strings")
+    return found

@@ -33,12 +33,26 @@ class BridgeRefused(ExecutorError):
     Attributes:
         status: the HTTP status.
         kind: machine-readable kind of the error.
+        detail: what happened, for people.
     """
 
     def __init__(self, what: str, status: int, kind: str, detail: str) -> None:
         super().__init__(f"{what}: the worker answered {status} {kind}: {detail}")
         self.status = status
         self.kind = kind
+        self.detail = detail
+
+
+class ContributionRefused(ExecutorError):
+    """The scheduler does not accept what an update was computed from: the update does not count."""
+
+
+class RoundClosed(ExecutorError):
+    """The round goes on without the update; the process begins anew with the round that the scheduler names."""
+
+
+class NotTakingPart(ExecutorError):
+    """The scheduler names no round to begin with, now or later: the process exits with code 0."""
 
 
 class NoMoreData(ExecutorError):

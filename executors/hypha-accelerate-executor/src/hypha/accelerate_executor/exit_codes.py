@@ -1,7 +1,8 @@
 """Exit codes of a process that a worker starts, and the one line that it logs as its reason.
 
-0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported, 74 (``EX_IOERR`` of sysexits.h)
-when this machine's disk is full or fails: the worker then gives its work back, and others can continue.
+0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported. Of sysexits.h: 74 (``EX_IOERR``)
+when this machine's disk is full or fails: the worker then gives its work back, and others can continue; 75
+(``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the executor again with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
 from hypha_proto.errors import ProtoError
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_MEMORY: Final = os.EX_TEMPFAIL
+"""Exit code of a process whose memory is exhausted, on the device or in main memory."""
 _DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
 
@@ -36,12 +40,25 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
         logger.error("%s", error)
         return 2
     except OSError as error:
+        if is_out_of_memory(error):
+            return _out_of_memory(error)
         logger.error("%s: %s", error.filename or work_dir, error.strerror or error)
         return os.EX_IOERR if error.errno in _DISK_FAULTS else 1
     except (ExecutorError, ProtoError) as error:
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            return _out_of_memory(error)
         logger.error("%s", error)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _out_of_memory(error)
     return 0
+
+
+def _out_of_memory(error: Exception) -> int:
+    logger.error("out of memory: %s", " ".join(str(error).split())[:400] or type(error).__name__)
+    return OUT_OF_MEMORY
 
 
 def log_to_stderr(level: int) -> None:

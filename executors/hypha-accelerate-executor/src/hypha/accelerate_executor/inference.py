@@ -29,6 +29,7 @@ from hypha.accelerate_executor.environment import (
 )
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
+from hypha.accelerate_executor.modeling.archive import unpacked
 from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
 from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
@@ -126,7 +127,7 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
     device = pick_device()
     module = load_stored_model(
         task.model.type,
-        work_dir / task.model.path,
+        unpacked(work_dir / task.model.path),
         allowed=frozenset(options.allow_module),
         device_map=options.device_map,
     )
@@ -136,7 +137,7 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
     if task.task == GENERATE:
         from hypha.accelerate_executor.predict.generator import Generator, load_tokenizer
 
-        folder = work_dir / (task.model.path if task.preprocessor is None else task.preprocessor.path)
+        folder = unpacked(work_dir / (task.model.path if task.preprocessor is None else task.preprocessor.path))
         return Generator(task, module, load_tokenizer(folder), device, options.generation)
     from hypha.accelerate_executor.predict.classifier import Classifier
 
@@ -149,7 +150,7 @@ def _preprocessor(task: InferenceTask, work_dir: Path, module: torch.nn.Module) 
 
     if task.preprocessor is None:
         return None
-    folder = work_dir / task.preprocessor.path
+    folder = unpacked(work_dir / task.preprocessor.path)
     return load_preprocessor(task.preprocessor.type, folder, task.raw_columns, longest_input(module))
 
 

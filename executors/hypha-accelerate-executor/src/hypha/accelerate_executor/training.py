@@ -1,14 +1,14 @@
 """Train for one job: the process that a worker starts, `python -m hypha.accelerate_executor.training`.
 
 Started by the worker's process executor with a socket, a work directory and the job. It connects to the job bridge,
-fetches the model while torch is being imported, and runs `diloco.loop`. Exit codes: 0 when the job is done, 1 with a
-one-line reason when training failed, 2 when the job is invalid or not supported, 74 (``EX_IOERR`` of sysexits.h) when
-this machine's disk is full or fails: the worker then gives its work back, and the job can continue without it.
+fetches the model while torch is being imported, and runs `diloco.loop`. Exits with 0 when the job is done, otherwise
+with a code of `exit_codes` and a reason of one line.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import logging
 import os
@@ -24,15 +24,17 @@ from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.preprocess import preprocessed_columns
 from hypha.accelerate_executor.environment import (
-    DEFAULT_TIMEOUT,
     DELAY_VARIABLE,
     TIMEOUT_VARIABLE,
+    collected_at_end,
     isolate,
+    leave_out_of_collections,
     read_seconds,
 )
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
-from hypha.accelerate_executor.modeling.hf import model_directory
+from hypha.accelerate_executor.modeling.archive import unpacked_files
+from hypha.accelerate_executor.modeling.hf import import_library, model_directory
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError
@@ -40,8 +42,12 @@ from hypha_proto.job_spec import JobSpec, SchedulerReference, TrainConfig, Train
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
-_DEFAULT_UPDATE_TIMEOUT: Final = 86_400.0
-"""A round lasts as long as its slowest worker takes; the worker ends an executor whose job is over."""
+_DEFAULT_TIMEOUT: Final = 86_400.0
+"""Seconds to wait for an answer of the worker, or an outer update.
+
+What the worker answers depends on others: on sizes and rates of files, on a parameter server that is replaced, on a
+scheduler that is started again. The job bounds all of it, and its worker closes the bridge or ends the executor; this
+is the last bound."""
 _JOB_LIMIT: Final = 1 << 20
 
 
@@ -76,6 +82,8 @@ def read_job(text: str) -> TrainConfig:
     config = spec.executor.config
     if config.batch_size < 1:
         raise JobError("--job: batch_size must be at least 1")
+    if config.micro_batch is not None and config.micro_batch < 1:
+        raise JobError("--job: micro_batch must be at least 1")
     return config
 
 
@@ -101,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=None,
         help=(
-            f"seconds to wait for an answer or an outer update (or {TIMEOUT_VARIABLE}; "
-            f"default {DEFAULT_TIMEOUT:g} and {_DEFAULT_UPDATE_TIMEOUT:g})"
+            f"seconds to wait for an answer of the worker, or an outer update (or {TIMEOUT_VARIABLE}; default "
+            f"{_DEFAULT_TIMEOUT:g}: the job's own bounds are shorter)"
         ),
     )
     return parser
@@ -113,16 +121,15 @@ def _is_follower() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def _timeouts(options: argparse.Namespace) -> tuple[float, float]:
-    """Return the timeouts, seconds, of a request and of waiting for an outer update."""
-    if options.timeout is not None:
-        return options.timeout, options.timeout
-    return read_seconds(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), read_seconds(TIMEOUT_VARIABLE, _DEFAULT_UPDATE_TIMEOUT)
+def _timeout(options: argparse.Namespace) -> float:
+    """Return the seconds that a request, or the wait for an outer update, may take."""
+    given: float | None = options.timeout
+    return read_seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT) if given is None else given
 
 
 def _train(options: argparse.Namespace, started: float) -> None:
     config = read_job(options.job)
-    timeout, update_timeout = _timeouts(options)
+    timeout = _timeout(options)
     delay = read_seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))
     work_dir = options.work_dir.resolve()
@@ -130,7 +137,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     if _is_follower():
         from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 
-        follow(config, _owner_options(options), LoopTiming(update_timeout, delay))
+        follow(config, _owner_options(options), LoopTiming(timeout, delay))
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(
@@ -146,19 +153,26 @@ def _train(options: argparse.Namespace, started: float) -> None:
             with (
                 spans.span("start executor", time.perf_counter() - started),
                 ThreadPoolExecutor(1, thread_name_prefix="model") as thread,
+                collected_at_end(),
             ):
                 files = thread.submit(_files, bridge, config)
+                if not config.join:  # who joins is assigned samples with its first round
+                    batches.prefetch()
                 # takes seconds; the files arrive meanwhile
                 with spans.span("import torch"):
                     from hypha.accelerate_executor.diloco.loop import LoopTiming, build_loop
 
-                timing = LoopTiming(update_timeout, delay)
+                    import_library(config.model.task)
+                    leave_out_of_collections()
+
+                timing = LoopTiming(timeout, delay)
                 loop = build_loop(bridge, config, _owner_options(options), files.result, batches, timing, spans)
             logger.info("ready after %.1f s", time.perf_counter() - started)
             loop.run()
         finally:
             spans.flush()
             batches.close()
+            gc.unfreeze()  # for a caller that goes on
 
 
 def _owner_options(options: argparse.Namespace) -> OwnerOptions:
@@ -166,10 +180,10 @@ def _owner_options(options: argparse.Namespace) -> OwnerOptions:
 
 
 def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:
-    model = model_directory([fetched.path for fetched in bridge.fetch(config.model.artifact, "model")])
+    model = model_directory(unpacked_files([fetched.path for fetched in bridge.fetch(config.model.artifact, "model")]))
     if config.preprocessor is None:
         return ModelFiles(model)
-    paths = [fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")]
+    paths = unpacked_files([fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")])
     if not paths:
         raise JobError("the preprocessor's artifact contains no file")
     top = min(paths, key=lambda path: len(path.parts))

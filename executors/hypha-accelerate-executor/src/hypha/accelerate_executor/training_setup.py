@@ -6,7 +6,7 @@ Called by `diloco.loop` with the files that `training` has fetched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generat
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
 from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
+from hypha.accelerate_executor.environment import read_memory
 from hypha.accelerate_executor.errors import JobError
-from hypha.accelerate_executor.modeling.evaluation import Evaluation, measure
+from hypha.accelerate_executor.modeling.evaluation import Subject
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
+from hypha.accelerate_executor.train.micro_batch_size import MicroBatchSizer
 from hypha.accelerate_executor.train.trainer import Trainer
 from hypha_proto.job_spec import TrainConfig
 
@@ -41,10 +43,18 @@ class Setup:
     replica: Replica
     weights: Weights
     group: ProcessGroup
-    measure: Callable[[Sequence[Path], int], Evaluation] | None
-    """Evaluates the model on files with a batch size; None if this process cannot compute the model alone."""
+    subject: Subject | None
+    """The model, to evaluate it; None if the job does not ask for it or this process cannot compute the model alone."""
     begin_round: Callable[[int], None]
     """Seeds the random generators for a round, by its number from 1, and sets the learning-rate schedule to it."""
+    reset: Callable[[], None]
+    """Discards what is kept from round to round beside the weights: the optimizer's state, and changes of buffers."""
+    module: torch.nn.Module
+    """The model on its device."""
+    optimizer: InnerOptimizer
+    sizer: MicroBatchSizer | None
+    """Finds how many samples to compute at once; None if nothing says how much memory there is, and
+    in one of several processes, which compute in lockstep."""
 
 
 def build_setup(
@@ -82,26 +92,38 @@ def build_setup(
         f", {group.size} processes" if group.size > 1 else "",
     )
     limits = value_limits(config.model.task, model)
-    trainer = Trainer(placed, inputs, optimizer, device, preprocess, limits)
-    whole = group.leads and not device.is_sharded
-    measuring = _measuring(config, model, inputs, device, preprocess) if whole else None
-    return Setup(trainer, replica, weights, group, measuring, partial(_begin_round, config, optimizer))
+    trainer = Trainer(placed, inputs, optimizer, device, preprocess, limits, config.micro_batch)
+    subject = None
+    if config.evaluation is not None and group.leads and not device.is_sharded:
+        subject = Subject(
+            model,
+            inputs,
+            device.torch_device,
+            _preprocessor(config, files.preprocessor, model),
+            frozenset(preprocessed_columns(config)),
+            may_copy=options.device_map is None,
+        )
+    begin_round = partial(_begin_round, config, optimizer)
+    buffers = {name: buffer.detach().clone() for name, buffer in placed.named_buffers()}
+    reset = partial(_reset, placed, buffers, optimizer)
+    memory, kind = read_memory(), device.torch_device.type
+    sizer = None
+    if group.size == 1 and (kind == "cuda" or (kind == "cpu" and memory is not None)):
+        limit, copies = None if kind == "cuda" else memory, int(subject is not None)
+        sizer = MicroBatchSizer(trainer, placed, optimizer, device, memory=limit, weight_copies=copies)
+    return Setup(trainer, replica, weights, group, subject, begin_round, reset, placed, optimizer, sizer)
+
+
+def _reset(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor], optimizer: InnerOptimizer) -> None:
+    optimizer.reset()
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 def _begin_round(config: TrainConfig, optimizer: InnerOptimizer, number: int) -> None:
     seed_generators(round_seed(config.seed or 0, config.member, number))
     optimizer.begin_round(number)
-
-
-def _measuring(
-    config: TrainConfig,
-    model: torch.nn.Module,
-    inputs: ModelInputs,
-    device: Device,
-    preprocess: Callable[[Arrays], Arrays] | None,
-) -> Callable[[Sequence[Path], int], Evaluation]:
-    place, raw = device.torch_device, preprocessed_columns(config)
-    return lambda files, batch_size: measure(model, inputs, files, batch_size, place, preprocess, raw)
 
 
 def _preprocessor(

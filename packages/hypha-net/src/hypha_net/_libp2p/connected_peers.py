@@ -85,4 +85,5 @@ class ConnectedPeers:
             supported_protocols(store, raw),
             certificate.not_after if certificate else None,
             certificate.role if certificate else None,
+            certificate.subject if certificate else None,
         )

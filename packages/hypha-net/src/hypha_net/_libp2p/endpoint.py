@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Final, cast
@@ -42,6 +42,7 @@ from hypha_net._libp2p.dial.upgrade import upgrade
 from hypha_net._libp2p.gossipsub.setup import make_pubsub, retry_registrations
 from hypha_net._libp2p.gossipsub.stream_migration import StreamMigrator
 from hypha_net._libp2p.gossipsub.subscriptions import Subscriptions
+from hypha_net._libp2p.identify.push import ProtocolAnnouncer
 from hypha_net._libp2p.identify.retry import IdentifyRetrier
 from hypha_net._libp2p.kad import client
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD_PROTOCOL
@@ -94,6 +95,7 @@ class Libp2pEndpoint:
         self._fault: Exception | None = None
         self._relay_client = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
+        self._announcer = ProtocolAnnouncer(self._host, tasks)
         self._swarm = cast(Swarm, self._host.get_network())
         self._swarm.register_notifee(EventNotifee(self.events))
         excluded = [ipaddress.ip_network(entry, strict=False) for entry in settings.exclude_cidr]
@@ -312,10 +314,12 @@ class Libp2pEndpoint:
                 await stream.reset()
 
         self._host.set_stream_handler(TProtocol(protocol), ProtocolHandler(serve))
+        self._announcer.announce()
 
     def unhandle(self, protocol: str) -> None:
         """See `Endpoint.unhandle`."""
         self._host.remove_stream_handler(TProtocol(protocol))
+        self._announcer.announce()
 
     # ----------------------------------------------------------------------------------------------------- gossip
 
@@ -332,6 +336,10 @@ class Libp2pEndpoint:
         """See `Endpoint.connect_subscribers`."""
         await self._topic_peers.connect(topic, timeout)
 
+    def gateways(self) -> Mapping[str, PeerId | None]:
+        """See `Endpoint.gateways`."""
+        return {address: self._gateways.connected_at(address) for address in self._settings.gateway_addresses}
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
         return self._subscriptions.peers(topic)
@@ -345,6 +353,10 @@ class Libp2pEndpoint:
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
         """See `Endpoint.find_records`."""
         return await self._dht.find(key, timeout)
+
+    def stored_records(self) -> Iterator[Record]:
+        """See `Endpoint.stored_records`."""
+        return iter(()) if self._record_store is None else self._record_store.records()
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
         """See `Endpoint.find_peers`."""

@@ -1,4 +1,4 @@
-"""Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
+"""Command line shared by all daemons: ``run``, ``doctor``, ``init``, ``probe``, ``config show`` and ``schema``.
 
 A program builds its command line from its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
 role="data")``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -19,6 +21,7 @@ from typing import Any, Final, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
+from hypha_net.node.checks import Check, check_gateways, check_node
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
 from hypha_net.node.config.models import NodeConfig
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 BAD_USAGE: Final = 2
 UNREACHABLE: Final = 3
+GATEWAY_TIMEOUT: Final = 10.0
+"""Seconds in which `doctor` must have reached a gateway."""
 
 C = TypeVar("C", bound=NodeConfig)
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -55,6 +60,20 @@ class Examination(Protocol):
 
 Examine = Callable[[C | None], Examination]
 """Examines the machine; gets the configuration if one is named."""
+RunChecks = Callable[[C, bool], Iterable[Check]]
+"""Yields a program's own checks; with True also those that start something, for ``doctor``."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitFile:
+    """File that ``init`` writes instead of the configuration, if it is given a flag."""
+
+    flag: str
+    """Name of the flag, and of the file without its ``.toml``."""
+    help: str
+    render: Callable[[], str]
+    """Returns the file's text."""
+
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -64,6 +83,17 @@ set_option = click.option(
 )
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result."
+)
+since_option = click.option(
+    "--since", default=None, metavar="D", help="Only leases held since then: 12h, 7d or 4w ago, or a date: 2026-12-31."
+)
+table_format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "csv"]),
+    default="text",
+    show_default=True,
+    help="How to print the result.",
 )
 
 
@@ -123,6 +153,8 @@ def daemon_cli(
     example: Values | None = None,
     expected: tuple[type[Exception], ...] = (),
     examine: Examine[C] | None = None,
+    checks: RunChecks[C] | None = None,
+    init_file: InitFile | None = None,
 ) -> DaemonGroup:
     """Build the command line of a daemon.
 
@@ -134,8 +166,10 @@ def daemon_cli(
         example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
         expected: errors of the program that are logged in one line, without traceback.
         examine: what ``probe`` does without an address; by default it needs one.
+        checks: what ``run --check`` and ``doctor`` check beside what all daemons have.
+        init_file: another file that ``init`` can write.
     """
-    program = _Program(name, config, serve, role, example or {}, expected, examine)
+    program = _Program(name, config, serve, role, example or {}, expected, examine, checks, init_file)
 
     @click.group(
         name,
@@ -159,7 +193,7 @@ def daemon_cli(
     run = _run(program)
     group.params.extend(_hidden(option) for option in run.params if option.name != "file")
     group.params.append(_no_color())
-    for command in (run, _init(program), _probe(program), _config(program), _schema(program)):
+    for command in (run, _doctor(program), _init(program), _probe(program), _config(program), _schema(program)):
         group.add_command(command)
     return group
 
@@ -192,6 +226,8 @@ class _Program:
         example: Values,
         expected: tuple[type[Exception], ...],
         examine: Examine[Any] | None,
+        checks: RunChecks[Any] | None,
+        init_file: InitFile | None,
     ) -> None:
         self.name = name
         self.config = config
@@ -200,6 +236,8 @@ class _Program:
         self.example = example
         self.expected = expected
         self.examine = examine
+        self.checks = checks
+        self.init_file = init_file
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""
@@ -212,25 +250,37 @@ class _Program:
         configure_logs("json" if log_format == "json" else "text", log_level)
         with early_signals():
             loaded = self.load(file, settings)
+            if check:
+                self._check(loaded, file)
+                return
             for warning in loaded.warnings:
                 _log.warning("%s", warning)
-            if check:
-                _warn_of_missing_files(loaded.config)
-                click.echo(f"{file or 'environment'}: ok")
-                return
             version = package_version(self.name)
             code = run_daemon(loaded.config, self.serve, role=self.role, version=version, expected=self.expected)
         click.get_current_context().exit(code)
 
+    def offline_checks(self, loaded: Loaded[Any], *, live: bool) -> Iterable[Check]:
+        """Yield the checks that need no network, and the warnings of the configuration that none of them tells."""
+        told = set()
+        for found in check_node(loaded.config, self.role):
+            yield found
+        for found in self.checks(loaded.config, live) if self.checks is not None else ():
+            told.add(found.text)
+            yield found
+        yield from (Check("warning", text) for text in loaded.warnings if text not in told)
 
-def _warn_of_missing_files(config: NodeConfig) -> None:
-    """Warn of missing identity files; the check passes, as it may run on another machine."""
-    from hypha_net.identity import remedy_for  # imports cryptography, which is slow
-
-    for key in ("cert_pem", "key_pem", "trust_pem", "crls_pem"):
-        path: Path | None = getattr(config, key)
-        if path is not None and not path.is_file():
-            _log.warning("%s %s does not exist, and run would fail: %s", key, path, remedy_for(key))
+    def _check(self, loaded: Loaded[Any], file: Path | None) -> None:
+        """Log what is not as it should be, and exit with 1 if ``run`` would fail or the node could not work."""
+        count = 0
+        for found in self.offline_checks(loaded, live=False):
+            if found.state == "FAILED":
+                count += 1
+                _log.error("%s", found.text)
+            elif found.state == "warning":
+                _log.warning("%s", found.text)
+        if count:
+            raise click.ClickException(f"{file or 'environment'}: {count} of the checks failed")
+        click.echo(f"{file or 'environment'}: ok")
 
 
 def _flags(settings: tuple[str, ...]) -> dict[str, object]:
@@ -247,7 +297,7 @@ def _run(program: _Program) -> click.Command:
     @click.command("run")
     @config_option
     @set_option
-    @click.option("--check", is_flag=True, help="Validate the configuration and stop.")
+    @click.option("--check", is_flag=True, help="Check configuration, certificates, ports and folders, and stop.")
     @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
     @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True)
     def run(file: Path | None, settings: tuple[str, ...], check: bool, log_format: str, log_level: str) -> None:
@@ -257,32 +307,86 @@ def _run(program: _Program) -> click.Command:
     return run
 
 
+def _doctor(program: _Program) -> click.Command:
+    @click.command("doctor")
+    @config_option
+    @set_option
+    @format_option
+    def doctor(file: Path | None, settings: tuple[str, ...], form: str) -> None:
+        """Check this machine and the gateways for what the configuration needs: a line each, with the remedy.
+
+        Checks what `run --check` does, and reaches each gateway with this node's certificate. Exit code 1: a check has
+        failed.
+        """
+        configure_logs(level="critical")  # a failure is reported once, as a line
+        loaded, states = program.load(file, settings), set()
+
+        def show(found: Check) -> None:
+            states.add(found.state)
+            click.echo(json.dumps({"state": found.state, "text": found.text}) if form == "json" else str(found))
+
+        for found in program.offline_checks(loaded, live=True):
+            show(found)
+        for found in check_gateways(loaded.config, GATEWAY_TIMEOUT):
+            show(found)
+        click.get_current_context().exit(FAILED if "FAILED" in states else DONE)
+
+    return doctor
+
+
 def _init(program: _Program) -> click.Command:
+    other = program.init_file
+    defaults = f"{program.role}.toml" + (f"; with --{other.flag}: {other.flag}.toml" if other else "")
+
     @click.command("init")
-    @click.option("--out", "-o", type=_FILE, default=Path(f"{program.role}.toml"), show_default=True, help="File.")
+    @click.option("--out", "-o", type=_FILE, help=f"File.  [default: {defaults}]")
+    @click.option(
+        "--name",
+        default=program.role,
+        show_default=True,
+        help="Name of the node, as given to hypha-certutil: the files are NAME-cert.pem, NAME-key.pem, NAME-trust.pem.",
+    )
     @click.option("--lan", is_flag=True, help="For a local network: private addresses are dialled too.")
     @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-    def init(out: Path, lan: bool, force: bool) -> None:
+    def init(out: Path | None, name: str, lan: bool, force: bool, other_file: bool = False) -> None:
         """Write a commented configuration to start from."""
+        if other is not None and other_file:
+            _refuse_given(f"--{other.flag}", ("name", "lan"))
+            _write(out or Path(f"{other.flag}.toml"), other.render(), force=force)
+            return
         from hypha_net.node.config.template import render_config
 
-        text = render_config(program.config, _example(program, lan=lan), program.name)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with out.open("w" if force else "x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise click.ClickException(f"{out}: exists already; name another file with --out, or use --force") from None
-        except OSError as error:
-            raise click.ClickException(f"{out}: cannot be written: {error.strerror or error}") from error
-        click.echo(f"wrote {out}")
+        text = render_config(program.config, _example(program, name, lan=lan), program.name)
+        _write(out or Path(f"{program.role}.toml"), text, force=force)
 
+    if other is not None:
+        init.params.insert(0, click.Option([f"--{other.flag}", "other_file"], is_flag=True, help=other.help))
     return init
 
 
-def _example(program: _Program, *, lan: bool) -> dict[str, Any]:
+def _refuse_given(flag: str, names: Sequence[str]) -> None:
+    """Refuse options that have no effect with `flag`."""
+    ctx = click.get_current_context()
+    for name in names:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name} has no effect with {flag}; leave it out")
+
+
+def _write(out: Path, text: str, *, force: bool) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise click.ClickException(f"{out}: exists already; name another file with --out, or use --force") from None
+    except OSError as error:
+        raise click.ClickException(f"{out}: cannot be written: {error.strerror or error}") from error
+    click.echo(f"wrote {out}")
+
+
+def _example(program: _Program, name: str, *, lan: bool) -> dict[str, Any]:
     own = program.example() if callable(program.example) else program.example
-    values: dict[str, Any] = {f"{kind}_pem": f"{program.role}-{kind}.pem" for kind in ("cert", "key", "trust")}
+    values: dict[str, Any] = {f"{kind}_pem": f"{name}-{kind}.pem" for kind in ("cert", "key", "trust")}
     if program.config.needs_gateway:
         values["gateway_addresses"] = ["/ip4/203.0.113.50/tcp/4001"]
     if lan:
@@ -348,22 +452,35 @@ def _ask(
     config = program.load(file, settings).config
     from anyio import run as run_async
 
-    from hypha_net.error_causes import leaf_errors
-    from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError
     from hypha_net.node.probe import probe as ask
 
-    try:
+    with network_errors(address, "ADDRESS"):
         return run_async(ask, config, address, timeout, backend="trio").as_dict()
+
+
+@contextmanager
+def network_errors(subject: str, address_hint: str) -> Iterator[None]:
+    """Turn errors of the network into one line and the exit code of a command: 2 for bad input, 3 unreachable, else 1.
+
+    Args:
+        subject: what is asked; precedes the line where the error does not name it.
+        address_hint: name of the argument that holds the address.
+    """
+    from hypha_net.error_causes import leaf_errors
+    from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError
+
+    try:
+        yield
     except (NetError, BaseExceptionGroup) as raised:
         error = next(leaf_errors(raised))
         if isinstance(error, AddressError):
-            raise click.BadParameter(str(error), param_hint="ADDRESS") from None
+            raise click.BadParameter(str(error), param_hint=address_hint) from None
         if isinstance(error, IdentityError):
             raise ConfigurationError(str(error)) from None
         if isinstance(error, UnreachableError):
             raise UnreachableNetworkError(str(error)) from None
         if isinstance(error, NetError):
-            raise click.ClickException(f"{address}: {error}") from None
+            raise click.ClickException(f"{subject}: {error}" if subject not in str(error) else str(error)) from None
         raise
 
 

@@ -28,7 +28,7 @@ from hypha_net import instrumentation
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
 from hypha_net.node.config.models import NodeConfig
-from hypha_net.node.health import Readiness, serve_health
+from hypha_net.node.health import Readiness, gateway_outage, serve_health, watch_gateways
 from hypha_net.node.telemetry.otlp_config import targets
 from hypha_proto.errors import ProtoError
 
@@ -266,7 +266,7 @@ class _Run:
         async with opening as endpoint:
             if self._has_export:
                 self._begin_export(str(endpoint.peer_id))
-            readiness = Readiness()
+            readiness = Readiness(outage=None if self.role == "gateway" else gateway_outage(endpoint))
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
@@ -274,6 +274,8 @@ class _Run:
                 self._set_reload(endpoint, tasks)
                 if self._has_export:
                     tasks.start_soon(_measure_peers, endpoint)
+                if self.role != "gateway":
+                    tasks.start_soon(watch_gateways, endpoint, readiness)
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness, self._set_drain))
                 finally:

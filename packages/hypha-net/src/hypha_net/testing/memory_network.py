@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -146,11 +146,19 @@ class MemoryNetwork:
             if owner == publisher:
                 stored.expires_at = anyio.current_time() + stored.ttl
 
-    def lookup(self, key: bytes) -> list[Record]:
-        """Return the records of a key, newest first."""
+    def records(self) -> list[Record]:
+        """Return all records, in the order in which they were stored."""
+        self._remove_expired()
+        return [stored.record for stored in sorted(self._records.values(), key=lambda stored: stored.order)]
+
+    def _remove_expired(self) -> None:
         now = anyio.current_time()
         for gone in [entry for entry, stored in self._records.items() if stored.expires_at <= now]:
             del self._records[gone]
+
+    def lookup(self, key: bytes) -> list[Record]:
+        """Return the records of a key, newest first."""
+        self._remove_expired()
         found = [stored for (record_key, _), stored in self._records.items() if record_key == key]
         return [stored.record for stored in sorted(found, key=lambda stored: -stored.order)]
 
@@ -185,6 +193,8 @@ class MemoryEndpoint:
         """See `Endpoint.events`."""
         self.role: str | None = None
         """Role named in its certificate; set it before the endpoint is connected."""
+        self.gateway_peers: dict[str, PeerId | None] = {}
+        """What `gateways` returns; there are none unless a test sets some."""
         self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
     @property
@@ -409,6 +419,10 @@ class MemoryEndpoint:
         """See `Endpoint.connect_subscribers`; here every subscriber receives what is published, connected or not."""
         await anyio.lowlevel.checkpoint()
 
+    def gateways(self) -> Mapping[str, PeerId | None]:
+        """See `Endpoint.gateways`."""
+        return dict(self.gateway_peers)
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`; all subscribers count as connected here."""
         return frozenset(self._network.subscribers(topic)) - {self._peer_id}
@@ -422,6 +436,10 @@ class MemoryEndpoint:
         """See `Endpoint.find_records`."""
         await anyio.sleep(self._network.faults.delay)
         return self._network.lookup(key)
+
+    def stored_records(self) -> Iterator[Record]:
+        """See `Endpoint.stored_records`; here every endpoint has all records of the network, as a gateway would."""
+        return iter(self._network.records())
 
     async def find_peers(self, *, timeout: float = 5.0) -> list[PeerId]:
         """See `Endpoint.find_peers`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,13 +24,34 @@ T = TypeVar("T")
 def simulate(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
     """Run `main` under trio on a clock that jumps to the next deadline; return what `main` returns.
 
-    It must not wait for threads, sockets or processes: virtual time does not pass for them.
+    It must not wait for threads, sockets or processes: virtual time passes meanwhile. What a thread pool
+    would do, for example the one of a file transfer, is done at once.
     """
     import trio.testing
 
-    with _deterministic_order(seed):
+    with _deterministic_order(seed), _thread_pools_at_once():
         clock = trio.testing.MockClock(autojump_threshold=0)
         return anyio.run(main, backend="trio", backend_options={"clock": clock})
+
+
+@contextmanager
+def _thread_pools_at_once() -> Iterator[None]:
+    """Let thread pools do their work at once: the virtual clock does not wait for threads."""
+
+    def run(_pool: ThreadPoolExecutor, job: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(job(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - whoever waits for the job gets it
+            done.set_exception(error)
+        return done
+
+    settings: Any = ThreadPoolExecutor
+    before, settings.submit = settings.submit, run
+    try:
+        yield
+    finally:
+        settings.submit = before
 
 
 @contextmanager

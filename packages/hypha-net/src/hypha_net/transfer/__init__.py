@@ -16,7 +16,8 @@ from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
 from hypha_net.transfer.io.sources import Buffer, Content, describe
 from hypha_net.transfer.io.storage_quota import StorageQuota
-from hypha_net.transfer.pull_client import PullResult, pull, pull_bytes
+from hypha_net.transfer.pull_client import PullResult, announced_content, pull, pull_bytes
+from hypha_net.transfer.pull_range import pull_range
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
 from hypha_net.transfer.push_server import serve_pushes
@@ -35,10 +36,12 @@ __all__ = [
     "StorageQuota",
     "TransferError",
     "TransferRefusedError",
+    "announced_content",
     "describe",
     "limit_bandwidth",
     "pull",
     "pull_bytes",
+    "pull_range",
     "push",
     "serve_pulls",
     "serve_pushes",

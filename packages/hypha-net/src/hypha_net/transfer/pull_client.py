@@ -13,7 +13,14 @@ import anyio
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import ContentMismatchError, TransferError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import (
+    ContentMismatchError,
+    StreamClosedError,
+    StreamResetError,
+    TransferError,
+    TransferRefusedError,
+    UnsupportedProtocolError,
+)
 from hypha_net.transfer.framing import (
     TransferInterruptedError,
     describe_request,
@@ -29,6 +36,7 @@ from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor, to_json
+from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER
 from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
@@ -104,6 +112,36 @@ async def pull_bytes(
     incoming = _Pull(endpoint, peer, request, sink, max_bytes, digest)
     await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
     return sink.data
+
+
+async def announced_content(
+    endpoint: Endpoint, peer: PeerId, request: PullRequest, *, timeout: float = 30.0
+) -> PullResult:
+    """Ask `peer` for size and digest of a file, and for none of its content.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        UnsupportedProtocolError: it speaks only the older protocol, which announces neither.
+        TransferRefusedError: the peer refuses, and says why.
+        TransferError: the answer is malformed or does not come in time.
+    """
+    what = f"question for {describe_request(request)} of {peer}"
+    with anyio.move_on_after(timeout):
+        stream = await endpoint.open_stream(peer, [PULL_WITH_HEADER])
+        try:
+            await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
+            answer = from_cbor(PullAnswer, await receive_message(stream, timeout))
+        except (StreamResetError, StreamClosedError) as error:
+            raise TransferError(f"{what} broke off: {error}") from error
+        except DecodeError as error:
+            raise TransferError(f"{what}: malformed header: {error}") from error
+        finally:
+            with anyio.CancelScope(shield=True):
+                await stream.reset()
+        if isinstance(answer, Refusal):
+            raise refusal_error(answer)
+        return PullResult(answer.size, answer.digest)
+    raise TransferError(f"{what}: no answer within {timeout:g} s")
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ each push and `push_slots` so that a repeated push replaces the earlier one.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -30,7 +31,7 @@ from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget, Pus
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH, PUSH_WITH_HEADER
-from hypha_proto.transfer import GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
+from hypha_proto.transfer import NO_ROOM, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
 
@@ -95,12 +96,21 @@ async def _receive_push(
     except (StreamResetError, TransferInterruptedError):
         raise
     except (TransferError, OSError) as error:
-        _log.warning("push of %s from %s refused: %s", header.name[:200], stream.peer, error)
-        reason = error.reason if isinstance(error, TransferRefusedError) else str(error)
+        reason = _refusal_reason(error)
+        _log.warning("push of %s from %s refused: %s", header.name[:200], stream.peer, reason)
         await send_refusal(stream, PushReceipt, Refusal(reason=reason))
         return
     await send_message(stream, to_cbor(PushReceipt, Receipt(size=size)))
     await stream.send_eof()
+
+
+def _refusal_reason(error: TransferError | OSError) -> str:
+    """Return the reason that the pusher gets; it tells a full disk from what another attempt would not mend."""
+    if isinstance(error, TransferRefusedError):
+        return error.reason
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{NO_ROOM}: {error}"
+    return str(error)
 
 
 async def _receive_content(

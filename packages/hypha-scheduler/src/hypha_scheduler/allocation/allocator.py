@@ -7,6 +7,7 @@ Accepted leases are kept alive by `renewal`; `shortage_report` explains why work
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -45,8 +46,15 @@ _WINDOW_WITHOUT_SET: Final = 0.4
 """Seconds in which workers may answer the request of a search that gave up a set and holds nothing. They do not keep it
 until somebody releases a lease: that belongs to those who hold an incomplete set, or none would ever be complete."""
 _QUICK_REPUBLISH: Final = 0.25
+_REPUBLISH_FOR_GROWTH: Final = 3.0
+"""Seconds after which a request is published again that was unmet for `_GROWTH_AFTER` seconds, if the job goes on
+without it."""
+_GROWTH_AFTER: Final = 10.0
 _SOON: Final = 0.01
 """Seconds until a request that the present turn makes possible."""
+_LOST_RELEASE_TIME: Final = 300.0
+"""Seconds for which the release of a lost lease is attempted: longer than a worker holds one that is not renewed."""
+_LOST_RELEASE_PAUSE: Final = 2.0
 _RENEW_TIMEOUT: Final = 5.0
 _MAX_LEASE_LIFE: Final = 3600.0
 _DEFAULT_SETTINGS: Final = AuctionSettings()
@@ -83,7 +91,7 @@ class Allocator:
     minimum: Mapping[str, int]
     """Number of workers of each role that suffices after `timeout`, and without which leases are not kept for long."""
     timeout: float
-    """Seconds to find all workers."""
+    """Seconds to find all workers; infinite while the job goes on without them."""
     tasks: anyio.abc.TaskGroup
     """Task group of the job. Unanswered renewals and releases go on in it when the search is over."""
     settings: AuctionSettings = _DEFAULT_SETTINGS
@@ -95,6 +103,14 @@ class Allocator:
     """See `Auction.exclusive`."""
     on_acquired: Callable[[AcceptedOffer], None] = lambda _offer: None
     """Called with each confirmed lease; while the minimum is not held it may be given up again."""
+    settle: float | None = None
+    """Seconds for which the minimum must have been held until `on_settled` is called; None to call it never."""
+    on_settled: Callable[[], None] = lambda: None
+    """Called once, when the job can start with what is held."""
+    demand: tuple[RoleRequest, ...] = ()
+    """What the job wants in all, with the leases of `holding`; `role_requests` if empty."""
+    holding: Mapping[str, int] = field(default_factory=dict)
+    """Number of leases of each role that the job holds already."""
     random: Random = field(default_factory=Random)
     seconds: float = 0.0
     """Time from the first published request until all leases were held."""
@@ -102,11 +118,16 @@ class Allocator:
     _shortage: ShortageReport = field(init=False)
     _attempts: Attempts = field(init=False)
     _began: float = 0.0
+    _deadline: float = 0.0
+    """End of the search; infinite once the job has settled and goes on without the others."""
     _is_over: bool = False
     _is_asking: bool = False
     """Whether workers are being asked if others compete for them."""
     _declining: set[PeerId] = field(default_factory=set)
     """Peers to which the release of an offer is in flight."""
+    _settled_at: float | None = None
+    """When the minimum will have been held for `settle` seconds."""
+    _is_settled: bool = False
     _published_at: float = 0.0
     _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
@@ -114,7 +135,10 @@ class Allocator:
 
     def __post_init__(self) -> None:
         self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded, self.exclusive)
-        self._shortage = ShortageReport(self.endpoint, self.auction, self._requests, self.on_shortage)
+        demand = self.demand or self.role_requests
+        self._shortage = ShortageReport(
+            self.endpoint, self.auction, self._requests, self.on_shortage, demand, self.holding, self._is_needed
+        )
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
         """Pass a received offer to the auction; in a pause and after the search, release it for others."""
@@ -139,13 +163,13 @@ class Allocator:
             AllocationError: fewer workers than the minimum were found within `timeout` seconds. The message says how
                 many were found, and why the other workers made no offer.
         """
-        deadline = anyio.current_time() + self.timeout
-        await self._wait_for_peers(deadline)
+        self._deadline = anyio.current_time() + self.timeout
+        await self._wait_for_peers()
         self._began = self._next_publish = anyio.current_time()
-        self._attempts = Attempts(deadline, self.random)
+        self._attempts = Attempts(self._deadline, self.random)
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._shortage.watch)
-            await self._search(deadline, watching)
+            await self._search(watching)
             watching.cancel_scope.cancel()
         self.close()
         if not self._has_minimum():
@@ -163,13 +187,13 @@ class Allocator:
         """Seconds since the first published request."""
         return anyio.current_time() - self._began
 
-    async def explain_shortage(self) -> str:
-        """Describe for the job's owner why workers are missing."""
-        return await self._shortage.explain(self.timeout)
+    async def explain_shortage(self, seconds: float) -> str:
+        """Describe for the job's owner why workers are missing, who were sought for `seconds`."""
+        return await self._shortage.explain(seconds)
 
-    async def _search(self, deadline: float, tasks: anyio.abc.TaskGroup) -> None:
+    async def _search(self, tasks: anyio.abc.TaskGroup) -> None:
         """Search until all leases are held, or until the deadline."""
-        while not self.auction.complete and (now := anyio.current_time()) < deadline:
+        while not self.auction.complete and (now := anyio.current_time()) < self._deadline:
             for offer in self.auction.mark_late(now):
                 _log.info("%s is late to confirm its offer for %s: taking the next best", offer.peer, offer.role)
             if self._is_stalled(now):
@@ -179,14 +203,45 @@ class Allocator:
                 await self._wait(resume_at)
                 continue
             self._attempts.resume(now)
+            self._check_settled(now)
             if now >= self._next_publish and self.auction.open_requests:
                 await self._publish()
                 self._published_at = now
-                self._next_publish = now + (_REPUBLISH_WITH_SET if self.auction.held else REPUBLISH)
+                self._next_publish = now + self._republish_after(now)
             self._accept_offers(now)
             self._decline_unneeded(now)
-            times = (deadline, self._next_publish, self.auction.decide_at(now), self.auction.next_late_at())
-            await self._wait(min(at for at in (*times, self._attempts.give_up_at) if at is not None and at > now))
+            times = (
+                self._deadline,
+                self._next_publish,
+                self.auction.decide_at(now),
+                self.auction.next_late_at(),
+                self._attempts.give_up_at,
+                self._settled_at,
+            )
+            await self._wait(min(at for at in times if at is not None and at > now))
+
+    def _check_settled(self, now: float) -> None:
+        """Let the job start once the minimum has been held for `settle` seconds."""
+        if self.settle is None or self._is_settled:
+            return
+        if not self._has_minimum():
+            self._settled_at = None
+        elif self._settled_at is None:
+            self._settled_at = now + self.settle
+        if self._settled_at is not None and now >= self._settled_at:
+            self._is_settled, self._deadline = True, math.inf
+            self.on_settled()
+
+    def _is_needed(self) -> bool:
+        """Return whether the job waits for the search: it has not begun, or holds less than its minimum of a role."""
+        has_begun = self._is_settled or bool(self.holding)
+        return not has_begun or self._shortage.is_below_minimum
+
+    def _republish_after(self, now: float) -> float:
+        """Return the seconds until an unmet request is published again."""
+        if now - self._began >= _GROWTH_AFTER and not self._is_needed():
+            return _REPUBLISH_FOR_GROWTH
+        return _REPUBLISH_WITH_SET if self.auction.held else REPUBLISH
 
     def _is_pausing(self) -> bool:
         return self._is_over or self._attempts.resume_at is not None
@@ -239,10 +294,10 @@ class Allocator:
         self.leases.drop(offer.lease)
         self.tasks.start_soon(release, self.endpoint, offer.peer, offer.lease, reason)
 
-    async def _wait_for_peers(self, deadline: float) -> None:
+    async def _wait_for_peers(self) -> None:
         await self.endpoint.connect_subscribers(WORKER_REQUESTS.name)  # a Rust gateway forwards no request to them
         logged = False
-        while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < deadline:
+        while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < self._deadline:
             if not logged:
                 _log.info("waiting for peers in the topic %s", WORKER_REQUESTS.name)
                 logged = True
@@ -318,6 +373,7 @@ class Allocator:
         self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
         self._attempts.restart_patience(now)
         self.on_acquired(offer)
+        self._check_settled(now)
         return True
 
     async def _wait(self, until: float) -> None:
@@ -336,3 +392,19 @@ async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: st
             await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
     except NetError as error:
         _log.info("lease %s at %s could not be released and will expire: %s", lease, peer, error)
+
+
+async def release_when_back(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str) -> None:
+    """Release a lease whose worker does not answer, as soon as it does; give up after `_LOST_RELEASE_TIME`.
+
+    Its task would run on for as long as a scheduler may be away, and hold what a new lease needs.
+    """
+    with anyio.move_on_after(_LOST_RELEASE_TIME):
+        while True:
+            try:
+                await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=2.5)
+            except NetError as error:
+                _log.debug("lost lease %s at %s could not be released: %s", lease, peer, error)
+            else:
+                return
+            await anyio.sleep(_LOST_RELEASE_PAUSE)

@@ -79,6 +79,9 @@ class RoleRequest:
     starts_at_minimum: bool = False
     """Whether the job starts once it holds the minimum, and gets each further lease as it is found. Otherwise the first
     search delivers its leases together at its end."""
+    settle: float = 0.0
+    """Seconds for which the minimum must have been held before a job with `starts_at_minimum` starts; it starts at once
+    when it holds all leases."""
     excluded: frozenset[PeerId] = frozenset()
     """Peers whose offers are ignored, as work has failed there. A lease of one of them without a task is released once
     the role has another lease; until then it is kept, and another is sought beside it."""

@@ -23,6 +23,7 @@ UNKNOWN: Final = "unknown"
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _ORDER: Final = (
     "draining",
+    "paused",
     "not-allowed",
     "executor",
     *_UNITS,
@@ -35,12 +36,30 @@ _ORDER: Final = (
     UNKNOWN,
 )
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
-_PERMANENT: Final = ("draining", "not-allowed", "executor", "price", "quota")
+_PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read, and their length in characters."""
 _MAX_REASON_LENGTH: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCount:
+    """Leases of one role that a job holds and wants."""
+
+    held: int
+    wanted: int
+    minimum: int
+    """Number without which the job does not go on."""
+
+    @property
+    def needed(self) -> int:
+        """Number of further leases without which the job does not go on."""
+        return max(0, self.minimum - self.held)
+
+    def __str__(self) -> str:
+        return f"{self.held} of {self.wanted} held" + (f", {self.needed} more needed" if self.needed else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +75,14 @@ class Shortage:
     largest: Mapping[str, float] = field(default_factory=dict)
     """Largest amount that one of them has of a resource of which it has too little."""
     wanted: Resources = field(default_factory=Resources)
+    leases: LeaseCount | None = None
+    """How many leases of the role there are."""
 
     def __str__(self) -> str:
         ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], _position(entry[0])))
         causes = ", ".join(f"{count} {code}{self._amount(code)}" for code, count in ranked)
-        return f"{self.suitable} of {self.known} suitable" + (f": {causes}" if causes else "")
+        there = f"{self.leases}; " if self.leases is not None else ""
+        return f"{there}{self.suitable} of {self.known} suitable" + (f": {causes}" if causes else "")
 
     def _amount(self, code: str) -> str:
         if code not in self.largest:

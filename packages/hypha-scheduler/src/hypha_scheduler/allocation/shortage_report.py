@@ -6,9 +6,8 @@ The I/O around `shortage`. Called by `allocator`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import anyio
@@ -19,9 +18,10 @@ from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, WorkerRequest
-from hypha_scheduler.allocation.auction import Auction
+from hypha_scheduler.allocation.auction import Auction, RoleRequest
 from hypha_scheduler.allocation.shortage import (
     Answers,
+    LeaseCount,
     Shortage,
     count_reasons,
     describe_peers,
@@ -31,8 +31,14 @@ from hypha_scheduler.allocation.shortage import (
 
 _log = logging.getLogger(__name__)
 
+FIRST_REPORT: Final = 1.0
+"""Seconds of a search after which workers are asked for the first time why they make no offer."""
 REPORT_INTERVAL: Final = 5.0
 """Seconds between questions to workers why they make no offer."""
+GROWTH_INTERVAL: Final = 60.0
+"""The same while the job goes on without those it lacks."""
+REPEAT_INTERVAL: Final = 30.0
+"""Seconds after which an unchanged reason is reported again while the job waits."""
 _TIMEOUT: Final = 3.0
 _MAX_PEERS_ASKED: Final = 32
 _CONTENTION_TIMEOUT: Final = 1.0
@@ -63,23 +69,47 @@ class ShortageReport:
     """The last request that was published for each role."""
     on_shortage: Callable[[Shortage], None]
     """Called with what is logged or part of an error message."""
+    demand: Sequence[RoleRequest]
+    """What the job wants in all."""
+    holding: Mapping[str, int]
+    """Number of leases of each role that the job has from earlier searches."""
+    is_needed: Callable[[], bool]
+    """Returns whether the job waits for the search."""
+
+    @property
+    def is_below_minimum(self) -> bool:
+        """Whether the job holds less than its minimum of a role."""
+        return any(self._leases(request).needed for request in self.demand)
 
     async def watch(self) -> None:
-        """Log regularly why workers are missing, unless it has not changed, until cancelled."""
-        logged: dict[str, str] = {}
+        """Report why workers are missing when it changes, and regularly while the job waits, until cancelled."""
+        reported: dict[str, tuple[Shortage, float]] = {}
+        await anyio.sleep(FIRST_REPORT)
         while True:
-            await anyio.sleep(REPORT_INTERVAL)
             for shortage in self._count(await self._ask()):
-                if logged.get(shortage.role) != str(shortage):
-                    logged[shortage.role] = str(shortage)
+                if self._is_news(shortage, reported.get(shortage.role)):
+                    reported[shortage.role] = (shortage, anyio.current_time())
                     _log.info("waiting for workers: %s: %s", shortage.role, shortage)
                     self.on_shortage(shortage)
+            await anyio.sleep(REPORT_INTERVAL if self.is_needed() else GROWTH_INTERVAL)
+
+    def _is_news(self, shortage: Shortage, last: tuple[Shortage, float] | None) -> bool:
+        """Return whether to report a shortage after the one that was reported last, and when.
+
+        An incomplete set that is released for others and sought again is no change.
+        """
+        if last is None or shortage.counts != last[0].counts or shortage.largest != last[0].largest:
+            return True
+        return self.is_needed() and anyio.current_time() >= last[1] + REPEAT_INTERVAL
+
+    def _leases(self, request: RoleRequest) -> LeaseCount:
+        found = sum(offer.role == request.role for offer in self.auction.held)
+        return LeaseCount(self.holding.get(request.role, 0) + found, request.count, request.minimum)
 
     async def explain(self, timeout: float) -> str:
         """Describe for the job's owner why not enough workers were found within `timeout` seconds."""
-        held = Counter(offer.role for offer in self.auction.held)
-        wanted = self.auction.role_requests
-        found = ", ".join(f"{held[request.role]} of {request.count} for {request.role}" for request in wanted)
+        counts = [(request.role, self._leases(request)) for request in self.demand]
+        found = ", ".join(f"{count.held} of {count.wanted} for {role}" for role, count in counts)
         first = f"not enough workers within {timeout:g} s: {found}"
         if not self.endpoint.topic_peers(WORKER_REQUESTS.name):
             return f"{first}; no peer subscribes to worker requests: is a gateway connected, and is a worker running?"
@@ -129,9 +159,13 @@ class ShortageReport:
         return {offer.peer: offer.role for offer in self.auction.held}
 
     def _count(self, answers: Answers) -> list[Shortage]:
-        held = self._held()
+        held, demand = self._held(), {request.role: request for request in self.demand}
         return [
-            count_reasons(request.role, request.spec.resources, answers, held) for request in self.auction.open_requests
+            replace(
+                count_reasons(request.role, request.spec.resources, answers, held),
+                leases=self._leases(demand.get(request.role, request)),
+            )
+            for request in self.auction.open_requests
         ]
 
     async def _ask(self) -> dict[tuple[PeerId, str], Reasons]:

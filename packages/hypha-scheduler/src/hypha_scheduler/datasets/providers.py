@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 INTERVAL: Final = 5.0
 """Seconds between DHT lookups."""
+_RETRY_INTERVAL: Final = 1.0
+"""Seconds between DHT lookups while no data node is connected."""
 _CONNECT_TIMEOUT: Final = 3.0
 MAX_PROVIDERS: Final = 16
 
@@ -52,13 +54,18 @@ class Providers:
         rotated = self._known[start:] + self._known[:start]
         return tuple(sorted(rotated, key=lambda peer: (index in self._withheld.get(peer, ()), peer not in connected)))
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a data node of the dataset is connected; True where connections to them are not kept."""
+        return self._digest is None or not self._endpoint.connected_peers().keys().isdisjoint(self._known)
+
     async def watch(self) -> None:
         """Refresh the providers and the connections to them periodically, until cancelled."""
         if self._digest is None:
             return
         while True:
             await self.refresh()
-            await anyio.sleep(INTERVAL)
+            await anyio.sleep(INTERVAL if self.is_reachable else _RETRY_INTERVAL)
 
     async def refresh(self) -> None:
         """Look up the providers once and connect to them; unreachable ones come last in `order`."""

@@ -7,24 +7,28 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 from msgspec.structs import replace
 
 from hypha_net.transfer import PullSource, describe
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress
+from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_proto.whole_directory import remove_tree, replace_directory
 from hypha_scheduler.errors import JobFailedError, files_unusable
-from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable, StartModelTable
 from hypha_scheduler.jobs.hub_download import HubSource, download
+from hypha_scheduler.jobs.model_creation import create_model
 from hypha_scheduler.jobs.model_files import MODEL_PATTERNS, model_names, preprocessor_names
+from hypha_scheduler.jobs.source_download import SourceDownloads
 
 _log = logging.getLogger(__name__)
 
@@ -59,15 +63,35 @@ def artifact_dataset(job_id: uuid.UUID, name: str) -> str:
 
 
 async def open_preprocessor(
-    table: PreprocessorTable | None, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str = "preprocessor"
+    table: PreprocessorTable | None,
+    copy: Path,
+    job_id: uuid.UUID,
+    scheduler: PeerId,
+    name: str = "preprocessor",
+    *,
+    unchanged: bool = False,
+    downloads: SourceDownloads | None = None,
 ) -> Artifact | None:
     """Copy a preprocessor to `copy` and return it for serving as `name`; None if executors fetch it from the hub.
+
+    Args:
+        unchanged: as of `open_start_model`; there is a copy then also if executors fetch it from the hub.
+        downloads: as of `open_start_model`.
 
     Raises:
         JobFailedError: the directory or repository does not exist or holds no preprocessor files.
     """
-    if table is None or (table.path is None and not table.serve):
+    if table is not None and table.remote_uri is not None:
+        opened = partial(open_preprocessor, copy=copy, job_id=job_id, scheduler=scheduler, name=name)
+        return await _open_remote("preprocessor", table, copy, opened, downloads, unchanged=unchanged)
+    if table is not None and table.file is not None:
+        local = table.model_copy(update={"path": table.file, "file": None})
+        served = await open_preprocessor(local, copy, job_id, scheduler, name, unchanged=unchanged)
+        return served if unchanged or table.serve else _shared_artifact(table.file)
+    if table is None or (table.path is None and not table.serve and not unchanged):
         return None
+    if unchanged:
+        return await _open_unchanged("preprocessor", table, copy, job_id, scheduler, name)
     origin: HuggingFaceReference | None = None
     if table.path is not None:
         names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
@@ -75,6 +99,11 @@ async def open_preprocessor(
         origin = await anyio.to_thread.run_sync(_download, "preprocessor", table, copy, abandon_on_cancel=True)
         names = list(origin.filenames)
     return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
+
+
+def _shared_artifact(folder: Path) -> Artifact:
+    """Return a directory that executors read themselves, as schedulers and workers of one file system see it."""
+    return Artifact(UriReference(value=folder.as_uri()))
 
 
 async def _served_artifact(
@@ -106,16 +135,42 @@ def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> l
 
 
 async def open_start_model(
-    model: ModelTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str = "model"
+    model: ModelTable,
+    copy: Path,
+    job_id: uuid.UUID,
+    scheduler: PeerId,
+    name: str = "model",
+    *,
+    unchanged: bool = False,
+    command: Sequence[str] = MODEL_COMMAND,
+    downloads: SourceDownloads | None = None,
 ) -> Artifact:
     """Copy a start model to `copy` and return where executors fetch it: from its hub, or served here as `name`.
 
     A model of a hub that is served has another copy in `served_copy`, since `copy` gets the job's updates. Files that
     an earlier run of the job has left in `copy` are overwritten.
 
+    Args:
+        unchanged: whether the job leaves `copy` as it is. It then appears whole or not at all, is served from there,
+            and if it exists already, it is served whatever `model` says.
+        command: creates a model from a configuration and a seed; see `model_creation`.
+        downloads: fetches what `s3`, `uri` and `dht` name.
+
     Raises:
-        JobFailedError: the directory or repository does not exist or holds no model.
+        JobFailedError: the directory or repository does not exist or holds no model, or none can be created.
     """
+    if model.remote_uri is not None:
+        opened = partial(open_start_model, copy=copy, job_id=job_id, scheduler=scheduler, name=name)
+        return await _open_remote("model", model, copy, opened, downloads, unchanged=unchanged)
+    if model.file is not None:
+        local = model.model_copy(update={"path": model.file, "file": None})
+        served = await open_start_model(local, copy, job_id, scheduler, name, unchanged=unchanged)
+        return served if unchanged or model.serve else _shared_artifact(model.file)
+    exists = unchanged and await anyio.Path(copy).exists()
+    if not exists and isinstance(model, StartModelTable) and model.config is not None:
+        model = await _create(model, served_copy(copy), command)
+    if unchanged:
+        return await _open_unchanged("model", model, copy, job_id, scheduler, name)
     source, origin = model.path, None
     if source is None:
         source = served_copy(copy) if model.serve else copy
@@ -125,6 +180,70 @@ async def open_start_model(
     wanted = model.filenames if origin is None else origin.filenames
     names = await anyio.to_thread.run_sync(_copy_model, source, wanted, copy)
     return await _served_artifact(scheduler, artifact_dataset(job_id, name), source, names, origin)
+
+
+async def _open_remote(
+    key: str,
+    table: ArtifactTable,
+    copy: Path,
+    open_local: Callable[..., Awaitable[Artifact | None]],
+    downloads: SourceDownloads | None,
+    *,
+    unchanged: bool,
+) -> Artifact:
+    """Return where executors fetch what `s3`, `uri` or `dht` names: from there, or from the copy that is served here.
+
+    A job that keeps a copy as it is needs one in any case. One that exists already is served, since what the table
+    names may have changed since.
+    """
+    assert downloads is not None, "the caller has given no downloads"
+    if not unchanged and not table.serve:
+        return Artifact(await downloads.reference(key, table))
+    local = table.model_copy(update={"path": served_copy(copy), "s3": None, "uri": None, "dht": None})
+    exists = unchanged and await anyio.Path(copy).exists()
+    if not exists:
+        await downloads.fetch(key, table, served_copy(copy))
+    served = await open_local(local, unchanged=unchanged)
+    assert served is not None  # files of a directory
+    if unchanged:
+        await anyio.to_thread.run_sync(remove_tree, served_copy(copy))
+    return served if exists or table.serve else Artifact(await downloads.reference(key, table))
+
+
+async def _create(model: StartModelTable, target: Path, command: Sequence[str]) -> StartModelTable:
+    """Create a model in `target` and return the table of a job that starts from there."""
+    await anyio.to_thread.run_sync(remove_tree, target)
+    await create_model(model, target, command)
+    return model.model_copy(update={"path": target, "config": None})
+
+
+async def _open_unchanged(
+    key: str, table: ArtifactTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str
+) -> Artifact:
+    names, origin = await anyio.to_thread.run_sync(_take, key, table, copy, abandon_on_cancel=True)
+    if origin is not None and not table.serve:
+        return Artifact(origin)
+    return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
+
+
+def _take(key: str, table: ArtifactTable, copy: Path) -> tuple[list[str], HuggingFaceReference | None]:
+    """Copy or download a model or preprocessor, completely or not at all, unless there is a copy already.
+
+    Returns:
+        The names of its files, and where they were downloaded from.
+    """
+    origin: HuggingFaceReference | None = None
+    copy_files = _copy_model if isinstance(table, ModelTable) else _copy_preprocessor
+    try:
+        if not copy.exists():
+            with replace_directory(copy) as folder:
+                if table.path is None:
+                    origin = _download(key, table, folder)
+                else:
+                    copy_files(table.path, table.filenames, folder)
+        return sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()), origin
+    except OSError as error:
+        raise JobFailedError(files_unusable(copy.parent, [error])) from None
 
 
 def served_copy(copy: Path) -> Path:

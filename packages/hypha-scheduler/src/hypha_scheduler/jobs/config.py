@@ -7,7 +7,7 @@ strategy has a model of its own for it, a subclass of `JobTable`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -17,11 +17,13 @@ from pydantic import (
     model_validator,
 )
 
+from hypha_net.connectors.s3_source import s3_uri
 from hypha_net.node.config.introspection import suggest_key
 from hypha_net.node.config.models import Section
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
+from hypha_scheduler.jobs.source_tables import S3Table, Sha256, Url
 
 ALIASES: Final = {"vision-classification": "image-classification"}
 """Names of model types in job files, and their wire names."""
@@ -34,12 +36,35 @@ _MAX_LEARNING_RATE: Final = 100.0
 """Far above what trains anything; a larger one is a slip, such as a wrong exponent."""
 _MAX_NORM: Final = 1e9
 _U32: Final = (1 << 32) - 1
+_MAX_SEED: Final = (1 << 63) - 1
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 LearningRate = Annotated[float, Field(gt=0, le=_MAX_LEARNING_RATE)]
 
 
 ALLOCATION_TIMEOUT: Final = 60.0
 """Default of `JobTable.allocation_timeout`."""
+
+
+MODEL_COMMAND: Final = ("hypha-accelerate-executor", "create-model")
+"""Default of ``scheduler.model_command``."""
+
+
+_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+_MAX_TOKENS: Final = 1e15
+
+
+Budget = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=_MAX_TOKENS,
+        description="Maximum tokens that the job's leases may cost in all. The job is cancelled before they cost more, "
+        "while 15 s of all of them are left.",
+    ),
+]
+"""Annotation of a job's budget."""
 
 
 class NotYetError(ValueError):
@@ -61,6 +86,12 @@ class JobTable(Table):
     """Base class of the job tables of strategies. A subclass restricts `type` to the names that it is registered by."""
 
     type: str = Field(description="Strategy.")
+    name: str | None = Field(
+        default=None,
+        pattern=_NAME,
+        description="Name by which commands find the job, besides its id: up to 63 letters, digits, dots, hyphens and "
+        "underscores, of which the first is a letter or digit.",
+    )
 
     def span_attributes(self) -> dict[str, str]:
         """Return what the span of the job says about it."""
@@ -80,9 +111,32 @@ class JobTable(Table):
         ]
 
     @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Datasets that data nodes must announce before the job can run."""
+        return ()
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Number of steps, such as rounds of training, after which the job ends; None if it is not known."""
+        return None
+
+    @property
     def allocation_timeout(self) -> float:
         """Seconds to find the workers without which the job cannot begin."""
         return ALLOCATION_TIMEOUT
+
+    @property
+    def token_budget(self) -> float | None:
+        """Tokens that the job's leases may cost in all; None for no limit."""
+        return None
+
+    @property
+    def orphan_grace_seconds(self) -> float:
+        """Seconds for which tasks of a `JobSpec` run on when this scheduler is gone; 0 if they end with their leases.
+
+        If it is started again within this time, it takes the job up with these tasks (`Operator.on_tasks_adopted`).
+        """
+        return 0.0
 
 
 def token_warning(key: str, remedy: str = "") -> str:
@@ -95,10 +149,27 @@ def token_warning(key: str, remedy: str = "") -> str:
 
 
 class ArtifactTable(Table):
-    """Files from a repository on a Hugging Face hub or from a local directory."""
+    """Files of a repository on a hub, of a directory here or that workers share, or packed into one file elsewhere."""
 
+    sources: ClassVar[tuple[str, ...]] = ("repository", "path", "file", "s3", "uri", "dht")
+    """Keys of which exactly one is set."""
     repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
+    file: Path | None = Field(
+        default=None,
+        description="Directory of a file system that this scheduler and the workers share, under the same path and a "
+        "root that the workers' owners allow.",
+    )
+    s3: S3Table | None = Field(
+        default=None, description="Object of an S3 bucket: a tar archive of the files, not compressed."
+    )
+    uri: Url | None = Field(
+        default=None,
+        description="URL of such an archive: https://, http://, file:///, s3://bucket/key or sha256:<64 hex digits>.",
+    )
+    dht: Sha256 | None = Field(
+        default=None, description="SHA-256 of such an archive, which hypha-data provide announces."
+    )
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
     filenames: tuple[str, ...] = Field(default=(), description="Files to use; if empty, all that a model needs.")
     token: SecretStr | None = Field(
@@ -107,17 +178,39 @@ class ArtifactTable(Table):
     serve: bool = Field(
         default=False,
         description="Whether this scheduler downloads the files of repository and serves them to the workers, which "
-        "then need no access to the hub and get no token. The files of path are always served.",
+        "then need no access to the hub and get no token, or those of file, s3, uri or dht. The files of path are "
+        "always served.",
     )
 
     @model_validator(mode="after")
     def _one_source(self) -> ArtifactTable:
-        if (self.repository is None) == (self.path is None):
-            raise ValueError("set either repository or path")
+        if sum(getattr(self, key) is not None for key in self.sources) != 1:
+            raise ValueError(f"set one of {', '.join(self.sources)}")
+        if self.file is not None and (not self.file.is_absolute() or ".." in self.file.parts):
+            raise ValueError(f"file: {str(self.file)!r} is not an absolute path without ..: write it as workers see it")
+        if self.remote_uri is not None and self.filenames:
+            raise ValueError(f"filenames: the files are those of the archive that {self.source} names: leave it out")
         for name in self.filenames:
             if name.startswith("/") or ".." in name.split("/") or not name:
                 raise ValueError(f"filenames: {name!r} is not a relative path inside the repository or directory")
         return self
+
+    @property
+    def source(self) -> str:
+        """Key of `sources` that is set."""
+        return next(key for key in self.sources if getattr(self, key) is not None)
+
+    @property
+    def remote_uri(self) -> str | None:
+        """URI of the file that `s3`, `uri` or `dht` names."""
+        if self.s3 is not None:
+            return s3_uri(self.s3.bucket, self.s3.key)
+        return self.uri if self.dht is None else f"sha256:{self.dht}"
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of the files at this scheduler, if they are not from a hub."""
+        return self.file if self.path is None else self.path
 
 
 class ModelTable(ArtifactTable):
@@ -151,6 +244,26 @@ class ModelTable(ArtifactTable):
         return VISION_INPUTS if vision else _INPUTS.get(self.task, _TEXT_INPUTS)
 
 
+class StartModelTable(ModelTable):
+    """``[.model]`` of a job that trains; its directory may be a checkpoint of another job."""
+
+    sources = (*ModelTable.sources, "config")
+    config: Path | None = Field(
+        default=None,
+        description="config.json of a model, or a directory with it and the tokenizer's files: the job starts from "
+        "random weights, which scheduler.model_command creates.",
+    )
+    seed: int | None = Field(
+        default=None, ge=0, le=_MAX_SEED, description="Seed of the weights with config; if unset, that of the job."
+    )
+
+    @model_validator(mode="after")
+    def _seed_has_a_use(self) -> StartModelTable:
+        if self.seed is not None and self.config is None:
+            raise ValueError("seed: it decides the weights of a model from config, which is not set")
+        return self
+
+
 class PreprocessorTable(ArtifactTable):
     """``[.preprocessor]``."""
 
@@ -163,7 +276,7 @@ class PreprocessorTable(ArtifactTable):
     def _can_be_fetched(self) -> PreprocessorTable:
         if self.type not in PREPROCESSOR_TASKS:
             raise ValueError(f"type: {self.type!r} is not one of {', '.join(PREPROCESSOR_TASKS)}")
-        if self.path is None and not self.filenames:
+        if self.repository is not None and not self.filenames:
             raise ValueError('filenames: name the preprocessor\'s files, such as ["preprocessor_config.json"]')
         return self
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +28,11 @@ from hypha_scheduler.jobs.artifacts import (
     open_start_model,
     served_copy,
 )
-from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
+from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
+from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
 from hypha_scheduler.strategies.base import DatasetView, SliceToUse
 
@@ -46,6 +48,10 @@ class RunnerContext:
     """Task group of the job."""
     on_notice: Callable[[str, object], None]
     """Called with what background work observed."""
+    model_command: Sequence[str] = MODEL_COMMAND
+    """Creates a start model from a configuration; see `model_creation`."""
+    access: SourceAccess = field(default_factory=SourceAccess)
+    """What `s3`, `uri` and `dht` of a job may reach from here."""
     _datasets: dict[str, tuple[Dataset, Providers]] = field(default_factory=dict)
     _artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By the name of the dataset under which they are served."""
@@ -55,6 +61,15 @@ class RunnerContext:
     def scheduler(self) -> PeerId:
         """This scheduler."""
         return self.endpoint.peer_id
+
+    def supports(self, peer: PeerId, protocol: str) -> bool:
+        """Return whether a peer has stated that it speaks a protocol; False while it is not connected."""
+        about = self.endpoint.connected_peers().get(peer)
+        return about is not None and protocol in about.protocols
+
+    def reaches(self, dataset: str) -> bool:
+        """Return whether a data node of an opened dataset is connected."""
+        return self._datasets[dataset][1].is_reachable
 
     async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
         """Find a dataset, store its manifest in a file of that name, and keep track of its data nodes.
@@ -80,24 +95,46 @@ class RunnerContext:
         """
         return await download_output(self.endpoint, output, holder, target, max_bytes=max_bytes)
 
-    async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+    async def prepare_artifact(
+        self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
+    ) -> Artifact:
         """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+
+        Args:
+            table: where it is.
+            name: name under which it is served.
+            copy: directory of the job's copy.
+            unchanged: whether the job leaves the copy as it is; see `open_start_model`.
 
         Raises:
             JobFailedError: it does not exist or has no usable files.
         """
         self._served_copies.append(served_copy(copy))
-        artifact = await self._open_artifact(table, name, copy)
+        artifact = await self._open_artifact(table, name, copy, unchanged)
         self._artifacts[artifact_dataset(self.job_id, name)] = artifact
         return artifact
 
-    async def _open_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+    async def _open_artifact(self, table: ArtifactTable, name: str, copy: Path, unchanged: bool) -> Artifact:
+        downloads = SourceDownloads(self.endpoint, self.access)
         if isinstance(table, ModelTable):
-            return await open_start_model(table, copy, self.job_id, self.scheduler, name)
+            return await open_start_model(
+                table, copy, self.job_id, self.scheduler, name,
+                unchanged=unchanged, command=self.model_command, downloads=downloads,
+            )  # fmt: skip
         if isinstance(table, PreprocessorTable):
-            found = await open_preprocessor(table, copy, self.job_id, self.scheduler, name)
+            found = await open_preprocessor(
+                table, copy, self.job_id, self.scheduler, name, unchanged=unchanged, downloads=downloads
+            )
             return found or Artifact(hub_reference(table))
         raise JobFailedError(f"{name}: a table of type {type(table).__name__} is neither a model nor a preprocessor")
+
+    async def presign(self, table: S3Table) -> str:
+        """Return a URL of an object that anybody may read for 7 days, signed with this scheduler's keys; it is secret.
+
+        Raises:
+            JobFailedError: this scheduler has no keys.
+        """
+        return await presign(self.access, table)
 
     def notify(self, name: str, message: object = None) -> None:
         """Deliver what background work observed to `Operator.on_message`, with no source."""
@@ -125,6 +162,8 @@ class RunnerContext:
             digest=found.digest(chosen.index),
             others=tuple(others) or None,
             format=found.format,
+            first=chosen.first,
+            end=chosen.end,
         )
 
     def locate(self, source: DatasetSource, failures: Collection[FailedHolder] = ()) -> ResourceLocation:

@@ -24,7 +24,13 @@ _RETRY_DELAYS: Final = (0.5, 2.0)
 
 
 async def dispatch(
-    endpoint: Endpoint, start: StartTask, spec: JobSpec, attempt: int | None, is_running: Callable[[], bool]
+    endpoint: Endpoint,
+    start: StartTask,
+    spec: JobSpec,
+    attempt: int | None,
+    is_running: Callable[[], bool],
+    *,
+    orphan_grace: float = 0.0,
 ) -> str | None:
     """Dispatch a task; return why its worker did not start it, or None.
 
@@ -34,11 +40,13 @@ async def dispatch(
         spec: its specification.
         attempt: number of earlier dispatches on its lease; None if the lease takes this one only.
         is_running: returns whether the task has not ended yet: its executor may end before the response arrives.
+        orphan_grace: seconds for which the task may run on when its lease is no longer renewed.
     """
     task = start.task
     about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
     keep_lease = start.keep_lease if attempt is not None else None
-    message = DispatchJob(id=task.lease.id, spec=spec, keep_lease=keep_lease, attempt=attempt)
+    grace_ms = int(orphan_grace * 1000) or None
+    message = DispatchJob(id=task.lease.id, spec=spec, keep_lease=keep_lease, attempt=attempt, orphan_grace_ms=grace_ms)
     try:
         with instrumentation.span("dispatch", about):
             answer = await _send(endpoint, task, message, is_running)

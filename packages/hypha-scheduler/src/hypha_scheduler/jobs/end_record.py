@@ -32,7 +32,7 @@ class EndRecord:
 
     directory: Path
     kind: str
-    """``finished`` or ``failed``."""
+    """``finished``, ``failed`` or ``interrupted``."""
     record: Mapping[str, object]
     """Fields of the journal's record."""
     event: Mapping[str, object]

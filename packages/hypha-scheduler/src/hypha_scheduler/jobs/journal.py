@@ -1,8 +1,8 @@
 """Journal of a job: an append-only file of JSON records, synced to disk.
 
-The runner records that the job was accepted, its leases, the ends of its tasks and its own end; between them stand the
-records of its operator, from which a strategy restores the operator's state. The first record has the version of the
-format. A crash can truncate only the last line, which does not count.
+The runner records that the job was accepted, its leases, the starts and ends of its tasks and its own end; between them
+stand the records of its operator, from which a strategy restores the operator's state. The first record has the version
+of the format. A crash can truncate only the last line, which does not count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,9 @@ JOURNAL: Final = "journal.jsonl"
 
 FORMAT: Final = 1
 """Version of the format; written to the first record."""
-RUNNER_KINDS: Final = frozenset({"accepted", "resumed", "placed", "leased", "ended", "finished", "failed"})
+RUNNER_KINDS: Final = frozenset(
+    {"accepted", "resumed", "placed", "leased", "dispatched", "ended", "interrupted", "finished", "failed"}
+)
 """Kinds of records that only the runner writes."""
 _RUNNER_FIELDS: Final = frozenset({"record", "format"})
 
@@ -122,6 +125,14 @@ class Journal:
             OSError: this record could not be written, or an earlier one not synced.
         """
         self._write(kind, fields)
+
+    def touch(self) -> None:
+        """Set the time at which the file was last written, by which the next scheduler sees when the job last ran.
+
+        Raises:
+            OSError: it cannot be set.
+        """
+        os.utime(self._path)
 
     def record_async(self, kind: str, /, **fields: object) -> None:
         """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.

@@ -1,12 +1,13 @@
 """The leases of one job: searches for those that its operator wants, renews them, and releases those it does not.
 
 The first search looks for all roles together, so that a job does not hold workers that are of no use without others;
-where every role starts at its minimum, it delivers leases from then on. Later ones, for growth and replacement, deliver
-each lease as it is found. Called by `runner`.
+where every role starts at its minimum, it delivers leases once that has settled. Later ones, for growth and
+replacement, deliver each lease as it is found, and go on as long as the job. Called by `runner`.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +20,7 @@ import anyio.abc
 from hypha_net.endpoint import Endpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import WorkerOffer
-from hypha_scheduler.allocation.allocator import Allocator, release
+from hypha_scheduler.allocation.allocator import Allocator, release, release_when_back
 from hypha_scheduler.allocation.auction import AcceptedOffer, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
@@ -55,6 +56,8 @@ class _Search:
     allocator: Allocator
     scope: anyio.CancelScope
     wanted: tuple[RoleRequest, ...]
+    holders: frozenset[PeerId]
+    """Workers that held leases of the job when it began: it takes no offers of theirs."""
 
 
 @dataclass(slots=True)
@@ -66,17 +69,25 @@ class LeasePool:
     """Task group of the job."""
     settings: AuctionSettings
     timeout: float
-    """Seconds of one search."""
+    """Seconds for which the job waits for the minimum of a role, before its begin and later."""
     observer: PoolObserver
     has_task: Callable[[uuid.UUID], bool]
     """Whether a task runs on a lease, which is then not surplus."""
     on_gone: Callable[[uuid.UUID], None] = lambda _lease: None
     """Called with each lease that is no longer renewed, also one that was not delivered."""
+    on_held: Callable[[Lease], None] = lambda _lease: None
+    """Called with each lease that is renewed from now on, also one that is not delivered yet."""
+    waits_to_begin: bool = False
+    """Whether the job waits for its first leases without a limit: `timeout` then ends no search before its begin."""
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
     _renewed: HeldLeases = field(init=False)
     _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
     """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
+    _taken_back: set[uuid.UUID] = field(default_factory=set)
+    """Leases of an earlier run that are renewed and not yet held."""
+    _adopted: frozenset[uuid.UUID] = frozenset()
+    """Leases of an earlier run."""
     _draining: set[uuid.UUID] = field(default_factory=set)
     """Held leases whose workers have announced that they will end."""
     _search: _Search | None = None
@@ -84,6 +95,8 @@ class LeasePool:
     """Whether the leases have changed since they were last compared with the demand."""
     _last: Allocator | None = None
     """Allocator of the search before; it releases offers that come late."""
+    _short_since: dict[str, float] = field(default_factory=dict)
+    """Time since which the job, which has begun, holds less than its minimum of a role."""
     _began: bool = False
     """Whether the first search has found its leases."""
     _closed: bool = False
@@ -96,6 +109,11 @@ class LeasePool:
         """Leases that were delivered and neither lost nor released."""
         return tuple(self._held.values())
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the job has its first leases: from a search, or from an earlier run and not given up."""
+        return self._began or not self._adopted.isdisjoint(self._held)
+
     def __contains__(self, lease: object) -> bool:
         return lease in self._held
 
@@ -104,6 +122,11 @@ class LeasePool:
         held = self._renewed.get(lease)
         return held is not None and held.peer == peer
 
+    def seconds_left(self, lease: uuid.UUID) -> float:
+        """Return the seconds until a lease expires unless it is renewed; 0 if it is not held."""
+        held = self._renewed.get(lease)
+        return 0.0 if held is None else max(0.0, held.expires - anyio.current_time())
+
     def is_taking(self, lease: uuid.UUID, peer: PeerId) -> bool:
         """Return whether a peer was asked for its offer of a lease, and its answer is not there yet."""
         asked = () if self._search is None else self._search.allocator.auction.unanswered
@@ -111,7 +134,35 @@ class LeasePool:
 
     async def renew(self) -> None:
         """Renew the leases until cancelled."""
-        await renew_leases(self.endpoint, self._renewed, self._on_lost)
+        await renew_leases(self.endpoint, self._renewed, self._on_not_renewed)
+
+    # ------------------------------------------------------------------------------------------------------- adoption
+
+    def take_back(self, lease: Lease, asked_at: float, life: float) -> None:
+        """Renew from now on a lease of an earlier run of the scheduler; `adopt` delivers it.
+
+        Args:
+            lease: the lease.
+            asked_at: when its last renewal was sent.
+            life: seconds for which it lasts from then.
+        """
+        self._renewed.record_renewal(lease.id, lease.peer, asked_at, life)
+        self._taken_back.add(lease.id)
+        self.on_held(lease)
+
+    def adopt(self, leases: Sequence[Lease]) -> tuple[Lease, ...]:
+        """Hold those leases that were taken back and are still renewed, and return them; then the job has begun."""
+        self._taken_back.clear()
+        found = tuple(lease for lease in leases if lease.id in self._renewed)
+        self._held |= {lease.id: lease for lease in found}
+        self._adopted = frozenset(lease.id for lease in found)
+        self._is_stale = True
+        return found
+
+    def drop_unknown(self, leases: Sequence[Lease], reason: str) -> None:
+        """Release leases of an earlier run of the scheduler that nothing runs on."""
+        for lease in leases:
+            self.tasks.start_soon(release, self.endpoint, lease.peer, lease.id, reason)
 
     # --------------------------------------------------------------------------------------------------------- demand
 
@@ -162,28 +213,34 @@ class LeasePool:
         return [lease for lease in at_excluded if not self.has_task(lease.id)]
 
     def _start_search(self) -> None:
-        missing = self._missing()
+        missing, holders = self._missing(), frozenset(lease.peer for lease in self._held.values())
         if self._search is not None:
-            if self._search.wanted == missing:
+            if self._search.wanted == missing and self._search.holders <= holders:
                 return
             self._stop_search()
+        seconds = self._time_left(missing)
         if not missing or self._closed:
             return
         distinct = {request.role for request in self._wanted if request.distinct_peers}
+        starts_early = not self._has_begun and all(request.starts_at_minimum for request in missing)
         allocator = Allocator(
             self.endpoint,
             missing,
             self._renewed,
-            minimum={request.role: 0 if self._began else request.minimum for request in missing},
-            timeout=self.timeout,
+            minimum={request.role: 0 if self._has_begun else request.minimum for request in missing},
+            timeout=seconds,
             tasks=self.tasks,
             settings=self.settings,
             on_shortage=self.observer.on_shortage,
-            excluded=frozenset(lease.peer for lease in self._held.values()),
+            excluded=holders,
             exclusive=frozenset(lease.peer for lease in self._held.values() if lease.role in distinct),
             on_acquired=self._on_found,
+            settle=max(request.settle for request in missing) if starts_early else None,
+            on_settled=self._on_settled,
+            demand=self._wanted,
+            holding=Counter(lease.role for lease in self._held.values()),
         )
-        self._search = _Search(allocator, anyio.CancelScope(), missing)
+        self._search = _Search(allocator, anyio.CancelScope(), missing, holders)
         self.tasks.start_soon(self._run_search, self._search)
 
     def _stop_search(self) -> None:
@@ -204,14 +261,34 @@ class LeasePool:
                 offers = await search.allocator.allocate()
             except AllocationError as error:
                 self._give_up(search)
-                self.observer.on_timeout(search.allocator.short_roles, str(error))
+                if self.waits_to_begin and not self._has_begun:
+                    self._start_search()
+                else:
+                    self.observer.on_timeout(search.allocator.short_roles, str(error))
                 return
             self._search, self._last = None, search.allocator
-            if not self._began:
+            if not self._has_begun:
                 self._deliver(offers, search.allocator.seconds)
-            elif short := [request.role for request in self._missing() if request.minimum]:
-                self.observer.on_timeout(short, await search.allocator.explain_shortage())
+            elif overdue := self._overdue():
+                self.observer.on_timeout(overdue, await search.allocator.explain_shortage(self.timeout))
         self._start_search()  # for replacements of what was lost meanwhile
+
+    def _time_left(self, missing: Sequence[RoleRequest]) -> float:
+        """Return the seconds of a search: until the job has waited long enough for the minimum of a role."""
+        if not self._has_begun:
+            return self.timeout
+        now = anyio.current_time()
+        short = (request.role for request in missing if request.minimum)
+        self._short_since = {role: self._short_since.get(role, now) for role in short}
+        return max(0.0, min(self._short_since.values(), default=math.inf) + self.timeout - now)
+
+    def _overdue(self) -> list[str]:
+        """Return the roles for whose minimum the job has waited long enough; for each the time begins again."""
+        now, short = anyio.current_time(), {request.role for request in self._missing() if request.minimum}
+        found = [role for role, since in self._short_since.items() if role in short and now >= since + self.timeout]
+        for role in found:
+            del self._short_since[role]
+        return found
 
     def _give_up(self, search: _Search) -> None:
         """End a search that found too few leases to begin with; the next one follows unless the job ends."""
@@ -221,19 +298,21 @@ class LeasePool:
             self._drop(offer.lease, offer.peer, "the scheduler found too few workers to go with it")
 
     def _on_found(self, offer: AcceptedOffer) -> None:
-        """Deliver a lease at once if the job has started, and with all before it if it can start now."""
-        search = self._search
-        if search is None or not (self._began or self._can_start(search)):
-            return
-        offers = (offer,) if self._began else search.allocator.auction.held
-        for each in offers:
-            search.wanted = _without(search.wanted, each.role)
-        self._deliver(offers, search.allocator.elapsed)
+        """Deliver a lease at once if the job has begun."""
+        self.on_held(Lease(offer.lease, offer.peer, offer.role, offer.price))
+        if self._search is not None and self._has_begun:
+            self._deliver_found(self._search, (offer,))
 
-    @staticmethod
-    def _can_start(search: _Search) -> bool:
-        """Return whether the first search has found what its job starts with."""
-        return not search.allocator.short_roles and all(request.starts_at_minimum for request in search.wanted)
+    def _on_settled(self) -> None:
+        """Begin the job with what its first search holds."""
+        if self._search is not None and not self._has_begun:
+            self._deliver_found(self._search, self._search.allocator.auction.held)
+
+    def _deliver_found(self, search: _Search, offers: Sequence[AcceptedOffer]) -> None:
+        """Deliver leases of a search that goes on for the others."""
+        for offer in offers:
+            search.wanted = _without(search.wanted, offer.role)
+        self._deliver(offers, search.allocator.elapsed)
 
     def _deliver(self, offers: Sequence[AcceptedOffer], seconds: float) -> None:
         self._began = True
@@ -271,6 +350,10 @@ class LeasePool:
         self._draining = {lease for lease in self._draining if lease in self._held} | {held.id for held in new}
         return tuple(new)
 
+    def _on_not_renewed(self, held: HeldLease, reason: str) -> None:
+        self.tasks.start_soon(release_when_back, self.endpoint, held.peer, held.lease, reason)
+        self._on_lost(held, reason)
+
     def _on_lost(self, held: HeldLease, reason: str) -> None:
         lease = self._held.pop(held.lease, None)
         self._is_stale = True
@@ -299,6 +382,13 @@ class LeasePool:
     def _drop(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
         self._renewed.drop(lease)
         self.tasks.start_soon(release, self.endpoint, peer, lease, reason)
+
+    async def leave(self, reason: str) -> None:
+        """Renew no lease any more: the workers hold those of running tasks for a while. Release all others."""
+        for lease in [*self._taken_back, *(lease for lease in self._held if self.has_task(lease))]:
+            self._renewed.drop(lease)
+            self._held.pop(lease, None)
+        await self.close(reason)
 
     def stop_searching(self) -> None:
         """Begin no further search: the job ends."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import anyio.to_thread
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
-from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import NetError, TransferError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import NO_FREE_SLICE, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
@@ -30,7 +31,7 @@ from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireErro
 from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec
-from hypha_proto.leases import CANCEL_JOB, CancelJob, Goodbye, JobEnd
+from hypha_proto.leases import CANCEL_JOB, RENEWED_LEASE, CancelJob, Goodbye, JobEnd
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.protocols import LEASE
@@ -40,17 +41,27 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS
-from hypha_scheduler.errors import AllocationError, JobFailedError, files_unusable
+from hypha_scheduler.errors import (
+    AllocationError,
+    JobCancelledError,
+    JobFailedError,
+    JobInterruptedError,
+    files_unusable,
+    waits_for_room,
+)
+from hypha_scheduler.jobs.adoption import HeldAtEnd, RunningTask, held_at_end, take_leases_back
 from hypha_scheduler.jobs.artifacts import write_result
-from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.end_record import EndRecorder
-from hypha_scheduler.jobs.events import JobEvents
+from hypha_scheduler.jobs.end_record import EndRecord, EndRecorder
+from hypha_scheduler.jobs.events import JobEvents, printable
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
+from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
+from hypha_scheduler.jobs.source_download import SourceAccess
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.jobs.task_reports import TaskNews
@@ -58,6 +69,7 @@ from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import (
+    CANCEL,
     Effect,
     Effects,
     EmitEvent,
@@ -87,7 +99,16 @@ _RELEASE_TIMEOUT: Final = 3.0
 """Seconds to release leases when a job ends."""
 _JOB_END_GRACE: Final = 2.0
 """Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
+_MARK_INTERVAL: Final = 5.0
+"""Seconds between marks that the job is running."""
 _CANCEL_TIMEOUT: Final = 2.5
+_CANCEL_LIMIT: Final = 3.0
+"""Seconds for the strategy of a cancelled job to end it."""
+_BUDGET_CHECK: Final = 1.0
+_BUDGET_MARGIN: Final = RENEWED_LEASE + 5.0
+"""Seconds of all leases that a budget must leave: for the end of the job, or for leases whose workers do not answer."""
+CANCELLED: Final = "its owner cancelled it"
+WAITS_AGAIN: Final = "the scheduler was stopped while the job waited; it waits again when the scheduler is started"
 _START_TIMEOUT: Final = 30.0
 """Seconds for the worker of a task stream to confirm a task; after that the lease is released."""
 _STOP_TIMEOUT: Final = 60.0
@@ -103,9 +124,14 @@ _MAX_TEXT: Final = 400
 """Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
+_MAX_ANSWER_WAIT: Final = 20.0
+"""Longest time in seconds for which a message or a push waits; the peer then asks again."""
+MAX_WAITING: Final = 32
+"""Requests of one peer that wait at a time; further ones are told at once to ask again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
 _NO_TASK: Final = "no task of this job runs there"
 _JOB_OVER: Final = "the job is over"
+_NOT_YET: Final = "the job takes no files now"
 _REFUSED_QUESTIONS: Final = instrumentation.Counter(
     "hypha.scheduler.resource_questions.refused",
     "{question}",
@@ -132,11 +158,18 @@ class JobRunner:
         ends: EndRecorder | None = None,
         *,
         resume: bool = False,
+        take_up: bool = False,
+        model_command: Sequence[str] = MODEL_COMMAND,
+        access: SourceAccess | None = None,
+        on_placed: Callable[[], None] | None = None,
     ) -> None:
         """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
 
         `ends` records the end of the job, also after `run`. With `resume` the interrupted job of that id is continued:
-        its strategy gets the records of its journal, and its files are appended to.
+        its strategy gets the records of its journal, and its files are appended to. `take_up` also continues the tasks
+        whose workers hold their leases still. `model_command` creates a start model from a configuration, and
+        `access` says what `s3`, `uri` and `dht` of the job may reach from here. With `on_placed`, which is called when
+        the job has its first leases, it waits for them without a limit, in a directory that may exist.
         """
         self.job_id = job_id or uuid.uuid4()
         self.directory = runs / str(self.job_id)
@@ -145,7 +178,22 @@ class JobRunner:
         self._job = job
         self._bridge = bridge
         self._ends = ends or EndRecorder()
-        self._resume = resume
+        self._resume = resume or take_up
+        self._take_up = take_up
+        self._held_before = HeldAtEnd()
+        """What the earlier run held, if its tasks are to be continued."""
+        self._leases_back = anyio.Event()
+        self._begun = anyio.Event()
+        self._strategy_scope = anyio.CancelScope()
+        self._on_placed = on_placed
+        self._why_cancelled: str | None = None
+        """Why the job is ended before its end; None unless its owner or its budget does so."""
+        self._lacks: str | None = None
+        """Why the job has not found the workers yet with which it begins."""
+        self._interruption: str | None = None
+        """Why the scheduler ends before the job."""
+        self._model_command = model_command
+        self._access = access or SourceAccess()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         """Records of the journal of an interrupted run."""
         self.task_streams = TaskStreams(self.job_id, observer=self)
@@ -162,13 +210,17 @@ class JobRunner:
         self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
         self._placement_seconds: float | None = None
         self._found_too_few = False
+        self._full_since = 0.0
+        """Time since which the disk has no room for records and events."""
         self._ended = anyio.Event()
         self._failure: str | None = None
         self._closed = False
         self._changed = anyio.Event()
+        self._waiting: Counter[PeerId] = Counter()
         self._trace: str | None = None
         self._tasks: anyio.abc.TaskGroup
         self._events: JobEvents
+        self._accounts: LeaseAccounts
         self._effects: EffectQueue
         self._context: RunnerContext
         self._pool: LeasePool
@@ -180,31 +232,137 @@ class JobRunner:
 
         Raises:
             JobFailedError: the job failed; its executors are stopped and its leases released.
+            JobInterruptedError: `interrupt` was called.
         """
         try:
             return await self._run_reported()
-        except JobFailedError:
+        except (JobFailedError, JobInterruptedError):
             raise
         except Exception as error:  # includes background tasks of the job: they fail this job, not the scheduler
             raise JobFailedError(self._describe(error)) from error
+        finally:
+            self._begun.set()
+
+    def interrupt(self) -> None:
+        """End the run before the job's end, and record that; tasks that may outlive the scheduler run on."""
+        if self._on_placed is not None and self._placement_seconds is None:
+            self._interruption = WAITS_AGAIN
+            self._strategy_scope.cancel()
+            return
+        resume = f"continue it with `hypha-scheduler resume {self.directory} --config FILE`"
+        if (grace := self._job.orphan_grace_seconds) > 0:
+            how = f"its tasks run on for up to {grace:g} s: start the scheduler again until then, or later {resume}"
+        else:
+            how = resume
+        self._interruption = f"the scheduler was stopped before the job had ended; {how}"
+        self._strategy_scope.cancel()
+
+    def cancel(self) -> None:
+        """End the job for its owner: its executors are stopped and its leases released, its models stay."""
+        self._cancel_because(CANCELLED)
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return self._why_cancelled is not None
+
+    def _cancel_because(self, reason: str) -> None:
+        if self._is_cancelled:
+            return
+        self._why_cancelled = reason
+        if self._operator is None or self._closed:
+            self._strategy_scope.cancel()
+            return
+        self._tell(self._command_cancel, anyio.current_time())
+        self._tasks.start_soon(self._end_cancelled)
+
+    def _command_cancel(self, now: float) -> Effects:
+        try:
+            return self._running_operator.on_command(CANCEL, now)
+        except ValueError:  # a strategy without the command
+            return (EndJob(failure=CANCELLED),)
+
+    async def _end_cancelled(self) -> None:
+        """End a cancelled job whose strategy does not end it, or whose records find no room on the disk."""
+        with anyio.move_on_after(_CANCEL_LIMIT):
+            await self._ended.wait()
+        self._end(CANCELLED)
+
+    async def _keep_accounts(self) -> None:
+        """Mark the accounts of the leases as current, and cancel the job before it spends more than its budget."""
+        budget, marked = self._job.token_budget, anyio.current_time()
+        while True:
+            pause = MARK_INTERVAL
+            if budget is not None:
+                spent, rate = self._accounts.spent(), self._accounts.rate
+                if rate > 0 and spent + rate * (_BUDGET_MARGIN + _BUDGET_CHECK) >= budget:
+                    self._cancel_because(
+                        f"its budget of {budget:g} tokens has to last until its leases have ended, which may take "
+                        f"{_BUDGET_MARGIN:g} s: {spent:.4g} are spent, and an hour costs {rate * HOUR:g}. Give it a "
+                        "larger one in [scheduler.job] of the --config file, and `hypha-scheduler resume` continues it"
+                    )
+                    budget = None
+                pause = _BUDGET_CHECK
+            await anyio.sleep(pause)
+            if anyio.current_time() - marked >= MARK_INTERVAL:
+                self._accounts.mark()
+                marked = anyio.current_time()
+
+    @property
+    def waits_because(self) -> str | None:
+        """Why the job waits for the workers with which it begins; None if it does not wait."""
+        return None if self._placement_seconds is not None else self._lacks
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether messages of the job's workers can be handled: while it is taken up, its tasks are not known."""
+        return not self._take_up or self._begun.is_set()
+
+    async def wait_until_begun(self) -> None:
+        """Wait until messages of the job's workers can be handled."""
+        if not self.has_begun:
+            await self._begun.wait()
 
     async def _run_reported(self) -> Path:
         await self._prepare_directory()
-        with JobEvents(self.job_id, self.directory, self._bridge, resume=self._resume) as self._events:
+        events = JobEvents(
+            self.job_id, self.directory, self._bridge, resume=self._resume, certificate_names=self._certificate_names
+        )
+        with events as self._events:
             try:
                 if not self._resume:
-                    self._events.accepted(self._job.model_dump(mode="json"))
+                    self._events.accepted(self._job.model_dump(mode="json"), self._job.planned_steps)
                 return await self._run_and_release()
             except BaseException as error:
-                if not self._resume or self._operator is not None:  # a job that cannot be resumed now may be later
-                    self._ends.record(self._events.failed(self._describe(error)))
+                is_recorded = not self._resume or self._operator is not None or self._is_cancelled
+                if is_recorded:  # a job that cannot be resumed now may be later
+                    self._ends.record(self._end_record(error))
                 raise
+
+    def _certificate_names(self) -> Mapping[PeerId, str]:
+        peers = self._endpoint.connected_peers().items()
+        return {peer: about.certificate_name for peer, about in peers if about.certificate_name is not None}
+
+    def _end_record(self, error: BaseException) -> EndRecord:
+        if isinstance(error, JobInterruptedError):
+            return self._events.interrupted(str(error), tasks_run_on=self._tasks_outlive)
+        if all(isinstance(cause, anyio.get_cancelled_exc_class()) for cause in leaf_errors(error)):
+            return self._events.interrupted("the scheduler was stopped", tasks_run_on=False)
+        is_cancelled = isinstance(error, JobCancelledError)
+        return self._events.failed(self._describe(error), is_cancelled=is_cancelled)
+
+    @property
+    def _tasks_outlive(self) -> bool:
+        """Whether the tasks run on when the scheduler ends."""
+        has_grace = self._interruption is not None and self._job.orphan_grace_seconds > 0
+        return has_grace and not self._is_cancelled
 
     async def _prepare_directory(self) -> None:
         if not self._resume:
-            self.directory.mkdir(parents=True)
+            self.directory.mkdir(parents=True, exist_ok=self._on_placed is not None)
         else:
             self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
+        if self._take_up:
+            self._held_before = held_at_end(self._earlier)
 
     def _describe(self, error: BaseException) -> str:
         """Return the reason for a failure as it is recorded."""
@@ -213,8 +371,6 @@ class JobRunner:
             return files_unusable(self.directory, causes)
         if all(isinstance(cause, JobFailedError) for cause in causes):
             return "; ".join(map(str, causes))
-        if all(isinstance(cause, anyio.get_cancelled_exc_class()) for cause in causes):
-            return "the scheduler was stopped"
         _log.error("job %s failed by an internal error", self.job_id, exc_info=error)
         return f"internal error: {'; '.join(map(repr, causes))}"
 
@@ -224,24 +380,49 @@ class JobRunner:
         self._trace = instrumentation.current_traceparent()
         async with anyio.create_task_group() as self._tasks:
             self._prepare()
+            self._tasks.start_soon(self._keep_accounts)
             try:
-                await self._run_strategy(result)
+                with self._strategy_scope:
+                    await self._run_strategy(result)
             except JobFailedError as error:
                 failure = error
             finally:
                 self._closed = True
                 self._effects.close()
-                with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
-                    await self._pool.close("the job is over")
+                await self._give_leases_back()
+                self._accounts.close()
                 self._context.remove_served_copies()  # also when the job is cancelled, so not in a thread
             self._tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
+        if self._strategy_scope.cancelled_caught:
+            if self._why_cancelled is None:
+                raise JobInterruptedError(self._interruption)
+            raise JobCancelledError(self._why_cancelled)
         return result
 
+    async def _give_leases_back(self) -> None:
+        with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
+            if self._strategy_scope.cancelled_caught and self._tasks_outlive:
+                for lease in self._pool.held:
+                    if self._has_task(lease.id):
+                        self._accounts.end(lease.id, self._pool.seconds_left(lease.id))
+                await self._pool.leave("the scheduler was stopped")
+            else:
+                if self._operator is None:
+                    self._pool.drop_unknown(tuple(self._held_before.leases.values()), "the job cannot go on now")
+                await self._pool.close("the job is over")
+
     def _prepare(self) -> None:
-        self._context = RunnerContext(self._endpoint, self.job_id, self.directory, self._tasks, self._on_notice)
-        self._effects = EffectQueue(self._events.journal, self._carry_out, self._on_file_error)
+        epoch = time.time() - anyio.current_time()
+        self._accounts = LeaseAccounts(self.directory, lambda: epoch + anyio.current_time())
+        self._context = RunnerContext(
+            self._endpoint, self.job_id, self.directory, self._tasks, self._on_notice, self._model_command,
+            self._access,
+        )  # fmt: skip
+        self._effects = EffectQueue(
+            self._events.journal, self._carry_out, self._on_file_error, self._on_disk_full, self._on_room
+        )
         self._pool = LeasePool(
             self._endpoint,
             self._tasks,
@@ -249,8 +430,18 @@ class JobRunner:
             self._job.allocation_timeout,
             observer=self,
             has_task=self._has_task,
-            on_gone=self.task_streams.drop,
+            on_held=self._on_lease_held,
+            on_gone=self._on_lease_gone,
+            waits_to_begin=self._on_placed is not None,
         )
+
+    def _on_lease_held(self, lease: Lease) -> None:
+        name = self._certificate_names().get(lease.peer)
+        self._accounts.begin(lease.id, lease.peer, lease.role, lease.price, None if name is None else printable(name))
+
+    def _on_lease_gone(self, lease: uuid.UUID) -> None:
+        self.task_streams.drop(lease)
+        self._accounts.end(lease)
 
     def _has_task(self, lease: uuid.UUID) -> bool:
         """Return whether a task runs on a lease, or is about to start."""
@@ -258,8 +449,10 @@ class JobRunner:
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
-        if lacking := self._job.missing_files():
+        if not self._resume and (lacking := self._job.missing_files()):  # a resumed job may have copies
             raise JobFailedError("\n".join(lacking))
+        if self._take_up:  # at once: the workers hold the leases for a limited time
+            self._tasks.start_soon(self._take_leases_back)
         try:
             async with self._strategy.open(self._job, self._context, self._earlier) as operator:
                 await self._run_operator(operator)
@@ -273,20 +466,65 @@ class JobRunner:
 
     async def _run_operator(self, operator: Operator) -> None:
         """Run the job until its operator, or an error, ends it."""
+        adopted = await self._adopt() if self._take_up else ()
         if self._resume:
-            self._events.resumed()  # only now: a job that its strategy does not resume stays as it is
+            self._events.resumed(adopted)  # only now: a job that its strategy does not resume stays as it is
         self._operator = operator
         self._tasks.start_soon(self._effects.run)
-        self._tasks.start_soon(self._pool.renew)
+        if not self._take_up:
+            self._tasks.start_soon(self._pool.renew)
         self._tasks.start_soon(self._watch_deadlines)
-        self._tell(operator.on_start, anyio.current_time())
+        if self._job.orphan_grace_seconds > 0:
+            self._tasks.start_soon(self._mark_alive)
+        self._tell(self._begin, operator, adopted)
+        self._begun.set()
         for name, message in self._early_notices:
             self._on_notice(name, message)
         self._settle()
         await self._ended.wait()
         self._closed = True
+        if self._failure is not None and (why := self._why_cancelled) is not None:
+            raise JobCancelledError(self._failure if why == CANCELLED else why)
         if self._failure is not None:
             raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
+
+    @staticmethod
+    def _begin(operator: Operator, adopted: Sequence[RunningTask]) -> Effects:
+        """Tell the operator to begin, and with which tasks, before it is asked for the leases that it wants."""
+        now = anyio.current_time()
+        effects = operator.on_start(now)
+        if adopted:
+            effects += operator.on_tasks_adopted([running.task for running in adopted], now)
+        return effects
+
+    async def _take_leases_back(self) -> None:
+        """Renew the leases of the earlier run's tasks; release those on which no task has begun."""
+        self._tasks.start_soon(self._pool.renew)
+        self._pool.drop_unknown(self._held_before.idle, "the scheduler was started again")
+        await take_leases_back(self._endpoint, self._held_before.tasks.values(), self._pool.take_back)
+        self._leases_back.set()
+
+    async def _adopt(self) -> Sequence[RunningTask]:
+        """Take over the tasks of the earlier run whose leases are renewed, and return them."""
+        await self._leases_back.wait()
+        tasks = self._held_before.tasks
+        held = self._pool.adopt([running.task.lease for running in tasks.values()])
+        adopted = [tasks[lease.id] for lease in held]
+        for running in adopted:
+            self._register.adopt(running.task, running.dispatch, keep_lease=running.keep_lease)
+        if adopted:
+            self._placement_seconds = 0.0  # nothing was searched for
+        _log.info("job %s: %d of %d tasks of its earlier run are continued", self.job_id, len(adopted), len(tasks))
+        return adopted
+
+    async def _mark_alive(self) -> None:
+        """Keep the time of the journal current, by which the next scheduler sees how old the leases are."""
+        while True:
+            await anyio.sleep(_MARK_INTERVAL)
+            try:
+                self._events.journal.touch()
+            except OSError as error:
+                _log.debug("the time of the journal of job %s stays as it is: %s", self.job_id, error)
 
     async def _summarize(self, operator: Operator, began: float) -> Mapping[str, object]:
         """Release the leases and return the content of the result."""
@@ -304,7 +542,7 @@ class JobRunner:
         """Tell the operator when its deadlines have passed."""
         operator = self._running_operator
         while not self._ended.is_set():
-            at = self._call(operator.next_deadline)
+            at = None if self._effects.is_full else self._call(operator.next_deadline)
             if at is not None and at <= (now := anyio.current_time()):
                 self._tell(operator.on_deadline, now)
                 if (again := self._call(operator.next_deadline)) is not None and again <= now:
@@ -322,13 +560,16 @@ class JobRunner:
 
     def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer, int] | None:
         """Call the operator and take its effects; return its answer and their ticket, or None if it fails."""
+        has_changed = True
 
         def take_effects() -> tuple[Answer, int]:
+            nonlocal has_changed
             answer, effects = question()
+            has_changed = bool(effects) or not isinstance(answer, RetryAfter)
             return answer, self._effects.submit(effects)
 
         told = self._call(take_effects)
-        if told is not None:
+        if told is not None and has_changed:  # else two questions that wait would wake each other for ever
             self._settle()
         return told
 
@@ -422,6 +663,19 @@ class JobRunner:
     def _on_file_error(self, error: OSError) -> None:
         self._end(files_unusable(self.directory, [error]))
 
+    def _on_disk_full(self, error: OSError) -> None:
+        """Pause the job until its records and events can be written."""
+        self._full_since = anyio.current_time()
+        reason = waits_for_room(self.directory, error)
+        _log.warning("job %s pauses: %s", self.job_id, reason)
+        self._effects.submit((EmitEvent("paused", {"reason": reason}),))
+
+    def _on_room(self) -> None:
+        now = anyio.current_time()
+        seconds = now - self._full_since
+        self._effects.submit((EmitEvent("continued", {"seconds": round(seconds, 3)}),))
+        self._tell(self._running_operator.on_suspended, seconds, now)
+
     def _start_task(self, effect: StartTask) -> None:
         task, spec = effect.task, effect.spec
         if task.lease.id not in self._pool:  # it was lost before this effect's turn
@@ -435,12 +689,22 @@ class JobRunner:
 
     async def _dispatch(self, effect: StartTask, spec: JobSpec, number: int | None) -> None:
         task = effect.task
-        why = await dispatch(self._endpoint, effect, spec, number, is_running=partial(self._register.runs, task))
+        why = await dispatch(
+            self._endpoint, effect, spec, number, is_running=partial(self._register.runs, task),
+            orphan_grace=self._job.orphan_grace_seconds,
+        )  # fmt: skip
         if why is None:
             if self._register.runs(task):
+                self._record_dispatch(effect)
                 self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
         else:
             self._task_not_started(task, why)
+
+    def _record_dispatch(self, effect: StartTask) -> None:
+        """Record a task that its worker has confirmed, if it may outlive this scheduler."""
+        if self._job.orphan_grace_seconds > 0:
+            earlier = self._register.dispatches_before(effect.task)
+            self._effects.note(*self._events.dispatched(effect.task, earlier, keep_lease=effect.keep_lease))
 
     def _start_by_stream(self, task: TaskRef, spec: TaskSpec) -> None:
         try:
@@ -570,6 +834,8 @@ class JobRunner:
             if self._placement_seconds is None:
                 self._placement_seconds = seconds
                 self._events.placed(leases, seconds)
+                if self._on_placed is not None:
+                    self._on_placed()
             else:
                 self._events.leased(leases, seconds)
         except OSError as error:
@@ -593,6 +859,7 @@ class JobRunner:
 
     def on_shortage(self, shortage: Shortage) -> None:
         """Report why workers are missing."""
+        self._lacks = str(shortage)
         self._events.shortage(shortage)
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
@@ -625,13 +892,26 @@ class JobRunner:
                 unusable = None  # once, if the request has to wait
             found = self._next_slice(task, request.dataset)
             if isinstance(found, SliceAssigned):
+                self._record_slice(task, request.dataset, found)
                 return self._slice_responses.put(peer, request.id, found)
             if not isinstance(found, RetryAfter):
                 return found
-            if (now := anyio.current_time()) >= deadline:
+            if not await self._wait_to_retry(peer, found, deadline):
                 return WireError(message=NO_FREE_SLICE)
-            with anyio.move_on_after(min(max(found.seconds, _MIN_RETRY), deadline - now)):
-                await self._changed.wait()
+
+    def _record_slice(self, task: TaskRef, dataset: str, given: SliceAssigned) -> None:
+        """Record an assignment of samples, from which a restarted scheduler knows what its workers have."""
+        if given.first is None:
+            return
+        fields = {
+            "worker": str(task.lease.peer),
+            "dataset": dataset,
+            "epoch": given.epoch,
+            "slice": given.index,
+            "first": given.first,
+            "end": given.end,
+        }
+        self._effects.note("assigned", fields)
 
     def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
         failures = tuple(
@@ -663,6 +943,7 @@ class JobRunner:
             return ProgressError(reason="no task of the job runs on this peer under this lease")
         told = self._progress_responses.get(peer, request.id) or self._report(task, request)
         if told is None or not await self._effects.wait(told[1]):
+            await self._leave_unanswered()
             return ProgressError(reason=_JOB_OVER)
         return told[0]
 
@@ -727,12 +1008,40 @@ class JobRunner:
 
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
         """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
-        task = self._register.of_peer(peer, getattr(message, "lease", None))
-        if task is None:
-            return method.unknown_job
-        name, now = method.method.name, anyio.current_time()
-        answer = await self._ask_and_wait(lambda: self._running_operator.on_message(task, name, message, now))
-        return method.unknown_job if answer is None else answer
+        deadline, name = anyio.current_time() + _MAX_ANSWER_WAIT, method.method.name
+        while (task := self._register.of_peer(peer, getattr(message, "lease", None))) is not None:
+            answer = await self._ask_and_wait(partial(self._ask_message, task, name, message))
+            if answer is None:
+                await self._leave_unanswered()
+                return method.unknown_job
+            if not isinstance(answer, RetryAfter):
+                return answer
+            if not await self._wait_to_retry(peer, answer, deadline):
+                return method.unknown_job if method.pending is None else method.pending
+        return method.unknown_job
+
+    async def _leave_unanswered(self) -> None:
+        """Answer nothing while the scheduler is being stopped: the peer asks the next one, which takes the job up."""
+        if self._interruption is not None:
+            await anyio.sleep(_MAX_ANSWER_WAIT)
+
+    def _ask_message(self, task: TaskRef, name: str, message: Any) -> tuple[Any, Effects]:
+        return self._running_operator.on_message(task, name, message, anyio.current_time())
+
+    async def _wait_to_retry(self, peer: PeerId, answer: RetryAfter, deadline: float) -> bool:
+        """Wait for the next event, or for the time that an operator has named.
+
+        Returns False when the deadline has passed, or if `MAX_WAITING` requests of the peer wait already.
+        """
+        if (now := anyio.current_time()) >= deadline or self._waiting[peer] >= MAX_WAITING:
+            return False
+        self._waiting[peer] += 1
+        try:
+            with anyio.move_on_after(min(max(answer.seconds, _MIN_RETRY), deadline - now)):
+                await self._changed.wait()
+        finally:
+            self._waiting[peer] -= 1
+        return True
 
     def on_pull(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
         """Handle a worker's pull of a file of this job."""
@@ -747,13 +1056,18 @@ class JobRunner:
     async def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
         lease = None if header is None else header.lease
-        running = self._register.of_peer(peer, lease)
-        task = running or self._register.former(peer, lease)
-        if task is None or self._operator is None:
-            return Refusal(reason=_NO_TASK)
-        now = anyio.current_time()
-        ask = self._operator.on_late_push if running is None else self._operator.on_push_request
-        target = await self._ask_and_wait(lambda: ask(task, header, now))
+        deadline = anyio.current_time() + _MAX_ANSWER_WAIT
+        while True:
+            running = self._register.of_peer(peer, lease)
+            task = running or self._register.former(peer, lease)
+            if task is None or self._operator is None:
+                return Refusal(reason=_NO_TASK)
+            ask = self._operator.on_late_push if running is None else self._operator.on_push_request
+            target = await self._ask_and_wait(partial(ask, task, header, anyio.current_time()))
+            if not isinstance(target, RetryAfter):
+                break
+            if not await self._wait_to_retry(peer, target, deadline):
+                raise TransferError(_NOT_YET)  # no refusal, which is final: the sender tries again
         if target is None:
             return Refusal(reason=_JOB_OVER)
         if isinstance(target, Refusal):
@@ -777,6 +1091,8 @@ class JobRunner:
                 await target.prepare(path)
             except OSError as error:
                 self._on_file_error(error)
+            except JobFailedError as error:
+                self._end(str(error))
         now, operator = anyio.current_time(), self._running_operator
 
         def tell() -> tuple[bool, Effects]:
@@ -786,6 +1102,8 @@ class JobRunner:
             return effects is not None, effects or ()
 
         told = await self._ask_and_wait(tell)
+        if told is None and self._interruption is not None:
+            raise TransferError(_NOT_YET)  # no refusal, which is final: the sender tries again at the next scheduler
         if told is None:
             raise TransferRefusedError(_JOB_OVER)
         if not told:

@@ -1,7 +1,7 @@
 """Task graph of a job: tasks, the inputs they depend on, and their states. Pure and independent of the strategy.
 
 A strategy defines the tasks and their inputs, starts those that are ready, and records which
-results exist and how executors ended. DiLoCo has one aggregate task and many train tasks.
+results exist and how executors ended. DiLoCo has one aggregate task and many train tasks, and adds and replaces some.
 """
 
 from __future__ import annotations
@@ -76,6 +76,18 @@ class TaskGraph:
             known = known.union(*(task.outputs for task in ready))
             left = [task for task in left if task not in ready]
 
+    def add(self, task: Task) -> None:
+        """Add a waiting task; a lease takes another one when that before has ended.
+
+        Raises:
+            TaskError: there is a task with its name, or one that has not ended on its lease.
+        """
+        before = self.of_lease(task.lease)
+        if task.name in self._tasks or (before is not None and not self._states[before.name].over):
+            raise TaskError(f"task {task.name}: two tasks have one name or one lease")
+        self._tasks[task.name] = task
+        self._states[task.name] = TaskState.WAITING
+
     @property
     def tasks(self) -> tuple[Task, ...]:
         """All tasks."""
@@ -85,13 +97,25 @@ class TaskGraph:
         """Return the state of a task."""
         return self._states[name]
 
+    def find(self, name: str) -> Task:
+        """Return the task of a name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._tasks[name]
+
     def of_lease(self, lease: uuid.UUID) -> Task | None:
-        """Return the task of a lease, or None."""
-        return next((task for task in self._tasks.values() if task.lease == lease), None)
+        """Return the newest task of a lease, or None."""
+        return next((task for task in reversed(self._tasks.values()) if task.lease == lease), None)
 
     def provide(self, result: str) -> None:
         """Record that a result exists."""
         self._results.add(result)
+
+    def withdraw(self, result: str) -> None:
+        """Record that a result exists no more: tasks that need it wait."""
+        self._results.discard(result)
 
     def ready(self) -> tuple[Task, ...]:
         """Return the waiting tasks whose inputs all exist."""

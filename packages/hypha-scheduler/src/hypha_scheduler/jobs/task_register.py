@@ -32,6 +32,8 @@ class TaskRegister:
     """By lease."""
     _used: defaultdict[uuid.UUID, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
     """Names and attempts that were dispatched, by lease."""
+    _earlier: defaultdict[uuid.UUID, int] = field(default_factory=lambda: defaultdict(int))
+    """Number of dispatches before the adopted one, by lease."""
     _newest: defaultdict[uuid.UUID, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     """Newest attempt at each task that was started by a stream, by lease."""
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
@@ -59,7 +61,7 @@ class TaskRegister:
             raise TaskError(f"task {task.name} cannot start: {why}")
         if is_streamed:
             self._check_newest(task)
-        number = len(used)
+        number = len(used) + self._earlier[lease.id]
         used.add((task.name, task.attempt))
         self._running[lease.id] = _Running(task, number, keep_lease or is_streamed, is_streamed)
         self._peers[lease.peer].add(lease.id)
@@ -72,6 +74,15 @@ class TaskRegister:
             why = f"attempt {newest[task.name]} ran on its lease before; attempts at a task grow"
             raise TaskError(f"task {task.name} cannot start as attempt {task.attempt}: {why}")
         newest[task.name] = task.attempt
+
+    def adopt(self, task: TaskRef, dispatch: int, *, keep_lease: bool) -> None:
+        """Record a task that an earlier run of the scheduler has dispatched; `dispatch` is what `start` returned."""
+        lease = task.lease
+        self._used[lease.id].add((task.name, task.attempt))
+        self._earlier[lease.id] = dispatch
+        self._running[lease.id] = _Running(task, dispatch, keep_lease, is_streamed=False)
+        self._peers[lease.peer].add(lease.id)
+        self._involved.add(lease.peer)
 
     def end(self, task: TaskRef) -> bool:
         """Record the end of a task; return whether it was running."""
@@ -135,6 +146,10 @@ class TaskRegister:
         """Return whether a task is running that its lease's stream tells of."""
         running = self._running.get(task.lease.id)
         return running is not None and running.task == task and running.is_streamed
+
+    def dispatches_before(self, task: TaskRef) -> int:
+        """Return the number of dispatches on the lease of a running task before its own."""
+        return self._running[task.lease.id].dispatch
 
     def dispatch_of(self, task: TaskRef) -> int | None:
         """Return the number by which a running task was dispatched; None if its dispatch stated none."""

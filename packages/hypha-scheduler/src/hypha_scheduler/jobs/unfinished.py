@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,10 +20,12 @@ from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.event_file import EVENTS
-from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.jobs.journal import JOURNAL, RUNNER_KINDS, read_journal
 
 _log = logging.getLogger(__name__)
 
+QUEUED: Final = "queued.json"
+"""File in the directory of a job that waits for its turn or for its first workers."""
 MAX_DIRECTORIES: Final = 1000
 """Directories that are looked at, newest first."""
 MAX_NAMED: Final = 10
@@ -43,19 +46,22 @@ class UnfinishedJob:
     progress: str | None
     """Last record of the job's strategy, such as ``round 7``; None if there was none."""
     last_record: float
-    """Time at which its journal was last written."""
+    """Time at which its journal was last written, or its scheduler last marked it as running."""
+    was_stopped: bool = False
+    """Whether its scheduler was stopped and has stopped its tasks, too."""
 
     def __str__(self) -> str:
         began = "" if self.began is None else f"began {_readable(self.began)}, "
         reached = "recorded no result" if self.progress is None else f"completed {self.progress}"
+        how = "was stopped" if self.was_stopped else "ended"
         text = (
-            f"job {self.job_id} has no end: its scheduler ended while it ran. It {began}{reached} and was last "
+            f"job {self.job_id} has no end: its scheduler {how} while it ran. It {began}{reached} and was last "
             f"recorded {_readable(self.last_record)}; its files are in {self.directory}. "
             f"Resume it with `hypha-scheduler resume {self.directory} --config FILE`; a job that is refused there, "
             "submit again"
         )
-        if self.progress is not None and any((self.directory / "model").glob("*.safetensors")):
-            text += f", with model.path = {str(self.directory / 'model')!r} to start from the model that it had"
+        if (checkpoint := _newest_checkpoint(self.directory)) is not None:
+            text += f", with model.path = {str(checkpoint)!r} to start from the model that it had"
         return f"{text}. Delete the directory to hear no more of it"
 
 
@@ -69,18 +75,14 @@ def find_unfinished(runs: Path) -> list[UnfinishedJob]:
         journals = [(entry / JOURNAL) for entry in runs.iterdir()]
     except FileNotFoundError:
         return []
-    written = sorted(((at, path) for path in journals if (at := _written_at(path)) is not None), reverse=True)
+    owners = {os.geteuid(), runs.stat().st_uid}
+    written = sorted(((at, path) for path in journals if (at := _written_at(path, owners)) is not None), reverse=True)
     found = (_examine(path, at) for at, path in written[:MAX_DIRECTORIES])
     return [job for job in found if job is not None]
 
 
-def log_unfinished(runs: Path) -> None:
-    """Log the jobs in an output directory that have no end, and what to do; a directory that cannot be read, too."""
-    try:
-        found = find_unfinished(runs)
-    except OSError as error:
-        _log.warning("cannot look for unfinished jobs: %s", error)
-        return
+def log_unfinished(found: Sequence[UnfinishedJob], runs: Path) -> None:
+    """Log jobs in an output directory that have no end, and what to do."""
     for job in found[:MAX_NAMED]:
         _log.warning("%s", job)
     if len(found) > MAX_NAMED:
@@ -99,7 +101,7 @@ def read_resumable(directory: Path) -> list[dict[str, Any]]:
     path = directory / JOURNAL
     if not path.is_file():
         raise JobFailedError(f"{directory}: there is no job to resume: it has no {JOURNAL}")
-    if _is_running(path):
+    if is_running(path):
         raise JobFailedError(f"{directory}: another scheduler runs this job; stop it first")
     records = read_journal(path)
     if not records:
@@ -129,22 +131,33 @@ def read_unfinished(directory: Path, job_type: str) -> list[dict[str, Any]]:
     return records
 
 
+def _newest_checkpoint(directory: Path) -> Path | None:
+    """Return the last model that a training job has written."""
+    found = [path for path in (directory / "checkpoints").glob("round-*") if path.name[6:].isdecimal()]
+    return max(found, key=lambda path: int(path.name[6:]), default=None)
+
+
 def _readable(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _written_at(path: Path) -> float | None:
+def _written_at(path: Path, owners: Collection[int]) -> float | None:
+    """Return when a journal was last written; None if there is none, or one that others have put there."""
     try:
-        return path.stat().st_mtime
+        found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if stat.S_ISREG(found.st_mode) and found.st_uid in owners and not path.parent.is_symlink():
+        return found.st_mtime
+    _log.warning("%s is not looked at: it is a link, no regular file, or of another user", path)
+    return None
 
 
 def _examine(path: Path, written: float) -> UnfinishedJob | None:
     directory = path.parent
     try:
-        if (directory / "result.json").exists() or _is_running(path):
-            return None
+        if (directory / "result.json").exists() or (directory / QUEUED).exists() or is_running(path):
+            return None  # a queued job is run by the queue
         first, last = _records(_head(path)), _records(_tail(path))
         events = _records(_head(directory / EVENTS)) if (directory / EVENTS).exists() else []
     except OSError as error:
@@ -153,8 +166,17 @@ def _examine(path: Path, written: float) -> UnfinishedJob | None:
     if _has_ended(last):
         return None
     job_id = next((record["job_id"] for record in first if isinstance(record.get("job_id"), str)), directory.name)
-    began = next((event["time"] for event in events if isinstance(event.get("time"), int | float)), None)
-    return UnfinishedJob(job_id[:80], directory, began, _progress(last), written)
+    began = next((event["time"] for event in events if _is_time_of_begin(event)), None)
+    was_stopped = next((record.get("tasks_run_on") is False for record in reversed(last) if _is_runners(record)), False)
+    return UnfinishedJob(job_id[:80], directory, began, _progress(last), written, was_stopped)
+
+
+def _is_time_of_begin(event: dict[str, Any]) -> bool:
+    return isinstance(event.get("time"), int | float) and event.get("event") != "queued"
+
+
+def _is_runners(record: dict[str, Any]) -> bool:
+    return record.get("record") in RUNNER_KINDS
 
 
 def _has_ended(records: list[dict[str, Any]]) -> bool:
@@ -173,7 +195,7 @@ def _progress(records: list[dict[str, Any]]) -> str | None:
     return next(numbered, None)
 
 
-def _is_running(path: Path) -> bool:
+def is_running(path: Path) -> bool:
     """Return whether a scheduler has locked the journal."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -27,6 +27,7 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, JobTable
+from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.jobs.task_graph import TaskState
 
 __all__ = [
@@ -268,7 +269,8 @@ class PushTarget:
     path: Path
     max_bytes: int
     prepare: Callable[[Path], Awaitable[None]] | None = None
-    """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` fails the job."""
+    """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` or a
+    `JobFailedError` fails the job, and the sender of a file that `TransferRefusedError` refuses gets its reason."""
     slot: str = ""
     """Of one lease's pushes into one slot only the last is received: a repeated push takes over from one that hangs."""
 
@@ -280,6 +282,11 @@ class SliceToUse:
     epoch: int
     """Pass over the dataset, from 0."""
     index: int
+    first: int | None = None
+    """Position of the first sample to use in the slice's order; None means 0. Not stated where it means the whole
+    slice."""
+    end: int | None = None
+    """Position after the last sample to use; None means all that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +354,14 @@ class JobContext(Protocol):
         """This scheduler."""
         ...
 
+    def supports(self, peer: PeerId, protocol: str) -> bool:
+        """Return whether a peer has stated that it speaks a protocol; False while it is not connected."""
+        ...
+
+    def reaches(self, dataset: str) -> bool:
+        """Return whether a data node of an opened dataset is connected; tasks wait for one meanwhile."""
+        ...
+
     async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
         """Find a dataset, store its manifest in a file of that name, and keep track of the data nodes that provide it.
 
@@ -369,11 +384,24 @@ class JobContext(Protocol):
         """
         ...
 
-    async def prepare_artifact(self, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+    async def prepare_artifact(
+        self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
+    ) -> Artifact:
         """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+
+        With `unchanged` the job leaves the copy as it is: there is always one, it is served from there, and one that
+        exists already is used whatever the table says.
 
         Raises:
             JobFailedError: it does not exist or has no usable files.
+        """
+        ...
+
+    async def presign(self, table: S3Table) -> str:
+        """Return a URL of an object that anybody may read for 7 days, signed with this scheduler's keys; it is secret.
+
+        Raises:
+            JobFailedError: this scheduler has no keys.
         """
         ...
 
@@ -397,6 +425,7 @@ class Operator(Protocol):
         """Return the leases that the job wants now, one request a role; asked again after each event.
 
         A larger count means growth or replacement, a smaller one that surplus leases without a task are released.
+        The operator is not told of those: it has to forget them, since a task on one is answered with `TaskNotStarted`.
         """
         ...
 
@@ -406,6 +435,16 @@ class Operator(Protocol):
         If all requests have `starts_at_minimum`, the first call has the minimum, and others follow as they are found.
         """
         ...
+
+    def on_tasks_adopted(self, tasks: Sequence[TaskRef], now: float) -> Effects:
+        """Handle tasks of an earlier run of the scheduler that still run and whose leases were renewed.
+
+        Called once, after `on_start` and in place of the first `on_leases_acquired`, if the scheduler was started again
+        in time and there are such tasks; those of the journal that are not among them are lost. `role_requests` is not
+        asked before. Only jobs whose `JobTable.orphan_grace_seconds` is not 0 have tasks that live on. By default they
+        are stopped, and the job begins with a new search.
+        """
+        return tuple(StopTask(task, "the job does not continue tasks of an earlier run") for task in tasks)
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Handle a lost lease, before the end of the task on it is reported.
@@ -459,8 +498,8 @@ class Operator(Protocol):
 
     def on_push_request(
         self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
-        """Return where a file may be written that is about to arrive.
+    ) -> tuple[PushTarget | Refusal | RetryAfter, Effects]:
+        """Return where a file may be written that is about to arrive, or when to ask again.
 
         The header says what it is. Peers of the older network send none.
         """
@@ -483,7 +522,10 @@ class Operator(Protocol):
         return None
 
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
-        """Handle a message of the strategy's own RPC methods, by the method's name, or a `JobContext.notify`."""
+        """Handle a message of the strategy's own RPC methods, by the method's name, or a `JobContext.notify`.
+
+        The answer may be `RetryAfter`, to be asked again; after some seconds the sender gets `StrategyMethod.pending`.
+        """
         return None, ()
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
@@ -496,6 +538,10 @@ class Operator(Protocol):
 
     def on_deadline(self, now: float) -> Effects:
         """Handle that a deadline has passed."""
+        return ()
+
+    def on_suspended(self, seconds: float, now: float) -> Effects:
+        """Handle that for lack of room on the disk nothing could be recorded for `seconds`: deadlines may move."""
         return ()
 
     def on_command(self, command: str, now: float) -> Effects:
@@ -520,6 +566,8 @@ class StrategyMethod:
     method: RpcMethod[Any, Any]
     unknown_job: Any
     """Response to a peer that runs no task of such a job."""
+    pending: Any = None
+    """Response if `Operator.on_message` has answered with `RetryAfter` for too long; `unknown_job` if None."""
 
 
 class Strategy(Protocol):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import socket
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from hypha_proto.codec import check_depth, parse_json
+from hypha_scheduler.submission.catalog import ACTIVE
 
 _CONNECT_TIMEOUT: Final = 5.0
+_ANSWER_TIMEOUT: Final = 60.0
+"""Seconds for the first answer: the look for datasets takes 8, and the end of a cancelled job 10."""
 TASKS: Final = "tasks"
 """Type of the jobs that may be given as a list of tasks."""
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor")
+_PATHS: Final = ("path", "config")
 
 
 class JobFileError(Exception):
@@ -24,6 +28,16 @@ class JobFileError(Exception):
 
 class NoSchedulerError(Exception):
     """No scheduler accepts jobs at the socket."""
+
+
+class JobCommandError(Exception):
+    """A command about a job cannot be carried out."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        """Take the scheduler's answer: ``error``, ``code`` and, if it is ambiguous, ``matches``."""
+        super().__init__(str(answer["error"]))
+        self.code = str(answer.get("code", ""))
+        self.matches: list[dict[str, Any]] = list(answer.get("matches", ()))
 
 
 class SchedulerEndedError(NoSchedulerError):
@@ -79,8 +93,9 @@ def read_job(file: Path) -> dict[str, Any]:
         raise JobFileError(f"{file}: scheduler.job is not a table")
     for key in _TABLES_WITH_PATHS:
         table = job.get(key)
-        if isinstance(table, dict) and isinstance(table.get("path"), str):
-            table["path"] = str((file.parent / table["path"]).resolve())
+        for name in _PATHS:
+            if isinstance(table, dict) and isinstance(table.get(name), str):
+                table[name] = str((file.parent / table[name]).resolve())
     return job
 
 
@@ -101,18 +116,48 @@ def configured_socket(config: Path | None) -> Path:
     return socket_path(config.parent / str(runs))
 
 
-def submit_job(path: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+def submit_job(path: Path, job: dict[str, Any], *, detach: bool, wait: bool = False) -> Iterator[dict[str, Any]]:
     """Submit a job and yield the scheduler's responses, the last one when the job has ended.
 
     Args:
         path: socket of the scheduler.
         job: the job's table.
         detach: stop after the first response.
+        wait: whether the job waits for its turn and for workers.
 
     Raises:
         NoSchedulerError: no scheduler listens at `path`, or it ended before the job did.
     """
-    return _converse(path, {"job": job}, detach=detach)
+    return _converse(path, {"job": job} | ({"wait": True} if wait else {}), detach=detach)
+
+
+def attach_job(path: Path, wanted: str) -> Iterator[dict[str, Any]]:
+    """Yield ``{"job": …}`` for the job of a name or id, then how it ended if it had not.
+
+    Raises:
+        JobCommandError: there is no such job, or several.
+        NoSchedulerError: no scheduler listens at `path`.
+        SchedulerEndedError: it ended before the job did.
+    """
+    answers = _converse(path, {"command": "attach", "id": wanted}, detach=False, ends_early=True)
+    yield _checked(next(answers))
+    yield from answers
+
+
+def send_command(path: Path, command: Mapping[str, Any]) -> dict[str, Any]:
+    """Send a command about jobs to a running scheduler; return its answer.
+
+    Raises:
+        JobCommandError: it cannot be carried out.
+        NoSchedulerError: no scheduler listens at `path`.
+    """
+    return _checked(next(_converse(path, command, detach=True)))
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise JobCommandError(answer)
+    return answer
 
 
 def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
@@ -125,32 +170,53 @@ def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool
     return _converse(path, {"resume": str(directory), "job": job}, detach=detach)
 
 
-def _converse(path: Path, request: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+def _converse(
+    path: Path, request: Mapping[str, Any], *, detach: bool, ends_early: bool = False
+) -> Iterator[dict[str, Any]]:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
             connection.connect(str(path))
-            connection.sendall(json.dumps(request, default=str).encode())  # dates become text
-            connection.shutdown(socket.SHUT_WR)
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
+                connection.sendall(json.dumps(request, default=str).encode())  # dates become text
+                connection.shutdown(socket.SHUT_WR)
         except OSError as error:
             remedy = "start one whose configuration contains no job"
             raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
-        connection.settimeout(None)
+        connection.settimeout(_ANSWER_TIMEOUT)
         accepted: dict[str, Any] = {}
         for answer in _answers(connection):
+            connection.settimeout(None)  # a job lasts as long as it does
+            if "interrupted" in answer:
+                raise SchedulerEndedError(f"job {accepted.get('job_id')} was interrupted: {answer['interrupted']}")
             yield answer
             if detach or "error" in answer or "result" in answer:
                 return
-            accepted = answer
+            accepted = answer.get("job", answer)
+            if ends_early and accepted.get("state") not in ACTIVE:
+                return
     raise SchedulerEndedError(_ended_early(accepted))
 
 
 def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the scheduler's responses until it closes the connection or is killed."""
+    """Yield the scheduler's responses until it closes the connection or is killed.
+
+    Raises:
+        NoSchedulerError: it does not answer in time.
+    """
     with connection.makefile("rb") as lines, suppress(ConnectionError):
-        for line in lines:
+        while line := _next_line(lines, connection):
             answer: dict[str, Any] = parse_json(line)
             yield answer
+
+
+def _next_line(lines: BinaryIO, connection: socket.socket) -> bytes:
+    try:
+        return lines.readline()
+    except TimeoutError:
+        raise NoSchedulerError(
+            f"the scheduler does not answer within {connection.gettimeout():g} s; look at its log"
+        ) from None
 
 
 def _ended_early(accepted: dict[str, Any]) -> str:

@@ -1,12 +1,13 @@
 """Resuming an interrupted or failed job: which job a directory holds, and whether it can go on.
 
 The job's table is the one that the journal has accepted. Its secrets are masked there, so that they come from a job in
-the configuration, which must be the same job; only its ``resources`` may differ, and are used. Nothing is written.
-Called by `cli` and `server`.
+the configuration, which must be the same job; only its ``resources`` and ``budget`` may differ, and are used. Nothing
+is written. Called by `cli` and `server`.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,21 @@ from typing import Any, Final
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, StrategyError
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.jobs.unfinished import read_resumable
+from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
 from hypha_scheduler.strategies.registry import parse_job
 
+_log = logging.getLogger(__name__)
+
+_LEASE_MARGIN: Final = 15.0
+"""Seconds by which the leases of a job may outlive the grace: the last renewal was before the last mark."""
+_LONGEST_GRACE: Final = 31 * 86400.0
+"""Journals that are older are not read: no grace is longer."""
 _MASK: Final = str(SecretStr("x"))
 """What the journal has in place of a secret."""
-_CHANGEABLE: Final = "resources"
-"""Table that may differ when a job is resumed: it says who computes, not what."""
+_CHANGEABLE: Final = frozenset({"name", "resources", "budget"})
+"""Keys that may differ when a job is resumed: they do not say what is computed."""
 _MAX_SHOWN: Final = 100
 
 
@@ -40,8 +47,54 @@ class ResumableJob:
     directory: Path
 
 
+def find_jobs_to_take_up(
+    runs: Path, configured: Sequence[JobTable], strategies: Collection[str] | None, now: float
+) -> list[ResumableJob]:
+    """Return the unfinished jobs whose workers may still hold their leases; log the others, and why.
+
+    Args:
+        runs: output directory of this scheduler.
+        configured: its jobs, one of which may have a job's secrets.
+        strategies: types that may be loaded; all that are installed if None.
+        now: seconds since the Unix epoch.
+    """
+    try:
+        unfinished = find_unfinished(runs)
+    except OSError as error:
+        _log.warning("cannot look for unfinished jobs: %s", error)
+        return []
+    found = {job.directory: _to_take_up(job, runs, configured, strategies, now) for job in unfinished}
+    log_unfinished([job for job in unfinished if found[job.directory] is None], runs)
+    return [job for job in found.values() if job is not None]
+
+
+def _to_take_up(
+    unfinished: UnfinishedJob,
+    runs: Path,
+    configured: Sequence[JobTable],
+    strategies: Collection[str] | None,
+    now: float,
+) -> ResumableJob | None:
+    """Return a job if its tasks may still run and nothing speaks against going on with it."""
+    age = max(0.0, now - unfinished.last_record)
+    if unfinished.was_stopped or age > _LONGEST_GRACE + _LEASE_MARGIN:
+        return None
+    try:
+        found = find_resumable(unfinished.directory, runs, configured, strategies, others_allowed=True)
+    except (ResumeError, StrategyError) as error:
+        _log.info("a job is not taken up: %s", error)
+        return None
+    grace = found.job.orphan_grace_seconds
+    return found if grace > 0 and age <= grace + _LEASE_MARGIN else None
+
+
 def find_resumable(
-    directory: Path, runs: Path, configured: Sequence[JobTable], strategies: Collection[str] | None = None
+    directory: Path,
+    runs: Path,
+    configured: Sequence[JobTable],
+    strategies: Collection[str] | None = None,
+    *,
+    others_allowed: bool = False,
 ) -> ResumableJob:
     """Return the job in a directory.
 
@@ -50,6 +103,7 @@ def find_resumable(
         runs: output directory of the scheduler that is to run it.
         configured: jobs of the configuration, one of which may have the job's secrets.
         strategies: types that may be loaded; all that are installed if None.
+        others_allowed: whether the configuration may have other jobs of its type.
 
     Raises:
         ResumeError: it cannot be resumed.
@@ -70,7 +124,7 @@ def find_resumable(
     if str(job_id) != directory.name:
         raise ResumeError(f"{directory}: its journal is of job {job_id}; give the directory that name again")
     recorded = _recorded_job(directory, records[0]["job"], strategies)
-    return ResumableJob(job_id, _with_secrets(directory, recorded, configured), directory)
+    return ResumableJob(job_id, _with_secrets(directory, recorded, configured, others_allowed), directory)
 
 
 def _recorded_job(directory: Path, table: dict[str, Any], strategies: Collection[str] | None) -> JobTable:
@@ -90,7 +144,9 @@ def _problems(error: ValueError) -> Iterator[str]:
         yield str(error)
 
 
-def _with_secrets(directory: Path, recorded: JobTable, configured: Sequence[JobTable]) -> JobTable:
+def _with_secrets(
+    directory: Path, recorded: JobTable, configured: Sequence[JobTable], others_allowed: bool
+) -> JobTable:
     """Return the job with the secrets, and the resources, of the configured job that it is.
 
     Raises:
@@ -100,7 +156,7 @@ def _with_secrets(directory: Path, recorded: JobTable, configured: Sequence[JobT
     same = next((job for job in configured if others.get(id(job)) == []), None)
     if same is not None:
         return same
-    if others:
+    if others and not others_allowed:
         lines = min(others.values(), key=len)
         remedy = "name a configuration with the job as it was, or without one"
         raise ResumeError("\n".join([f"{directory}: the configuration has another job; {remedy}:", *lines]))
@@ -115,7 +171,7 @@ def _with_secrets(directory: Path, recorded: JobTable, configured: Sequence[JobT
 def differences(recorded: JobTable, configured: JobTable) -> list[str]:
     """Return how a configured job differs from a recorded one, one line a key."""
     was, found = (dict(_leaves(job.model_dump(mode="json"))) for job in (recorded, configured))
-    keys = [key for key in dict.fromkeys([*was, *found]) if key.split(".")[0] != _CHANGEABLE]
+    keys = [key for key in dict.fromkeys([*was, *found]) if key.split(".")[0] not in _CHANGEABLE]
     return [
         f"{key} is {_shown(found.get(key))}, and was {_shown(was.get(key))}"
         for key in keys

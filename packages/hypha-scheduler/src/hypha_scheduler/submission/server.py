@@ -1,8 +1,14 @@
-"""Submission server: accepts jobs from `hypha-scheduler submit` over a Unix socket that only its owner can open.
+"""Submission server: takes jobs and commands about them over a Unix socket that only its owner can open.
 
-Each connection carries one job: a JSON object ``{"job": {…}}``, or ``{"resume": directory, "job": {…}}`` for one that
-was interrupted, answered by JSON lines that say that it was accepted, with its id, directory and warnings, and how it
-ended. Closing the connection does not stop the job. Called by `service`.
+Each connection carries one request, a JSON object, which is answered by JSON lines:
+
+- ``{"job": {…}, "wait": true}`` submits a job: ``{"accepted": true, …}`` with its id, directory and warnings, then how
+  it ended. Without ``wait`` it fails if workers are missing.
+- ``{"resume": directory, "job": {…}}`` continues an interrupted one; the answers are the same.
+- ``{"command": "jobs", "all": true}``, and ``status``, ``attach``, ``cancel`` and ``logs`` with the ``id`` of a job:
+  its name, or the beginning of its id.
+
+Closing the connection does not stop a job. Called by `service`.
 """
 
 from __future__ import annotations
@@ -10,19 +16,28 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgspec
 
 from hypha_proto.codec import parse_json
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.unfinished import QUEUED
+from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs, QueueFullError
+from hypha_scheduler.submission.catalog import ACTIVE, JobEntry, find_jobs, list_jobs, read_entry
+from hypha_scheduler.submission.dataset_check import UnknownDatasetError
+from hypha_scheduler.submission.queue_files import QueuedJob, end_queued, read_queue, remove_queued, write_queued
 from hypha_scheduler.submission.resumption import ResumableJob, ResumeError, find_resumable
 from hypha_scheduler.submission.validation import validate_job
 
@@ -31,14 +46,93 @@ _log = logging.getLogger(__name__)
 SOCKET_NAME: Final = "scheduler.sock"
 _MAX_JOB_BYTES: Final = 16 << 20
 """Enough for 10,000 tasks."""
+_MAX_READ_BYTES: Final = 64 << 20
+"""Bytes of all requests that are being read."""
+MAX_CONNECTIONS: Final = 512
+"""Further ones are told so and closed. A client that follows a job holds one."""
 _READ_TIMEOUT: Final = 10.0
+_SEND_TIMEOUT: Final = 10.0
+"""Seconds for a client to take an answer."""
+_CANCEL_TIMEOUT: Final = 10.0
+"""Seconds for a cancelled job to end."""
 _MAX_WARNINGS: Final = 10
+_MAX_MATCHES: Final = 20
+"""Jobs that the answer to an ambiguous name lists."""
+_MAX_ID: Final = 255
+_ACCEPT_PAUSE: Final = 0.5
+"""Seconds after a connection could not be accepted until the next one is, for instance when no file may be opened."""
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
+AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
+"""`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
+_REFUSALS: Final = (ValueError, ResumeError, QueueFullError, UnknownDatasetError, JobFailedError)
+"""Reasons for which a request is not taken."""
+
+
+class JobCommand(msgspec.Struct, frozen=True, tag_field="command"):
+    """Base class of the commands about jobs that were submitted before."""
+
+
+class ListJobs(JobCommand, frozen=True, tag="jobs"):
+    """List the jobs that wait or run, or all."""
+
+    all: bool = False
+
+
+class ShowJob(JobCommand, frozen=True, tag="status"):
+    """Describe a job."""
+
+    id: str
+
+
+class AttachJob(JobCommand, frozen=True, tag="attach"):
+    """Describe a job, then say how it ended."""
+
+    id: str
+
+
+class CancelJob(JobCommand, frozen=True, tag="cancel"):
+    """End a job."""
+
+    id: str
+
+
+class ReadLogs(JobCommand, frozen=True, tag="logs"):
+    """List the logs of a job at a worker, or read one from a position."""
+
+    id: str
+    worker: str
+    """Peer id."""
+    run: str | None = None
+    position: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
+_COMMANDS: Final = msgspec.json.Decoder(ListJobs | ShowJob | AttachJob | CancelJob | ReadLogs)
+
+
+class JobLookupError(Exception):
+    """A command names no job, or several."""
+
+    def __init__(self, text: str, matches: Sequence[JobEntry] = ()) -> None:
+        """Describe what was found."""
+        super().__init__(text)
+        self.matches = matches
 
 
 def socket_path(runs: Path) -> Path:
     """Return the socket at which a scheduler that writes to `runs` accepts jobs."""
     return runs / SOCKET_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """A job that a client hands in."""
+
+    job: JobTable
+    waits: bool
+
+
+async def _check_nothing(_job: JobTable) -> None:
+    """Accept every job."""
 
 
 @dataclass(slots=True)
@@ -52,13 +146,24 @@ class SubmissionServer:
     """Types of jobs that are accepted; all that are installed if None."""
     resume_job: RunJob | None = None
     """Continues an interrupted job; without it none is taken."""
-    _active: int = 0
-    """Connections whose jobs have not ended."""
+    jobs: ActiveJobs = field(default_factory=ActiveJobs)
+    """All jobs of the scheduler that have not ended."""
+    check_job: Callable[[JobTable], Awaitable[None]] = _check_nothing
+    """Raises `UnknownDatasetError` for a job that cannot run."""
+    ask_logs: AskLogs | None = None
+    """Asks a worker; without it no logs are read."""
+    _connections: int = 0
+    _submitted: int = 0
+    """Jobs that were submitted, or that clients are handing in, and have not ended."""
+    _number: int = 0
+    """Jobs that were made to wait since the start."""
+    _read_bytes: int = 0
     _stopping: bool = False
     _accepting: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _tasks: anyio.abc.TaskGroup = field(init=False)
 
     async def serve(self) -> None:
-        """Accept jobs until cancelled or stopped.
+        """Accept jobs until cancelled or stopped; first those that waited before a restart.
 
         Raises:
             OSError: the socket cannot be created, or another scheduler accepts jobs at it.
@@ -67,16 +172,32 @@ class SubmissionServer:
         await _check_free(path)
         await path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
+        waiting = await anyio.to_thread.run_sync(read_queue, self.runs)
         listener = await anyio.create_unix_listener(temporary, mode=0o600)
-        await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
-        _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
         try:
-            async with anyio.create_task_group() as tasks:
+            async with listener, anyio.create_task_group() as self._tasks:
+                for queued in waiting:
+                    await self._take_up_queued(queued)
+                await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
+                _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
                 with self._accepting:
-                    await listener.serve(self._handle, tasks)
+                    async with anyio.create_task_group() as clients:
+                        await self._accept(listener, clients)
         finally:
             with anyio.CancelScope(shield=True):
-                await path.unlink(missing_ok=True)
+                for left in (temporary, path):
+                    await left.unlink(missing_ok=True)
+
+    async def _accept(self, listener: anyio.abc.SocketListener, clients: anyio.abc.TaskGroup) -> None:
+        """Accept clients until cancelled, also after one could not be accepted."""
+        while True:
+            try:
+                stream = await listener.accept()
+            except (OSError, anyio.BrokenResourceError) as error:  # under trio, the latter stands for an OSError
+                _log.error("a client could not be accepted, trying again: %s", error.__cause__ or error)
+                await anyio.sleep(_ACCEPT_PAUSE)
+            else:
+                clients.start_soon(self._handle, stream)
 
     def stop_when_idle(self) -> None:
         """Accept no more jobs once all that were submitted have ended; then `serve` returns."""
@@ -84,72 +205,259 @@ class SubmissionServer:
         self._stop_if_idle()
 
     def _stop_if_idle(self) -> None:
-        if self._stopping and not self._active:
+        if self._stopping and not self._submitted:
             self._accepting.cancel()
 
-    async def _handle(self, stream: anyio.abc.SocketStream) -> None:
-        self._active += 1
+    @contextmanager
+    def _keeping_open(self) -> Iterator[None]:
+        """Keep `serve` from returning for lack of jobs."""
+        self._submitted += 1
         try:
-            await self._handle_submission(stream)
+            yield
         finally:
-            self._active -= 1
+            self._submitted -= 1
             self._stop_if_idle()
 
-    async def _handle_submission(self, stream: anyio.abc.SocketStream) -> None:
+    # ----------------------------------------------------------------------------------------------------- connections
+
+    async def _handle(self, stream: anyio.abc.SocketStream) -> None:
         async with stream:
+            if self._connections >= MAX_CONNECTIONS:
+                await _answer(stream, {"error": f"{MAX_CONNECTIONS} clients are connected; try again", "code": "busy"})
+                return
+            self._connections += 1
+            try:
+                await self._handle_request(stream)
+            finally:
+                self._connections -= 1
+
+    async def _handle_request(self, stream: anyio.abc.SocketStream) -> None:
+        with self._keeping_open():
             try:
                 with anyio.fail_after(_READ_TIMEOUT):
-                    data = await _read(stream)
-                    job = await anyio.to_thread.run_sync(self._parse, data)  # looks at files
-            except (ValueError, ResumeError, TimeoutError, anyio.BrokenResourceError) as error:
+                    data = await self._read(stream)
+                    request = await anyio.to_thread.run_sync(self._parse, data)  # looks at files
+            except (*_REFUSALS, TimeoutError, anyio.BrokenResourceError) as error:
                 await _answer(stream, {"error": str(error) or "the job was not received in time"})
                 return
-            if isinstance(job, ResumableJob):
-                assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
-                await self._run(stream, self.resume_job, job.job, job.job_id)
+            del data
+            if isinstance(request, JobCommand):
+                await self._handle_command(stream, request)
             else:
-                await self._run(stream, self.run_job, job, uuid.uuid4(), job.warnings()[:_MAX_WARNINGS])
+                await self._take_job(stream, request)
 
-    async def _run(
-        self,
-        stream: anyio.abc.SocketStream,
-        run_job: RunJob,
-        job: JobTable,
-        job_id: uuid.UUID,
-        warnings: Sequence[str] = (),
-    ) -> None:
-        directory = str((self.runs / str(job_id)).absolute())
-        accepted: dict[str, Any] = {"accepted": True, "job_id": str(job_id), "directory": directory}
-        if warnings:
-            _log.warning("job %s: %s", job_id, "; ".join(warnings))
-            accepted["warnings"] = list(warnings)
-        await _answer(stream, accepted)
+    async def _read(self, stream: anyio.abc.SocketStream) -> bytes:
+        data = bytearray()
         try:
-            result = await run_job(job, job_id)
-        except JobFailedError as error:
-            _log.error("job failed: %s", error)
-            await _answer(stream, {"error": str(error)})
-        else:
-            await _answer(stream, {"result": str(result)})
+            while len(data) <= _MAX_JOB_BYTES:
+                if self._read_bytes > _MAX_READ_BYTES:
+                    raise ValueError("too many large requests at a time; try again")
+                try:
+                    part = await stream.receive()
+                except anyio.EndOfStream:
+                    return bytes(data)
+                data += part
+                self._read_bytes += len(part)
+        finally:
+            self._read_bytes -= len(data)
+        raise ValueError(f"the job is larger than {_MAX_JOB_BYTES} bytes")
 
-    def _parse(self, data: bytes) -> JobTable | ResumableJob:
-        return self._parse_resumed(data) or parse_job(data, self.strategies)
+    def _parse(self, data: bytes) -> _Submission | ResumableJob | JobCommand:
+        found = parse_json(data)
+        if isinstance(found, dict) and "command" in found:
+            return _parse_command(data)
+        if isinstance(found, dict) and "resume" in found:
+            return self._parse_resumed(found)
+        waits = isinstance(found, dict) and found.get("wait") is True
+        return _Submission(parse_job(data, self.strategies), waits)
 
-    def _parse_resumed(self, data: bytes) -> ResumableJob | None:
-        """Parse a request to resume a job; None if it is another request.
+    def _parse_resumed(self, found: dict[str, Any]) -> ResumableJob:
+        """Parse a request to resume a job.
 
         Raises:
-            ValueError: `data` is malformed.
+            ValueError: it is malformed.
             ResumeError: the job cannot be resumed.
         """
-        found = parse_json(data)
-        if not isinstance(found, dict) or "resume" not in found:
-            return None
         if self.resume_job is None or not isinstance(found["resume"], str):
             raise ValueError("resume: expected the path of a job's directory")
         job = found.get("job")
         configured = [] if job is None else [validate_job(job, self.strategies)]
         return find_resumable(Path(found["resume"]), self.runs, configured, self.strategies)
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    async def _take_job(self, stream: anyio.abc.SocketStream, request: _Submission | ResumableJob) -> None:
+        """Run a job, and tell the client how it ended."""
+        try:
+            job = await self._add_job(request)
+        except (*_REFUSALS, OSError) as error:
+            await _answer(stream, {"error": str(error)})
+            return
+        accepted: dict[str, Any] = {"accepted": True, "job_id": str(job.job_id), "directory": str(job.directory)}
+        if isinstance(request, _Submission) and (warnings := request.job.warnings()[:_MAX_WARNINGS]):
+            _log.warning("job %s: %s", job.job_id, "; ".join(warnings))
+            accepted["warnings"] = warnings
+        await _answer(stream, accepted)
+        await job.ended.wait()
+        await _answer(stream, job.outcome)
+
+    async def _add_job(self, request: _Submission | ResumableJob) -> ActiveJob:
+        if isinstance(request, ResumableJob):
+            assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
+            job = self.jobs.add(ActiveJob(request.job_id, request.job, self._directory(request.job_id)))
+            self._start(job, self.resume_job)
+            return job
+        self.jobs.check_room(waits=request.waits)
+        await self.check_job(request.job)
+        self.jobs.check_room(waits=request.waits)  # others were added meanwhile
+        job_id = uuid.uuid4()
+        job = ActiveJob(job_id, request.job, self._directory(job_id), waits=request.waits, submitted_at=time.time())
+        if request.waits:
+            self._number += 1
+            write_queued(job.directory, job.job, job.submitted_at, self._number)
+        self._start(self.jobs.add(job), self.run_job)
+        return job
+
+    def _directory(self, job_id: uuid.UUID) -> Path:
+        return (self.runs / str(job_id)).absolute()
+
+    def _start(self, job: ActiveJob, run_job: RunJob) -> None:
+        self._tasks.start_soon(self._run, job, run_job)
+
+    async def _run(self, job: ActiveJob, run_job: RunJob) -> None:
+        with self._keeping_open():
+            try:
+                await self.jobs.run(job, partial(run_job, job.job, job.job_id))
+            except JobFailedError as error:
+                _log.error("job failed: %s", error)
+                if not job.is_started:
+                    end_queued(job.directory, str(error), is_cancelled=job.is_cancelled)
+            except JobInterruptedError as error:
+                _log.warning("job %s was interrupted: %s", job.job_id, error)
+                return  # one that waits has its file still
+            if job.waits and job.is_started:
+                _forget_queued(job.directory)
+
+    async def _take_up_queued(self, queued: QueuedJob) -> None:
+        """Let a job wait again that waited before a restart."""
+        directory = self._directory(queued.job_id)
+        try:
+            table = await anyio.to_thread.run_sync(validate_job, queued.table, self.strategies)
+        except ValueError as error:
+            _log.error("job %s does not wait any longer: %s", queued.job_id, error)
+            end_queued(directory, str(error))
+            return
+        self._number += 1
+        job = ActiveJob(queued.job_id, table, directory, waits=True, submitted_at=queued.submitted_at)
+        try:
+            write_queued(directory, table, queued.submitted_at, self._number)
+        except OSError as error:
+            _log.error("that job %s waits is not recorded, but was before: %s", queued.job_id, error)
+        self._start(self.jobs.add(job), self.run_job)
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    async def _handle_command(self, stream: anyio.abc.SocketStream, command: JobCommand) -> None:
+        try:
+            await self._carry_out(stream, command)
+        except JobLookupError as error:
+            matches = [msgspec.to_builtins(entry) for entry in error.matches[:_MAX_MATCHES]]
+            code = "ambiguous" if matches else "unknown"
+            await _answer(stream, {"error": str(error), "code": code, "matches": matches})
+        except OSError as error:
+            _log.error("a command of a client cannot be carried out: %s", error)
+            await _answer(stream, {"error": f"the scheduler cannot carry it out: {error}", "code": "failed"})
+
+    async def _carry_out(self, stream: anyio.abc.SocketStream, command: JobCommand) -> None:
+        match command:
+            case ListJobs(all=every):
+                listed = partial(list_jobs, self.runs.absolute(), self._active_entries(), ended=every)
+                found = await anyio.to_thread.run_sync(listed)
+                await _answer(stream, {"jobs": msgspec.to_builtins(found)})
+            case ShowJob(id=wanted):
+                await _answer(stream, {"job": msgspec.to_builtins(await self._find(wanted))})
+            case AttachJob(id=wanted):
+                await self._attach(stream, await self._find(wanted))
+            case CancelJob(id=wanted):
+                await self._cancel(stream, await self._find(wanted))
+            case ReadLogs(id=wanted) if self.ask_logs is not None:
+                job_id = uuid.UUID((await self._find(wanted)).job_id)
+                await _answer(stream, await self.ask_logs(job_id, command.worker, command.run, command.position))
+            case _:
+                await _answer(stream, {"error": "this scheduler reads no logs", "code": "failed"})
+
+    async def _attach(self, stream: anyio.abc.SocketStream, entry: JobEntry) -> None:
+        job = self.jobs.get(uuid.UUID(entry.job_id))
+        await _answer(stream, {"job": msgspec.to_builtins(entry)})
+        if job is not None:
+            await job.ended.wait()
+            await _answer(stream, job.outcome)
+
+    async def _cancel(self, stream: anyio.abc.SocketStream, entry: JobEntry) -> None:
+        job = self.jobs.get(uuid.UUID(entry.job_id))
+        if job is None:
+            await _answer(stream, {"error": f"job {entry.job_id} has ended: {entry.state}", "code": "ended"})
+            return
+        job.cancel()
+        with anyio.move_on_after(_CANCEL_TIMEOUT) as waited:
+            await job.ended.wait()
+        if waited.cancelled_caught:
+            text = f"job {entry.job_id} has not ended within {_CANCEL_TIMEOUT:g} s; it ends as soon as it can"
+            await _answer(stream, {"error": text, "code": "late"})
+        elif "result" in job.outcome:
+            await _answer(stream, {"error": f"job {entry.job_id} has ended: finished", "code": "ended"})
+        else:
+            await _answer(stream, {"cancelled": entry.job_id, "directory": entry.directory})
+
+    def _active_entries(self) -> dict[str, JobEntry]:
+        return {str(job.job_id): self._describe(job) for job in self.jobs}
+
+    def _describe(self, job: ActiveJob) -> JobEntry:
+        reason = self.jobs.waits_because(job)
+        return JobEntry(
+            str(job.job_id),
+            "running" if reason is None else "waiting",
+            str(job.directory),
+            name=job.job.name,
+            type=job.job.type,
+            submitted=job.submitted_at or None,
+            reason=reason,
+        )
+
+    async def _find(self, wanted: str) -> JobEntry:
+        """Return the job that a command names.
+
+        Raises:
+            JobLookupError: there is none, or there are several.
+        """
+        if not wanted or len(wanted) > _MAX_ID:
+            raise JobLookupError(f"id: give the name of a job, or the beginning of its id, not {wanted[:_MAX_ID]!r}")
+        find = partial(find_jobs, self.runs.absolute(), self._active_entries(), wanted)
+        found = await anyio.to_thread.run_sync(find)
+        if not found:
+            raise JobLookupError(f"no job has the name, or an id that begins with, {wanted!r}; `jobs --all` lists all")
+        if len(found) > 1:
+            raise JobLookupError(f"{len(found)} jobs have the name, or an id that begins with, {wanted!r}", found)
+        [entry] = found
+        if entry.state in ACTIVE and self.jobs.get(uuid.UUID(entry.job_id)) is None:  # it has ended meanwhile
+            return await anyio.to_thread.run_sync(read_entry, Path(entry.directory)) or entry
+        return entry
+
+
+def _forget_queued(directory: Path) -> None:
+    """Let a job that has ended not wait again after a restart; log it if that is not possible."""
+    try:
+        remove_queued(directory)
+    except OSError as error:
+        _log.error("%s is begun again after a restart, remove %s: %s", directory.name, directory / QUEUED, error)
+
+
+def _parse_command(data: bytes) -> JobCommand:
+    try:
+        command: JobCommand = _COMMANDS.decode(data)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"command: {error}") from None
+    return command
 
 
 async def _check_free(path: anyio.Path) -> None:
@@ -168,21 +476,12 @@ async def serve_submissions(runs: Path, run_job: RunJob) -> None:
     await SubmissionServer(runs, run_job).serve()
 
 
-async def _read(stream: anyio.abc.SocketStream) -> bytes:
-    data = bytearray()
-    while len(data) <= _MAX_JOB_BYTES:
-        try:
-            data += await stream.receive()
-        except anyio.EndOfStream:
-            return bytes(data)
-    raise ValueError(f"the job is larger than {_MAX_JOB_BYTES} bytes")
-
-
-async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> None:
+async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
     try:
-        await stream.send(json.dumps(answer).encode() + b"\n")
-    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-        _log.info("the client that submitted the job has disconnected")
+        with anyio.fail_after(_SEND_TIMEOUT):
+            await stream.send(json.dumps(answer).encode() + b"\n")
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError, TimeoutError):
+        _log.info("a client has disconnected, or does not read its answers")
 
 
 def parse_job(data: bytes, strategies: Collection[str] | None = None) -> JobTable:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hypha_net.node.config.errors import validation_problems
-from hypha_scheduler.jobs.config import JobTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import JobTable, PreprocessorTable, StartModelTable
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, load_strategy, parse_job
 
@@ -44,7 +44,7 @@ def _missing_files_of_tables(job: dict[str, Any]) -> list[str]:
     """Return what the tables that are valid by themselves lack."""
     lines = []
     with suppress(ValidationError):  # which is among the problems of the job
-        lines += missing_files(ModelTable.model_validate(job.get("model")))
+        lines += missing_files(StartModelTable.model_validate(job.get("model")))
     with suppress(ValidationError):
         lines += missing_files(None, PreprocessorTable.model_validate(job.get("preprocessor")))
     return lines

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import WorkerRequest
+from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_worker.bidding.evaluation import Evaluation, find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.rejection import (
@@ -23,8 +23,10 @@ from hypha_worker.bidding.rejection import (
     policy_reasons,
     quota_reasons,
     resource_reasons,
+    start_reasons,
 )
 from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity
 from hypha_worker.leasing.terms import LeaseUsage
 
@@ -47,6 +49,8 @@ class Arbiter:
 
     policy: OfferPolicy
     capabilities: Capabilities
+    starts: Mapping[ExecutorDescriptor, ExecutorStarts] = field(default_factory=dict, compare=False)
+    """How the executors have started; those that fail are not offered."""
     _evaluation: Evaluation = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,7 @@ class Arbiter:
             *policy_reasons(self.policy, scheduler, request.bid),
             *quota_reasons(self.policy.quota, usage),
             *executor_reasons(self.capabilities, request.spec.executor),
+            *start_reasons(self.starts, request.spec.executor),
             *resource_reasons(self.policy, self.capabilities, request, free),
         )
 

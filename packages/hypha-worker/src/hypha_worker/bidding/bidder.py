@@ -24,6 +24,7 @@ from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
 from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.bidding.request_queue import Decision, RequestQueue
 from hypha_worker.bidding.scheduler_dials import SchedulerDials
 from hypha_worker.leasing.expiry import expiry_fields
@@ -46,7 +47,12 @@ class Bidder:
     """Answers requests on the topic ``hypha/worker`` with offers."""
 
     def __init__(
-        self, endpoint: Endpoint, arbiter: Arbiter, lease_manager: LeaseManager, sweep: Callable[[float], None]
+        self,
+        endpoint: Endpoint,
+        arbiter: Arbiter,
+        lease_manager: LeaseManager,
+        sweep: Callable[[float], None],
+        history: RequestHistory | None = None,
     ) -> None:
         """Make a bidder.
 
@@ -55,8 +61,11 @@ class Bidder:
             arbiter: decides which requests get an offer.
             lease_manager: reserves what is offered.
             sweep: ends leases that have expired, so that their resources can be offered again; gets the local clock.
+            history: keeps what was decided, for the owner.
         """
         self._endpoint = endpoint
+        self._arbiter = arbiter
+        self._history = RequestHistory() if history is None else history
         self._lease_manager = lease_manager
         self._sweep = sweep
         self._queue = RequestQueue(arbiter, lease_manager)
@@ -90,7 +99,16 @@ class Bidder:
             traces = _record_decision(decision, now)
             for plan in decision.offers:
                 lease = self._reserve(plan, now)
+                self._history.note_offer(plan.received_request, plan.price)
                 tasks.start_soon(self._send_offer, lease, dials, traces.get((lease.scheduler, lease.request_id)))
+
+            self._note_refusals(decision)
+
+    def _note_refusals(self, decision: Decision) -> None:
+        offered = {plan.received_request.key for plan in decision.offers}
+        for received in decision.requests:
+            if received.key not in offered:
+                self._history.note_refusal(received, explain_refusal(self._arbiter, self._lease_manager, received))
 
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request

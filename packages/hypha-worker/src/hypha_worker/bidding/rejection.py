@@ -5,7 +5,7 @@ Pure; called by `arbiter`. Of other schedulers' leases a reason reveals only tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.leasing.capacity import Capabilities, Capacity, executor_text
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
@@ -30,6 +31,7 @@ class RejectionReason:
 
 
 DRAINING: Final = RejectionReason("this worker drains: it makes no more offers", Rejection(code="draining"))
+PAUSED: Final = RejectionReason("its owner has paused this worker: it makes no offers", Rejection(code="paused"))
 
 
 def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[RejectionReason]:
@@ -54,6 +56,16 @@ def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescripto
     configured = ", ".join(sorted(map(executor_text, capabilities.executors))) or "none"
     for executor in capabilities.missing_executors(wanted)[:MAX_EXECUTORS]:
         text = f"executor {executor_text(executor)} is not configured; configured: {configured}"
+        yield RejectionReason(text, Rejection(code="executor"))
+
+
+def start_reasons(
+    starts: Mapping[ExecutorDescriptor, ExecutorStarts], wanted: tuple[ExecutorDescriptor, ...]
+) -> Iterator[RejectionReason]:
+    """Yield the executors of a request that are out of bids because they fail at their start."""
+    known = [found for executor in wanted[:MAX_EXECUTORS] if (found := starts.get(executor)) is not None]
+    for name in dict.fromkeys(each.executor for each in known if each.exclusion is not None):
+        text = f"executor {name} is out of bids, because it fails at its start"
         yield RejectionReason(text, Rejection(code="executor"))
 
 

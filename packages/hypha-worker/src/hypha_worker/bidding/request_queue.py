@@ -54,7 +54,7 @@ class RequestQueue:
             return batch_due
         if self._is_freed:
             return 0.0
-        ends = [lease.expires for lease in self.lease_manager.leases if lease.end is None]
+        ends = [lease.ends for lease in self.lease_manager.leases if lease.end is None]
         deferred_due = max(0.0, min((*ends, self._deferred.next_deadline)) - now)
         return deferred_due if batch_due is None else min(batch_due, deferred_due)
 
@@ -66,7 +66,7 @@ class RequestQueue:
         """
         leases, is_due = self.lease_manager, self._batch.seconds_until_due(now) == 0.0
         self._is_freed = False
-        if leases.is_closed:
+        if leases.is_closed or leases.is_paused:
             return Decision((), (*self._deferred.take(), *self._batch.drain()))
         open_batch = () if is_due else self._batch.pending
         batch = self._batch.drain() if is_due else []

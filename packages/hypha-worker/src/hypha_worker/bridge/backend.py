@@ -20,16 +20,18 @@ import msgspec
 
 from hypha_net import instrumentation, transfer
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.bridge_api import (
     FetchedFile,
     ReceivedFile,
     ResourceTransfer,
+    RoundJoined,
     SpanReport,
     TaskUpdate,
     TaskUpdateAnswer,
     Transfer,
 )
+from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     AggregateJob,
@@ -43,31 +45,38 @@ from hypha_proto.job_spec import (
     UriReference,
 )
 from hypha_proto.progress import (
-    REPORT,
     BatchDone,
     OuterStepTaken,
     Progress,
-    ProgressRequest,
     ProgressResponse,
     RoundMetrics,
     SendingUpdate,
+    TrainedBatch,
     UpdateMerged,
 )
 from hypha_proto.transfer import OTHER_FILE, PSEUDO_GRADIENT, PushHeader
-from hypha_worker.bridge.delivery_queue import DeliveryQueue, PendingFile
+from hypha_worker.bridge.current_server import CurrentServer
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.progress_reports import ProgressReports
+from hypha_worker.bridge.round_commits import RoundCommits, check_contribution
 from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.bridge.uncommitted_updates import PendingFile
+from hypha_worker.bridge.update_sender import UpdateSender
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.assigned_slices import AssignedSlices, slice_file_name
-from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
+from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
+from hypha_worker.connectors.downloads import DownloadedFile, download_all_from_uri, download_from_hub
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     DiskFaultError,
     bad_request,
     describe_disk_fault,
     is_disk_fault,
+    never_joins,
     not_allowed,
-    to_bridge_error,
+    peer_failed,
+    round_closed,
+    update_refused,
 )
 from hypha_worker.job_files import JobFiles
 from hypha_worker.jobs.references import check_peers, job_references, reference_peers, with_secrets
@@ -149,6 +158,14 @@ class BridgeBackend(Protocol):
         """Report progress to the scheduler; return its answer."""
         ...
 
+    async def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
+        """Report several batches to the scheduler; return which it has counted. It may be silent for a while."""
+        ...
+
+    async def join_round(self) -> RoundJoined:
+        """Wait until the scheduler says with which round the executor begins."""
+        ...
+
     async def fetch_resource(self, wanted: ResourceTransfer) -> Sequence[FetchedFile]:
         """Return the files of a task's resource, copied to a folder if the request names one."""
         ...
@@ -180,19 +197,39 @@ class JobBridgeBackend:
     files: PeerFiles
     traceparent: str | None = None
     """The span of the job's execution, the parent of all spans here."""
+    contact: SchedulerContact | None = None
+    """Waits for the scheduler as long as the job may run on without it; by default not longer than other requests."""
     on_disk_fault: Callable[[str], None] = lambda _reason: None
     """Called with the reason when this worker's disk is full or fails."""
+    server: CurrentServer = field(init=False)
+    updates: UpdateSender = field(init=False)
+    reports: ProgressReports = field(init=False)
+    _has_joined: bool = False
+    """Whether the executor has asked with which round it begins."""
     _fetched: int = 0
+    _assignments: AssignmentOrder = field(default_factory=AssignmentOrder)
     _prefetched: dict[str, None] = field(default_factory=dict)
     """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
     _next_numbers: dict[str, int] = field(default_factory=dict)
     """Round of the next file of each kind, for executors that name none."""
+    _recorded: tuple[int, int] = (0, 0)
+    """Round of the last batches that were reported several at once, and their number in it."""
     _spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     def __post_init__(self) -> None:
         executor = self.spec.executor
+        self.server = CurrentServer(self.spec)
+        self.updates = UpdateSender(self.files, self.server, waits=self._joins)
+        takes_batches = self.server.term is not None  # other strategies answer each batch
+        self.reports = ProgressReports(self.spec.job_id, self.lease, self._contact, takes_batches=takes_batches)
         if isinstance(executor, TrainJob) and executor.config.first_round:
             self._next_numbers[PSEUDO_GRADIENT] = executor.config.first_round
+
+    @property
+    def _joins(self) -> bool:
+        """Whether executors of the job join and leave its rounds."""
+        executor = self.spec.executor
+        return isinstance(executor, TrainJob) and bool(executor.config.join)
 
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """See `BridgeBackend.fetch`."""
@@ -249,7 +286,7 @@ class JobBridgeBackend:
             found = await download_from_hub(reference, folder, self.access, storage=storage)
         else:
             assert isinstance(reference, UriReference)
-            found = [await download_from_uri(reference.value, folder, self.access, storage=storage)]
+            found = await download_all_from_uri(reference.value, folder, self.access, storage=storage, files=self.files)
         return [self._downloaded(file) for file in found]
 
     async def _fetch_slice(self, reference: SchedulerReference, path: str) -> FetchedFile:
@@ -257,11 +294,16 @@ class JobBridgeBackend:
         if not isinstance(executor, TrainJob) or reference != executor.config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{_data_text(executor)}")
         folder, number = self._job_files.make_folder(path or ARTIFACTS), self._fetched
-        slices = AssignedSlices(reference.peer, self.spec.job_id, self.lease, self.files)
-        return await slices.fetch(
+        slices = AssignedSlices(
+            reference.peer, self.spec.job_id, self.lease, self.files, contact=self._contact, order=self._assignments
+        )
+        fetched = await slices.fetch(
             reference.dataset,
             lambda assigned: folder / (slice_file_name(reference.dataset, assigned, number) if path else FIRST_SLICE),
         )
+        if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
+            self.queue.join(executor.config.first_round or 1)
+        return fetched
 
     async def _fetch_from_peers(
         self, reference: PeersReference, folder: PurePosixPath, is_bare: bool
@@ -301,11 +343,22 @@ class JobBridgeBackend:
         with self._job_files.open_file(wanted.path) as file:  # what takes its place from now on is not sent
             return await self._send(reference, wanted, file)
 
+    async def pull_from_scheduler(self, address: SliceAddress, target: Path, digest: str) -> transfer.PullResult:
+        """Pull a file that the scheduler serves; `target` lies in the staging folder. Raises `BridgeError`."""
+        with self._reporting_disk_faults():
+            pulled, _ = await self.files.pull([self.scheduler], address, target, digest)
+        self.files.traffic.received += pulled.size
+        return pulled
+
     async def _send(self, reference: PeersReference, wanted: Transfer, file: FileIO) -> Sent:
         kind = self._kind_for(reference.peers)
         # older executors send no round number: then each send is the next round
         number = self._next_numbers.get(kind, 1) if wanted.round is None else wanted.round
         size, digest = await transfer.describe(file)
+        if wanted.contribution is not None:
+            if kind != PSEUDO_GRADIENT:
+                raise bad_request("contribution: only a file for the peers of `updates` has one: leave it out")
+            check_contribution(wanted.contribution, number, digest)
         header = PushHeader(
             job_id=self.spec.job_id,
             round=number,
@@ -317,11 +370,78 @@ class JobBridgeBackend:
             lease=self.lease,
             scheduler=self.scheduler,
         )
-        about = {"hypha.round": number, "hypha.file.size": size}
-        with instrumentation.span(f"send {kind}", about, parent=self.traceparent):
-            sent = await self.files.push(reference, file, header)
+        if kind == PSEUDO_GRADIENT and self.server.term is not None:
+            sent = await self._send_update(reference, file, header, wanted.contribution)
+        else:
+            sent = await self._push(reference, file, header)
         self._next_numbers[kind] = number + 1
         return Sent({str(peer): count for peer, count in sent.items()}, number, size, digest)
+
+    async def _push(self, reference: PeersReference, file: FileIO, header: PushHeader) -> dict[PeerId, int]:
+        with self._send_span(header):
+            return await self.files.push(self.server.translate_reference(reference), file, header)
+
+    def _send_span(self, header: PushHeader) -> instrumentation.Span:
+        about = {"hypha.round": header.round, "hypha.file.size": header.size}
+        return instrumentation.span(f"send {header.kind}", about, parent=self.traceparent)
+
+    async def _send_update(
+        self, reference: PeersReference, file: FileIO, header: PushHeader, contribution: Contribution | None
+    ) -> dict[PeerId, int]:
+        """State an update to the scheduler and push it; push it alone to a scheduler that commits no rounds."""
+
+        async def state() -> bool:
+            return await self._state_contribution(header, contribution)
+
+        # kept before it is stated: the scheduler may replace the parameter server as soon as it knows of the update
+        self.updates.keep(reference, file, msgspec.structs.replace(header, contribution=contribution))
+        try:
+            if not await state():
+                self.updates.forget()
+                return await self._push(reference, file, header)
+            with self._send_span(header):
+                return await self.updates.send(state)
+        except BaseException:
+            self.updates.forget()
+            raise
+
+    async def _state_contribution(self, header: PushHeader, contribution: Contribution | None) -> bool:
+        """Tell the scheduler what an update was computed from; return False if it commits no rounds.
+
+        Raises:
+            BridgeError: the update does not count.
+        """
+        number = header.round
+        with instrumentation.span("state contribution", {"hypha.round": number}, parent=self.traceparent):
+            answer = await self._commits.state_contribution(number, header.digest, header.samples, contribution)
+        if answer is None or answer.accepted:
+            return answer is not None
+        why = f"the scheduler does not accept the update of round {number}: {answer.reason[:1000]}"
+        if not answer.rejoin or not self._has_joined:
+            raise update_refused(why)
+        self.queue.leave()
+        raise round_closed(f"{why}; ask /rounds/join with which round to begin")
+
+    @property
+    def _commits(self) -> RoundCommits:
+        return RoundCommits(self.endpoint, self.scheduler, self.spec.job_id, self.lease, self.contact)
+
+    async def join_round(self) -> RoundJoined:
+        """See `BridgeBackend.join_round`. What the executor has trained and not sent before is given up."""
+        if not self._joins:
+            raise bad_request("join: this job's executors begin with `first_round`, or 1, and need not ask")
+        self._has_joined = True
+        self._recorded = (0, 0)
+        self.updates.forget()
+        self.queue.leave()
+        with instrumentation.span("join round", parent=self.traceparent):
+            answer = await self._commits.join()
+        if answer is None:
+            raise peer_failed("the scheduler does not know rounds to join: update hypha-scheduler")
+        if answer.round is None:
+            raise never_joins(f"this executor takes part in no round: {answer.reason[:1000]}")
+        self.queue.join(answer.round)
+        return RoundJoined(round=answer.round, weights=answer.weights)
 
     def _kind_for(self, peers: Sequence[PeerId]) -> str:
         """Return the kind of a file: one that goes only to peers which get the job's updates is an update."""
@@ -335,7 +455,8 @@ class JobBridgeBackend:
 
     async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
         """See `BridgeBackend.next_pending_file`."""
-        return await self.queue.next_file(self._senders(wanted))
+        senders = self._senders(wanted)
+        return await self.queue.next_file(lambda: self.server.translate(senders))
 
     def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
         reference = _peers_reference(wanted, "files are received from peers")
@@ -351,11 +472,25 @@ class JobBridgeBackend:
         if isinstance(progress, BatchDone):
             self._record_batch(progress)
             with instrumentation.attached(None):  # a job has too many batches for its trace
-                return await self._report(progress)
+                return await self.reports.report_batch(progress)
         with instrumentation.span("report", {"hypha.report": _REPORT_NAMES[type(progress)]}, parent=self.traceparent):
-            return await self._report(progress)
+            return await self.reports.report(progress)
 
-    def _record_batch(self, batch: BatchDone) -> None:
+    async def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
+        """See `BridgeBackend.report_batches`."""
+        for batch in self._not_recorded(trained):
+            self._record_batch(batch)
+        with instrumentation.attached(None):
+            return await self.reports.report_batches(trained)
+
+    def _not_recorded(self, trained: TrainedBatches) -> Sequence[TrainedBatch]:
+        """Return the batches that the executor reports for the first time."""
+        number, before = self._recorded
+        known = max(0, before - trained.first) if number == trained.round else 0
+        self._recorded = (trained.round, max(trained.first + len(trained.batches), known + trained.first))
+        return trained.batches[known:]
+
+    def _record_batch(self, batch: TrainedBatch) -> None:
         _SAMPLES.add(batch.batch_size)
         for index in batch.slices or ():
             self._prefetched.pop(index, None)
@@ -378,17 +513,13 @@ class JobBridgeBackend:
         return self._spans.record(report, self.traceparent)
 
     def close(self) -> None:
-        """Remove the job's gauge."""
+        """Remove the job's gauge, and close the newest update."""
+        self.updates.forget()
         _PREFETCHED.forget(self._job)
 
-    async def _report(self, progress: Progress) -> ProgressResponse:
-        request = ProgressRequest(job_id=self.spec.job_id, progress=progress, lease=self.lease, id=uuid.uuid4())
-        try:
-            return await call_with_retries(
-                self.endpoint, self.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
-            )
-        except NetError as error:
-            raise to_bridge_error(error) from error
+    @property
+    def _contact(self) -> SchedulerContact:
+        return self.contact or SchedulerContact(self.endpoint, self.scheduler)
 
 
 def _peers_reference(wanted: Transfer, why: str) -> PeersReference:

@@ -16,8 +16,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from hypha_proto.batch_reports import MAX_BATCHES, BatchesCounted, TrainedBatches
 from hypha_proto.bridge_api import (
+    BATCHES,
     FETCH,
+    JOIN,
     RECEIVE,
     SEND,
     SPANS,
@@ -27,6 +30,7 @@ from hypha_proto.bridge_api import (
     FetchedFile,
     ReceivedFile,
     ResourceTransfer,
+    RoundJoined,
     TaskUpdateAnswer,
     Transfer,
     read_resource_transfer,
@@ -61,6 +65,28 @@ _TRANSFER_BODY: Final = {
         "path": {"type": "string", "description": "File or folder, relative to the work directory."},
         "round": {"type": "integer", "minimum": 0},
         "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
+        "contribution": {
+            **_ANY_OBJECT,
+            "description": "What a pseudo-gradient was computed from: round, weights, ranges, batches, batch_size, "
+            "seed, optimizer and update.",
+        },
+    },
+    "type": "object",
+}
+_BATCHES_BODY: Final = {
+    "required": ["round", "first", "batches"],
+    "properties": {
+        "round": {"type": "integer", "minimum": 0},
+        "first": {"type": "integer", "minimum": 0, "description": "Batches of the round before these."},
+        "batches": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_BATCHES,
+            "items": {
+                **_ANY_OBJECT,
+                "description": "batch_size; slices: samples taken from each; batch_ms and wait_ms.",
+            },
+        },
     },
     "type": "object",
 }
@@ -102,7 +128,7 @@ _ERROR: Final = {
     },
 }
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
-    (400, 403, 404, 410, 413, 500, 502, 503, 504, 507), _ERROR
+    (400, 403, 404, 409, 410, 413, 500, 502, 503, 504, 507), _ERROR
 )
 
 
@@ -141,6 +167,21 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
         answer = await call(backend.report, progress)
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
 
+    async def batches(request: Request) -> Response:
+        """Report trained batches; answer how many need not be reported again, and how many the round has."""
+        try:
+            trained = from_json(TrainedBatches, await _read_body(request))
+        except DecodeError as error:
+            raise bad_request(f"batches: {error}") from None
+        counted = await call(backend.report_batches, trained)
+        return Response(to_json(BatchesCounted, counted), media_type="application/json")
+
+    async def join(request: Request) -> Response:
+        """Ask with which round the executor begins; answer when the scheduler has decided."""
+        await _read_body(request)
+        joined = await _while_connected(request, call(backend.join_round))
+        return _json(to_plain(RoundJoined, joined))
+
     async def update(request: Request) -> Response:
         """Report progress of a task; answer whether it drains, and how long it still has."""
         try:
@@ -162,6 +203,8 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     _add(app, SEND, send, _TRANSFER_BODY)
     _add(app, RECEIVE, receive, _TRANSFER_BODY)
     _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
+    _add(app, BATCHES, batches, _BATCHES_BODY)
+    _add(app, JOIN, join, _ANY_OBJECT)
     _add(app, UPDATE, update, _UPDATE_BODY)
     _add(app, SPANS, spans, _SPANS_BODY)
     return app
@@ -231,12 +274,14 @@ async def _read_peer_transfer(request: Request, action: str) -> Transfer:
 
 
 async def _read_body(request: Request) -> bytes:
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
         async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY:
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY:
                 raise BridgeError(413, "too-large", f"the body exceeds {MAX_BODY} bytes")
     except ClientDisconnect:  # the executor was ended while it sent; nothing reads the answer
         raise bad_request("the executor disconnected before the end of its request") from None
-    return bytes(body)
+    return b"".join(parts)

@@ -9,6 +9,7 @@ its clients do: the connection of a client that stops reading is closed.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -32,8 +33,10 @@ def preload() -> None:
 
 
 @asynccontextmanager
-async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[None]:
+async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[Callable[[], bool]]:
     """Serve `backend` at a Unix socket, which is created now, while the context is open.
+
+    The context has a function that returns whether anybody has connected.
 
     After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
     server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
@@ -46,7 +49,7 @@ async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterat
             server = _BridgeServer(backend, portal, listener)
             tasks.start_soon(server.run)
             try:
-                yield
+                yield server.was_used
             finally:
                 with anyio.CancelScope(shield=True):
                     await server.stop()
@@ -65,12 +68,18 @@ class _BridgeServer:
         self._server: HttpServer | None = None
         self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
         self._ended = anyio.Event()
+        self._is_used = False
+
+    def was_used(self) -> bool:
+        """Return whether anybody has connected, also if the connection is not accepted yet."""
+        return self._is_used or _has_connection(self._listener)
 
     async def run(self) -> None:
         """Wait for the first connection, then serve until `stop`."""
         try:
             with self._scope:
                 await anyio.wait_readable(self._listener)
+                self._is_used = True
                 await self._serve()
         finally:
             self._ended.set()
@@ -88,6 +97,13 @@ class _BridgeServer:
         await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
         if not self._server.should_exit:
             raise BridgeStartError("the job's bridge ended while the job was running")
+
+
+def _has_connection(listener: socket.socket) -> bool:
+    """Return whether a connection waits to be accepted."""
+    poll = select.poll()  # unlike `select.select`, it takes descriptors from 1024 on
+    poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> HttpServer:

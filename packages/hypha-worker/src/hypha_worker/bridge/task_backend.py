@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Final, NoReturn
 
 from hypha_net import transfer
+from hypha_proto.batch_reports import TrainedBatches
 from hypha_proto.bridge_api import (
     FetchedFile,
     ReceivedFile,
@@ -30,8 +31,8 @@ from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.backend import ARTIFACTS, OutputFile, Sent, SentOutput
-from hypha_worker.bridge.delivery_queue import PendingFile
 from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.assigned_slices import AssignedSlices, slice_file_name
 from hypha_worker.connectors.downloads import DownloadedFile
 from hypha_worker.errors import (
@@ -264,6 +265,14 @@ class TaskBridgeBackend:
     async def report(self, _progress: Progress) -> ProgressResponse:
         """See `BridgeBackend.report`."""
         raise bad_request("a task has no rounds to report, use /task/update")
+
+    async def report_batches(self, _trained: TrainedBatches) -> NoReturn:
+        """See `BridgeBackend.report_batches`."""
+        raise bad_request("a task has no rounds to report, use /task/update")
+
+    async def join_round(self) -> NoReturn:
+        """See `BridgeBackend.join_round`."""
+        raise bad_request("a task has no rounds to join")
 
     async def record_spans(self, report: SpanReport) -> int:
         """See `BridgeBackend.record_spans`."""

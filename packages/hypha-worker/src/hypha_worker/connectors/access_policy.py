@@ -1,4 +1,4 @@
-"""The owner's policy on what jobs may access: hosts, Hub repositories and local folders.
+"""The owner's policy on what jobs may access: hosts, network addresses, Hub repositories, S3 buckets, local folders.
 
 Called by `downloads` before each request. Pure apart from resolving paths and opening files.
 """
@@ -6,31 +6,35 @@ Called by `downloads` before each request. Pure apart from resolving paths and o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from hypha_net.redaction import redact_urls
+from hypha_net.connectors.address_check import Network, is_allowed_address, literal_networks
+from hypha_net.connectors.s3_client import S3Client, S3Settings
+from hypha_net.redaction import shown_url
+from hypha_worker.connectors.holder_faults import HolderFaults
 from hypha_worker.errors import bad_request, not_allowed, not_found
 from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
 
 
-def shown_url(url: str) -> str:
-    """Return a URL as an error shows it: without secret parts, and of bounded length."""
-    return redact_urls(url)[:120]
-
-
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Patterns (``*`` matches anything) of hosts and Hub repositories, and folders whose files may be read."""
+    """Patterns (``*`` matches anything) of hosts, Hub repositories and S3 buckets, and folders of readable files."""
 
     hosts: tuple[str, ...] = ()
     repositories: tuple[str, ...] = ("*",)
     roots: tuple[Path, ...] = ()
+    networks: tuple[Network, ...] = ()
+    """Networks that are not public and may be connected to all the same, besides numeric addresses in `hosts`."""
+    buckets: tuple[str, ...] = ()
+    s3: S3Client = field(default_factory=lambda: S3Client(S3Settings()), compare=False)
+    """Reads buckets with the owner's endpoint and credentials."""
+    holder_faults: HolderFaults = field(default_factory=HolderFaults, compare=False)
 
     def check_url(self, url: str) -> None:
         """Refuse a URL whose host is not allowed.
@@ -50,6 +54,21 @@ class AccessPolicy:
                 f"value: host {host[:120]!r} is not in connectors.hosts of this worker: its owner may add it"
             )
 
+    def allowed_addresses(self, host: str, addresses: Sequence[str]) -> list[str]:
+        """Return those of a host's addresses that downloads may connect to.
+
+        Raises:
+            BridgeError: it has addresses, and none is allowed.
+        """
+        networks = (*self.networks, *literal_networks(self.hosts))
+        allowed = [address for address in addresses if is_allowed_address(address, networks)]
+        if addresses and not allowed:
+            raise not_allowed(
+                f"value: host {host[:120]!r} has the address {addresses[0]}, which is not public: the worker's owner "
+                "may list its network in connectors.networks"
+            )
+        return allowed
+
     def check_repository(self, repository: str) -> None:
         """Refuse a Hub repository that is not allowed.
 
@@ -61,19 +80,38 @@ class AccessPolicy:
                 f"repository: {repository[:120]!r} is not in the worker's connectors.repositories: ask its owner"
             )
 
+    def check_bucket(self, bucket: str) -> None:
+        """Refuse an S3 bucket that is not allowed.
+
+        Raises:
+            BridgeError: it is not in ``connectors.buckets``.
+        """
+        if not any(fnmatchcase(bucket, pattern) for pattern in self.buckets):
+            raise not_allowed(
+                f"bucket: {bucket[:80]!r} is not in connectors.buckets of this worker: its owner may add it"
+            )
+
     def resolve_file_url(self, url: str) -> Path:
         """Return the file that a ``file:`` URL names.
 
         Raises:
             BridgeError: it is under none of ``connectors.roots``, or does not exist.
         """
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
-            raise bad_request(f"value: {shown_url(url)!r} names a host other than this one: use file:///path")
-        path = self.resolve_path(unquote(parts.path), "value")
+        path = self.resolve_file_url_path(url)
         if not path.is_file():
             raise not_found(f"file {str(path)[:120]!r} does not exist")
         return path
+
+    def resolve_file_url_path(self, url: str) -> Path:
+        """Return the file or folder that a ``file:`` URL names; it need not exist.
+
+        Raises:
+            BridgeError: it is under none of ``connectors.roots``.
+        """
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise bad_request(f"value: {shown_url(url)!r} names a host other than this one: use file:///path")
+        return self.resolve_path(unquote(parts.path), "value")
 
     def resolve_path(self, text: str, name: str = "path") -> Path:
         """Return the file or folder of an absolute path, with symbolic links resolved; it need not exist.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Final
@@ -16,11 +16,12 @@ from typing import Final
 import anyio
 
 from hypha_net import instrumentation
-from hypha_proto.bridge_api import FetchedFile
+from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import UnusableFileError, peer_failed
 from hypha_worker.paths import safe_name
 
@@ -40,6 +41,27 @@ _SLICE_SECONDS: Final = instrumentation.Histogram(
 )
 
 
+@dataclass(slots=True)
+class AssignmentOrder:
+    """Requests slices of one lease one after the other, and numbers what is assigned.
+
+    The slices themselves are pulled at the same time.
+    """
+
+    assigned: int = 0
+    """Number of slices that were assigned."""
+    _asking: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def request(
+        self, contact: SchedulerContact, request: DataRequest, timeout: float
+    ) -> tuple[SliceAssigned, int]:
+        """Call `request_slice` when all earlier requests are answered; return the slice and its number, from 0."""
+        async with self._asking:
+            found = await request_slice(contact, request, timeout)
+            self.assigned += 1
+            return found, self.assigned - 1
+
+
 @dataclass(frozen=True, slots=True)
 class AssignedSlices:
     """Fetches the slices that one lease is assigned."""
@@ -50,6 +72,10 @@ class AssignedSlices:
     files: PeerFiles
     timeout: float = 10.0
     """Seconds that one attempt at asking for a slice may take."""
+    contact: SchedulerContact | None = None
+    """Waits for the scheduler as long as the job may run on without it; by default not longer than other requests."""
+    order: AssignmentOrder | None = None
+    """That of all fetches of the lease; None states no number of an assignment."""
 
     async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], PurePosixPath]) -> FetchedFile:
         """Fetch the next slice.
@@ -69,9 +95,9 @@ class AssignedSlices:
             request = DataRequest(
                 dataset=dataset, job_id=self.job_id, id=uuid.uuid4(), lease=self.lease, unusable=unusable
             )
-            assigned = await request_slice(self.files.endpoint, self.scheduler, request, self.timeout)
+            assigned, numbered = await self._request(request)
             try:
-                fetched = await self._pull(dataset, assigned, name_file(assigned))
+                fetched = await self._pull(dataset, assigned, name_file(assigned), numbered)
             except UnusableFileError as error:
                 unusable, detail = _unusable_slice(assigned, error), error.detail
                 _log.warning("slice %s; asking the scheduler for another one", detail)
@@ -81,7 +107,20 @@ class AssignedSlices:
                 return fetched
         raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
 
-    async def _pull(self, dataset: str, assigned: SliceAssigned, target: PurePosixPath) -> FetchedFile:
+    @property
+    def _contact(self) -> SchedulerContact:
+        return self.contact or SchedulerContact(self.files.endpoint, self.scheduler)
+
+    async def _request(self, request: DataRequest) -> tuple[SliceAssigned, Mapping[str, str]]:
+        """Ask for a slice; return it, and its number as metadata."""
+        if self.order is None:
+            return await request_slice(self._contact, request, self.timeout), {}
+        assigned, number = await self.order.request(self._contact, request, self.timeout)
+        return assigned, {ASSIGNED: str(number)}
+
+    async def _pull(
+        self, dataset: str, assigned: SliceAssigned, target: PurePosixPath, numbered: Mapping[str, str]
+    ) -> FetchedFile:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
@@ -92,6 +131,8 @@ class AssignedSlices:
             "dataset": dataset,
             "slice": str(assigned.index),
             "epoch": str(assigned.epoch or 0),
+            **numbered,
+            **_positions(assigned),
         }
         return FetchedFile(path=str(target), size=pulled.size, checksum=pulled.digest, metadata=metadata)
 
@@ -103,6 +144,12 @@ def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:
         number: makes it unique, because a slice may be assigned again.
     """
     return f"{safe_name(dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
+
+
+def _positions(assigned: SliceAssigned) -> dict[str, str]:
+    """Return the metadata of a part of a slice: between which positions of its order samples are to be used."""
+    bounds = {"first": assigned.first, "end": assigned.end}
+    return {name: str(position) for name, position in bounds.items() if position is not None}
 
 
 def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:

@@ -1,21 +1,22 @@
 """Copies of files and folders of a shared file system, under the roots that the worker's owner allows.
 
-Called by `tasks.resource_fetcher`; asks `access_policy` first.
+Called by `downloads` and `tasks.resource_fetcher`; asks `access_policy` first. A file that changes while it is read is
+an error, since what was read may be half of each version.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Final
 
 import anyio.from_thread
 
+from hypha_net.connectors.content import BLOCK, FetchedContent
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.errors import bad_request, not_found
+from hypha_worker.errors import BridgeError, bad_request, is_disk_fault, not_allowed, not_found, peer_failed
 from hypha_worker.job_storage import MAX_ENTRIES, JobStorage
-
-_BLOCK: Final = 1 << 20
 
 
 async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
@@ -24,29 +25,35 @@ async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolic
     Links below a folder are followed if they lead to files under the roots.
 
     Raises:
-        BridgeError: it is not allowed, not found, no file or folder, or holds what is neither.
+        BridgeError: it is not allowed, not found, no file or folder, changes meanwhile, or holds what is neither.
         StorageExceededError: it would exceed the storage.
-        OSError: it cannot be read or written.
+        OSError: it cannot be written.
     """
     return await storage.run(_copy_and_publish, text, target, access, storage)
 
 
 def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
     with storage.files.staged() as staged:
-        copied = _copy_tree(text, staged, access, storage)
+        copied = copy_local_tree(text, staged, access, storage)
         storage.files.publish(staged, target)
-    return copied
+    return sum(each.size for each in copied.values())
 
 
-def _copy_tree(text: str, target: Path, access: AccessPolicy, storage: JobStorage) -> int:
+def copy_local_tree(text: str, target: Path, access: AccessPolicy, storage: JobStorage) -> dict[str, FetchedContent]:
+    """Copy a file or folder in a worker thread; return the files by their path in it, which is empty for a file.
+
+    Raises:
+        BridgeError, StorageExceededError, OSError: as `copy_local_files`.
+    """
     source = access.resolve_path(text)
     if source.is_file():
-        return _copy(source, target, access, storage)
+        return {"": copy_local_file(source, target, access, storage)}
     if not source.is_dir():
-        found = "is neither a file nor a folder" if source.exists() else "does not exist"
-        raise not_found(f"path {text[:120]!r} {found}")
+        why = "is neither a file nor a folder" if source.exists() else "does not exist"
+        raise not_found(f"path {text[:120]!r} {why}")
     target.mkdir(mode=0o700)
-    total = count = 0
+    found: dict[str, FetchedContent] = {}
+    count = 0
     for folder, folders, files in os.walk(source):
         for name in [*folders, *files]:
             path = Path(folder, name)
@@ -60,22 +67,70 @@ def _copy_tree(text: str, target: Path, access: AccessPolicy, storage: JobStorag
             real = access.resolve_path(str(path))
             if not real.is_file():
                 raise bad_request(f"{str(path)[:200]!r} is neither a file nor a link to one")
-            total += _copy(real, copied, access, storage)
-    return total
+            found[path.relative_to(source).as_posix()] = copy_local_file(real, copied, access, storage)
+    return found
 
 
-def _copy(source: Path, target: Path, access: AccessPolicy, storage: JobStorage) -> int:
-    """Copy a file in a worker thread; stop when the caller is cancelled."""
-    with access.open_file(source) as reader, target.open("xb", buffering=0) as writer:
-        size = os.fstat(reader.fileno()).st_size
-        storage.reserve(target, size)
-        try:
-            while block := reader.read(_BLOCK):
-                anyio.from_thread.check_cancelled()
-                storage.reserve(target, max(size, writer.tell() + len(block)))
-                rest = memoryview(block)
-                while rest:
-                    rest = rest[writer.write(rest) :]
-            return writer.tell()
-        finally:
-            storage.release(target)
+def copy_local_file(source: Path, target: Path, access: AccessPolicy, storage: JobStorage) -> FetchedContent:
+    """Copy a file that `AccessPolicy` has resolved, in a worker thread; stop when the caller is cancelled.
+
+    Raises:
+        BridgeError: it cannot be read, or changes meanwhile.
+        StorageExceededError: it would exceed the storage.
+        OSError: it cannot be written.
+    """
+    try:
+        with _open(source, access) as reader, target.open("xb", buffering=0) as writer:
+            before = os.fstat(reader.fileno())
+            fetched = _copy_content(reader, writer, before.st_size, storage, source, target)
+            after = os.fstat(reader.fileno())
+    finally:
+        storage.release(target)
+    if _version(before) != _version(after) or fetched.size != before.st_size:
+        raise peer_failed(
+            f"file {str(source)[:200]!r} changed while it was read ({before.st_size} bytes before, {after.st_size} "
+            "after): write a new file and rename it instead"
+        )
+    return fetched
+
+
+def _version(about: os.stat_result) -> tuple[int, int]:
+    return about.st_size, about.st_mtime_ns
+
+
+def _open(source: Path, access: AccessPolicy) -> FileIO:
+    try:
+        return access.open_file(source)
+    except FileNotFoundError:
+        raise not_found(f"file {str(source)[:200]!r} does not exist") from None
+    except PermissionError as error:
+        raise not_allowed(f"file {str(source)[:200]!r}: {error.strerror}: let the worker's user read it") from None
+    except OSError as error:
+        raise _read_error(source, error) from error
+
+
+def _copy_content(
+    reader: FileIO, writer: FileIO, size: int, storage: JobStorage, source: Path, target: Path
+) -> FetchedContent:
+    sha256 = hashlib.sha256()
+    storage.reserve(target, size)
+    while block := _read(reader, source):
+        anyio.from_thread.check_cancelled()
+        storage.reserve(target, max(size, writer.tell() + len(block)))
+        sha256.update(block)
+        rest = memoryview(block)
+        while rest:
+            rest = rest[writer.write(rest) :]
+    return FetchedContent(writer.tell(), f"sha256:{sha256.hexdigest()}")
+
+
+def _read(reader: FileIO, source: Path) -> bytes:
+    try:
+        return reader.read(BLOCK)
+    except OSError as error:  # of the shared file system, not of this worker's disk
+        raise _read_error(source, error) from error
+
+
+def _read_error(source: Path, error: OSError) -> BridgeError:
+    remedy = "check the shared file system" if is_disk_fault(error) else "check the path"
+    return peer_failed(f"file {str(source)[:200]!r} cannot be read: {error.strerror}: {remedy}")

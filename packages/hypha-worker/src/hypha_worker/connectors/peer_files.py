@@ -27,10 +27,12 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries, retry
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     BridgeError,
     DiskFaultError,
+    PushRefusedError,
     StorageExceededError,
     UnusableFileError,
     bad_request,
@@ -48,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 _NO_DIGEST: Final = f"blake3:{0:064}"
 _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
-UNAVAILABLE_DELAYS: Final = (2.0, 5.0, 10.0, 20.0, 30.0, 30.0)
+UNAVAILABLE_DELAYS: Final = (2.0, 5.0, *(10.0,) * 48)
 """Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
 restarting."""
 HOLDER_DELAYS: Final = (0.0, 0.25, 1.0)
@@ -57,12 +59,11 @@ ALTERNATIVE_ROUNDS: Final = 3
 """Further rounds over the unreachable providers of a file, when the others have it with wrong content."""
 
 
-async def request_slice(
-    endpoint: Endpoint, scheduler: PeerId, request: DataRequest, timeout: float = 10.0
-) -> SliceAssigned:
+async def request_slice(contact: SchedulerContact, request: DataRequest, timeout: float = 10.0) -> SliceAssigned:
     """Ask the scheduler for one further slice.
 
     Args:
+        contact: reaches the scheduler.
         timeout: seconds that one attempt may take.
 
     Raises:
@@ -70,7 +71,7 @@ async def request_slice(
             format that is not known here (502), or it does not answer.
     """
     try:
-        answer = await call_with_retries(endpoint, scheduler, DATA, request, timeout=timeout)
+        answer = await contact.call(DATA, request, is_refusal=_is_refusal, timeout=timeout, delays=RETRY_DELAYS)
     except NetError as error:
         raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
@@ -84,7 +85,22 @@ async def request_slice(
             f"the scheduler assigned a slice of the format {answer.format[:80]!r}, and this worker knows "
             f"{', '.join(SLICE_SUFFIXES)}: update hypha-worker"
         )
+    if _is_empty(answer):
+        raise peer_failed(
+            f"the scheduler assigned no sample of slice {answer.index} of {request.dataset[:80]!r}: first "
+            f"{answer.first or 0} is not before end {answer.end}"
+        )
     return answer
+
+
+def _is_refusal(answer: SliceAssigned | NotFound | WireError) -> bool:
+    """Return whether a scheduler that has not taken up the job yet may have refused a slice for this reason."""
+    return isinstance(answer, NotFound) or (isinstance(answer, WireError) and answer.message != NO_FREE_SLICE)
+
+
+def _is_empty(assigned: SliceAssigned) -> bool:
+    """Return whether the positions of an assigned slice leave no sample to be used."""
+    return assigned.end is not None and (assigned.first or 0) >= assigned.end
 
 
 def slice_suffix(assigned: SliceAssigned) -> str:
@@ -102,6 +118,8 @@ class _Wanted:
     check: Callable[[Path], None] | None
     delays: Sequence[float] = RETRY_DELAYS
     """Seconds before each attempt to pull it from one peer."""
+    is_cached: bool = True
+    """Whether the worker's cache may have it, and keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +199,26 @@ class PeerFiles:
         return pulled
 
     async def pull_once(
-        self, peers: Sequence[PeerId], address: SliceAddress, target: Path, digest: str | None = None
+        self,
+        peers: Sequence[PeerId],
+        address: SliceAddress,
+        target: Path,
+        digest: str | None = None,
+        *,
+        is_cached: bool = True,
     ) -> transfer.PullResult | dict[PeerId, NetError]:
         """Pull one file from the first of `peers` that has it; return the error of each if none has.
 
         Each is tried `HOLDER_DELAYS` times, and none again later: the caller knows other ways.
 
+        Args:
+            is_cached: whether the worker's cache may have it, and keeps it.
+
         Raises:
             DiskFaultError: this machine cannot store it.
             BridgeError: the job's storage is used up.
         """
-        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, HOLDER_DELAYS))
+        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, HOLDER_DELAYS, is_cached))
         return found if isinstance(found, dict) else found[0]
 
     async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
@@ -215,7 +242,7 @@ class PeerFiles:
         failures: dict[PeerId, NetError] = {}
         for peer in peers:
             try:
-                return await self._pull_from(peer, wanted), peer
+                return await self._pull_through_cache(peer, wanted), peer
             except StorageExceededError as error:
                 raise to_bridge_error(error) from error
             except NoSpaceError as error:
@@ -227,6 +254,26 @@ class PeerFiles:
                     raise
                 raise DiskFaultError(describe_disk_fault(error, wanted.target.parent)) from error
         return failures
+
+    async def _pull_through_cache(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:
+        """Take a file from the cache, or pull it from a peer and add it there."""
+        if not wanted.is_cached or self.storage.cache is None:
+            return await self._pull_from(peer, wanted)
+        digest = wanted.digest or await self._announced_digest(peer, wanted.address)
+        if digest is not None and (size := await self.storage.take_cached(digest, wanted.target)) is not None:
+            return transfer.PullResult(size, digest)
+        pulled = await self._pull_from(peer, wanted)
+        await self.storage.put_cached(wanted.target, pulled.digest)
+        return pulled
+
+    async def _announced_digest(self, peer: PeerId, address: SliceAddress) -> str | None:
+        """Ask a peer what a file's digest is, of which the scheduler says none; None if it does not say it either."""
+        request = PullRequest(dataset=address.dataset, index=address.index)
+        try:
+            return (await transfer.announced_content(self.endpoint, peer, request)).digest
+        except NetError as error:
+            _log.debug("%s does not tell the digest of %s/%d: %s", peer, address.dataset, address.index, error)
+            return None
 
     async def _pull_from(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:
         address, target, digest = wanted.address, wanted.target, wanted.digest
@@ -263,7 +310,7 @@ class PeerFiles:
                 return {peer: await self.push_to(peer, content, header)}
             except NetError as error:
                 failures.append(error)
-        raise _combined_error(header.name, failures)
+        raise _push_error(header.name, failures)
 
     async def push_to(self, peer: PeerId, content: Path | FileIO, header: PushHeader) -> int:
         """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
@@ -295,8 +342,15 @@ class PeerFiles:
     ) -> dict[PeerId, int]:
         sent, failed = await self.push_each(peers, content, header)
         if failed:
-            raise _combined_error(header.name, list(failed.values()))
+            raise _push_error(header.name, list(failed.values()))
         return sent
+
+
+def _push_error(name: str, failures: Sequence[NetError]) -> BridgeError:
+    refusals = [failure.reason for failure in failures if isinstance(failure, TransferRefusedError)]
+    if len(refusals) == len(failures):
+        return PushRefusedError(f"{name}: {'; '.join(map(str, failures))}"[:2000], refusals)
+    return _combined_error(name, failures)
 
 
 def _pull_error(name: str, wrong: Mapping[PeerId, NetError], away: Mapping[PeerId, NetError]) -> BridgeError:

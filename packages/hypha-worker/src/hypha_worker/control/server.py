@@ -1,8 +1,8 @@
-"""Control server: drains the worker for `hypha-worker drain`, over a Unix socket that only its owner can open.
+"""Control server: commands of the worker's owner, over a Unix socket in a private folder that no sandbox shows.
 
-A connection carries one JSON object ``{"drain": {"timeout": seconds or null}}``. It is answered by JSON lines: what is
-drained, and, when the worker's jobs have ended and its leases are given back, what was cancelled. Closing the
-connection does not stop the drain. Called by `service`.
+A connection carries one JSON object with one key, the command, such as ``{"drain": {"timeout": seconds or null}}``. It
+is answered by JSON lines; ``{"error": …}`` says why there is no other answer. A client that is slow, or one of many,
+keeps no other one waiting. Called by `service`, which gives the commands.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,25 +19,35 @@ from typing import Any, Final
 import anyio
 import anyio.abc
 
+from hypha_net.log_throttle import LogThrottle
 from hypha_proto.codec import parse_json
-from hypha_proto.job_spec import executor_class
-from hypha_worker.draining import Draining, Work
-from hypha_worker.leasing.terms import MAX_DRAIN
-from hypha_worker.tasks.task_run import TaskRun
+from hypha_worker.control.peer_check import is_confined
+from hypha_worker.work_dir import control_folder, prepare_control_folder
 
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME: Final = "worker.sock"
+MAX_READING: Final = 64
+"""Clients that have not sent their request yet; the oldest gives way to a further one."""
+MAX_ANSWERING: Final = 32
+"""Clients whose command runs, such as those that wait for the end of a drain; further ones are refused."""
 _MAX_REQUEST: Final = 4096
 """Bytes of a request."""
 _READ_TIMEOUT: Final = 10.0
-_LAST_ANSWERS: Final = 1.0
-"""Seconds in which clients must take the last answer."""
+_SEND_TIMEOUT: Final = 10.0
+"""Seconds in which a client must take an answer."""
+_ACCEPT_PAUSE: Final = 0.5
+"""Seconds before clients are accepted again after that has failed, as where no file descriptor is free."""
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[None]]
+"""Sends one answer to the client; a client that has disconnected is no error."""
+Command = Callable[[Mapping[str, Any], Answer], Awaitable[None]]
+"""Runs one command with its arguments. Raises `ValueError` if they are wrong, `OSError` if it cannot be done."""
 
 
 def socket_path(work_dir: Path) -> Path:
     """Return the control socket of a worker with this work directory."""
-    return work_dir / SOCKET_NAME
+    return control_folder(work_dir) / SOCKET_NAME
 
 
 @dataclass(slots=True)
@@ -45,65 +55,87 @@ class ControlServer:
     """Takes commands for one worker."""
 
     work_dir: Path
-    draining: Draining
-    drain_timeout: float
-    """Seconds of a drain whose client names none."""
-    _ended: anyio.Event = field(default_factory=anyio.Event)
-    _cancelled: Sequence[Work] = ()
-    """Jobs that the end of the drain cancelled."""
-    _waiting: int = 0
-    """Clients that wait for the end of the drain."""
-    _answered: anyio.Event = field(default_factory=anyio.Event)
+    commands: Mapping[str, Command]
+    """What clients may ask for, by name."""
+    _reading: dict[anyio.abc.SocketStream, anyio.CancelScope] = field(default_factory=dict)
+    """Clients that have not sent their request yet, the oldest first."""
+    _answering: int = 0
+    _failures: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     async def serve(self) -> None:
         """Take commands until cancelled; return with a warning if there can be no socket."""
         path = anyio.Path(socket_path(self.work_dir))
         try:
+            prepare_control_folder(self.work_dir)
             listener = await _listen(path)
         except OSError as error:
             _log.warning("hypha-worker drain cannot reach this worker, SIGTERM drains it: %s: %s", path, error)
             return
         try:
-            async with listener:
-                await listener.serve(self._handle)
+            async with listener, anyio.create_task_group() as tasks:
+                await self._accept_clients(listener, tasks)
         finally:
             with anyio.CancelScope(shield=True):
                 await path.unlink(missing_ok=True)
 
-    async def report_end(self, cancelled: Sequence[Work]) -> None:
-        """Tell the clients that the drain is over.
+    async def _accept_clients(self, listener: anyio.abc.SocketListener, tasks: anyio.abc.TaskGroup) -> None:
+        while True:
+            try:
+                stream = await listener.accept()
+            except (OSError, anyio.BrokenResourceError) as error:  # on trio, anyio raises the second from the first
+                self._log_failure(error if isinstance(error, OSError) else error.__cause__ or error)
+                await anyio.sleep(_ACCEPT_PAUSE)
+                continue
+            if len(self._reading) >= MAX_READING:
+                self._reading.pop(next(iter(self._reading))).cancel()
+            scope = self._reading[stream] = anyio.CancelScope()
+            tasks.start_soon(self._handle, stream, scope)
 
-        Args:
-            cancelled: jobs and tasks that ran longer than the drain.
-        """
-        self._cancelled = cancelled
-        self._ended.set()
-        with anyio.move_on_after(_LAST_ANSWERS):
-            while self._waiting:
-                await self._answered.wait()
+    def _log_failure(self, error: BaseException) -> None:
+        key = error.errno if isinstance(error, OSError) else None
+        if self._failures.suppressed_count(key) is not None:
+            _log.warning("the control socket cannot accept clients: %s", str(error) or type(error).__name__)
 
-    async def _handle(self, stream: anyio.abc.SocketStream) -> None:
+    async def _handle(self, stream: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
         async with stream:
+            data: bytes | None = None
             try:
-                with anyio.fail_after(_READ_TIMEOUT):
-                    timeout = parse_request(await _read(stream))
-            except (ValueError, TimeoutError, anyio.BrokenResourceError) as error:
-                await _answer(stream, {"error": str(error) or "no request was received in time"})
+                with scope, anyio.move_on_after(_READ_TIMEOUT):
+                    data = await _read(stream)
+            except (ValueError, anyio.BrokenResourceError) as error:
+                await _answer(stream, {"error": str(error) or "the client has disconnected"})
                 return
-            self._waiting += 1
-            try:
-                await self._drain(stream, self.drain_timeout if timeout is None else timeout)
             finally:
-                self._waiting -= 1
-                self._answered.set()
-                self._answered = anyio.Event()
+                self._reading.pop(stream, None)
+            if data is not None:
+                await self._run(stream, data)
+            elif not scope.cancel_called:
+                await _answer(stream, {"error": f"no request was received within {_READ_TIMEOUT:g} s"})
 
-    async def _drain(self, stream: anyio.abc.SocketStream, timeout: float) -> None:
-        self.draining.request(timeout, "its owner drains it")
-        jobs = [_describe(job) for job in self.draining.running]
-        await _answer(stream, {"draining": True, "seconds": round(self.draining.left, 3), "jobs": jobs})
-        await self._ended.wait()
-        await _answer(stream, {"drained": True, "cancelled": [_describe(job) for job in self._cancelled]})
+    async def _run(self, stream: anyio.abc.SocketStream, data: bytes) -> None:
+        async def answer(value: Mapping[str, Any]) -> None:
+            await _answer(stream, value)
+
+        if self._answering >= MAX_ANSWERING:
+            await answer({"error": f"{MAX_ANSWERING} other clients wait for an answer: end some of them"})
+            return
+        self._answering += 1
+        try:
+            if is_confined(stream):
+                _log.warning("a confined process, such as a job's, tried to control this worker and was refused")
+                raise ValueError("a process in a sandbox may not control the worker: run the command outside of it")
+            command, arguments = self._parse(data)
+            await command(arguments, answer)
+        except (ValueError, OSError) as error:
+            await answer({"error": str(error)})
+        finally:
+            self._answering -= 1
+
+    def _parse(self, data: bytes) -> tuple[Command, Mapping[str, Any]]:
+        name, arguments = parse_request(data)
+        if name not in self.commands:
+            raise ValueError(f"no such command: {name[:40]!r}; there are {', '.join(sorted(self.commands))}")
+        return self.commands[name], arguments
 
 
 async def _listen(path: anyio.Path) -> anyio.abc.SocketListener:
@@ -134,42 +166,21 @@ async def _read(stream: anyio.abc.SocketStream) -> bytes:
     raise ValueError(f"the request is larger than {_MAX_REQUEST} bytes")
 
 
-def parse_request(data: bytes) -> float | None:
-    """Return the seconds of a request to drain; None if it names none.
+def parse_request(data: bytes) -> tuple[str, Mapping[str, Any]]:
+    """Return the command and the arguments of a request.
 
     Raises:
-        ValueError: it is no such request.
+        ValueError: it is no request.
     """
     found = parse_json(data)
-    if not isinstance(found, dict) or not isinstance(found.get("drain"), dict):
-        raise ValueError('expected {"drain": {"timeout": seconds or null}}')
-    timeout = found["drain"].get("timeout")
-    if timeout is None:
-        return None
-    if type(timeout) not in (int, float) or not math.isfinite(timeout) or not 0 <= timeout <= MAX_DRAIN:
-        raise ValueError(f"drain.timeout: {str(timeout)[:40]} is not a number of seconds from 0 to {MAX_DRAIN:g}")
-    return float(timeout)
+    if not isinstance(found, dict) or len(found) != 1:
+        raise ValueError('expected an object with one command, such as {"status": {}}')
+    [(name, arguments)] = found.items()
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{name[:40]!r}: expected an object with its arguments")
+    return name, arguments
 
 
-def _describe(job: Work) -> dict[str, str]:
-    if isinstance(job, TaskRun):
-        return {
-            "job_id": str(job.definition.job_id),
-            "task": job.definition.task,
-            "executor": job.spec.executor,
-            "lease": str(job.lease.id),
-            "scheduler": str(job.lease.scheduler),
-        }
-    return {
-        "job_id": str(job.spec.job_id),
-        "class": executor_class(job.spec),
-        "lease": str(job.lease),
-        "scheduler": str(job.scheduler),
-    }
-
-
-async def _answer(stream: anyio.abc.SocketStream, answer: dict[str, Any]) -> None:
-    try:
+async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(_SEND_TIMEOUT):
         await stream.send(json.dumps(answer).encode() + b"\n")
-    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-        _log.info("the client of the control socket has disconnected")

@@ -17,7 +17,9 @@ from hypha_proto.offers import ExecutorClass
 
 if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
+    from hypha_worker.executor_starts import ExecutorStarts
     from hypha_worker.executors.isolation.stack import IsolationStack
+    from hypha_worker.executors.process.fork_server_client import ForkServer
     from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
     from hypha_worker.logs.run_log import LogFolder
     from hypha_worker.tasks.execution import TaskExecutionFactory
@@ -48,6 +50,10 @@ class HostSettings:
     """Where the output of processes is stored."""
     stack: IsolationStack
     """Confines processes."""
+    fork_server: ForkServer | None = None
+    """Starts processes sooner."""
+    starts: ExecutorStarts | None = None
+    """Notes how the executor that these settings are for has started."""
 
 
 class Runtime(Protocol):

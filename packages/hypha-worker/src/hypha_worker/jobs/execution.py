@@ -21,6 +21,7 @@ from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import Outcome
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.transfer import PushHeader, Refusal
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
@@ -64,6 +65,8 @@ class JobContext:
     """A private folder; it exists while the job runs."""
     storage: JobStorage
     """Bounds everything that is stored in `work_dir`; runs the job's file work."""
+    contact: SchedulerContact
+    """Reaches the scheduler, and waits for it as long as the job may run on without it."""
     scope: anyio.CancelScope
     """Cancelled when this job is to end. A cancellation from an outer scope means that the worker shuts down."""
     traffic: JobTraffic = field(default_factory=JobTraffic)

@@ -8,6 +8,7 @@ are free, or its lease takes another job, so that a scheduler that gets the repo
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -38,11 +39,13 @@ from hypha_proto.dispatch import (
 )
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import JobSpec, executor_class
-from hypha_proto.leases import JOB_END, JobEnd
+from hypha_proto.leases import JOB_END, JobEnd, JobEndReceived
 from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
-from hypha_proto.transfer import PushHeader, Refusal
+from hypha_proto.transfer import NO_JOB, PushHeader, Refusal
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, call_with_retries
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
+from hypha_worker.content_cache import ContentCache, cache_of
 from hypha_worker.errors import ExecutionError, reason_to_return_work
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
@@ -65,6 +68,8 @@ END_REPORT_DELAYS: Final = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each attempt to report a job's end to its scheduler."""
 SHUTDOWN_REPORT_TIMEOUT: Final = 1.0
 """Seconds that this report may take when the worker itself shuts down."""
+TAKE_UP_TIME: Final = 15.0
+"""Seconds for which an end is reported again that a scheduler has acknowledged after it was lost, unless it renews."""
 LINE_LIMIT: Final = 1000
 """Characters of a reason or an output line in a report."""
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.worker.jobs.active", "{job}", "Jobs that run, by class.")
@@ -94,10 +99,13 @@ class Job:
     span: instrumentation.Span
     traffic: JobTraffic
     storage: JobStorage
+    contact: SchedulerContact
     attempt: int | None = None
     """Number of its dispatch on the lease, if its scheduler numbers them."""
     keep_lease: bool = False
     """Whether its lease is kept when it ends by itself."""
+    report_until: float = -math.inf
+    """When the report of its end waits for the scheduler no longer, on the local clock; set when it has ended."""
     cancel_reason: str = "the worker is shutting down"
 
     def __str__(self) -> str:
@@ -126,6 +134,7 @@ class JobManager:
         clock: Callable[[], float] = anyio.current_time,
         *,
         default_storage: float = DEFAULT_STORAGE,
+        cache: ContentCache | None = None,
     ) -> None:
         """Prepare; nothing runs before `dispatch`.
 
@@ -137,7 +146,9 @@ class JobManager:
             tasks: jobs run in it.
             clock: seconds of the local monotonic clock.
             default_storage: GB that a job may store whose lease states none.
+            cache: what keeps fetched content for further jobs.
         """
+        self._cache = cache
         self._endpoint = endpoint
         self._lease_manager = lease_manager
         self._executors = executors
@@ -147,7 +158,7 @@ class JobManager:
         self._default_storage = default_storage
         self._retention = Retention(lease_manager, tasks)
         self._jobs: dict[uuid.UUID, Job] = {}
-        self._unreported = 0
+        self._unreported: list[Job] = []
         """Jobs whose end was not reported yet."""
         self._idle = anyio.Event()
 
@@ -185,7 +196,7 @@ class JobManager:
             running = (job.scheduler, job.task_id, job.attempt, job.spec)
             if running == (scheduler, message.id, message.attempt, message.spec):
                 lease = self._lease_manager.find(job.lease, scheduler)
-                return lease if lease is not None and lease.state is LeaseState.HELD else None
+                return None if lease is None or lease.has_ended else lease
         return None
 
     def _start(self, scheduler: PeerId, message: DispatchJob) -> Lease:
@@ -198,12 +209,13 @@ class JobManager:
         job = self._create_job(lease, message, self._find_factory(message.spec))
         try:
             self._check_distinguishable(job)
-            self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt)
+            grace = (message.orphan_grace_ms or 0) / 1000
+            self._lease_manager.attach_job(lease.id, scheduler, self._clock(), attempt, grace, message.spec.job_id)
         except (LeaseError, ExecutionError) as error:
             job.span.end(error)
             raise
         self._jobs[lease.id] = job
-        self._unreported += 1
+        self._unreported.append(job)
         _log.info("%s started on lease %s for scheduler %s", job, lease.id, scheduler)
         self._tasks.start_soon(self._run, job)
         return lease
@@ -235,6 +247,18 @@ class JobManager:
             job.scope.cancel()
         return True
 
+    def on_renewed(self, lease: uuid.UUID) -> None:
+        """Note that a scheduler has renewed a lease, and so knows the job on it."""
+        for job in self._unreported:
+            if job.lease == lease:
+                job.contact.on_renewed()
+
+    def on_orphaned(self, lease: uuid.UUID) -> None:
+        """Note that a scheduler does not renew a lease any more."""
+        for job in self._unreported:
+            if job.lease == lease:
+                job.contact.on_silence()
+
     def _find_factory(self, spec: JobSpec) -> ExecutionFactory:
         kind, descriptor = executor_class(spec), _descriptor(spec)
         if descriptor not in self._executors:
@@ -244,19 +268,19 @@ class JobManager:
     def _check_distinguishable(self, job: Job) -> None:
         """Check that no push or request for another task of the same job could be meant for this one.
 
-        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler.
+        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler. A task on
+        an orphaned lease is ended: its scheduler has given it up, and begun it anew on another lease.
 
         Raises:
             ExecutionError: it could.
         """
         for other in self._jobs_of(job.spec.job_id, job.scheduler):
-            first, second = other.execution, job.execution
-            senders = first.senders & second.senders
-            if senders and first.accepted_push_kind == second.accepted_push_kind:
-                both = f"pushes of kind {second.accepted_push_kind} from {min(senders)}"
-                raise ExecutionError(f"another task of this job runs here, and both accept {both}")
-            if methods := first.message_handlers.keys() & second.message_handlers.keys():
-                raise ExecutionError(f"another task of this job runs here, and both handle {min(methods)} requests")
+            both = _common_messages(other.execution, job.execution)
+            lease = self._lease_manager.find(other.lease, other.scheduler)
+            if both and lease is not None and lease.state is LeaseState.ORPHANED:
+                self.cancel(other.lease, other.scheduler, "its scheduler has begun it anew on another lease")
+            elif both:
+                raise ExecutionError(f"another task of this job runs here, and both {both}")
 
     def _create_job(self, lease: Lease, message: DispatchJob, factory: ExecutionFactory) -> Job:
         about = {"hypha.job.id": str(message.spec.job_id), "hypha.job.class": executor_class(message.spec)}
@@ -270,7 +294,8 @@ class JobManager:
             scheduler=lease.scheduler,
             allocation=lease.allocation,
             work_dir=work_dir,
-            storage=JobStorage(work_dir, int(limit * GIGABYTE)),
+            storage=JobStorage(work_dir, int(limit * GIGABYTE), cache_of(self._cache, lease.scheduler)),
+            contact=SchedulerContact(self._endpoint, lease.scheduler, partial(self._may_outlast, lease.id)),
             scope=anyio.CancelScope(),
             traceparent=span.traceparent,
             keep_resources=partial(self._retention.keep, lease.id),
@@ -287,7 +312,11 @@ class JobManager:
             keep_lease=bool(message.keep_lease),
             traffic=context.traffic,
             storage=context.storage,
+            contact=context.contact,
         )
+
+    def _may_outlast(self, lease: uuid.UUID) -> bool:
+        return self._lease_manager.may_outlast_renewals(lease, self._clock())
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -297,11 +326,21 @@ class JobManager:
         _ACTIVE.add(1, about)
         try:
             with job.span:
-                await self._run_to_end(job)
+                await self._run_in_contact(job)
         finally:
             _ACTIVE.add(-1, about)
-            self._unreported -= 1
+            self._unreported = [other for other in self._unreported if other is not job]
             self._idle.set()
+
+    async def _run_in_contact(self, job: Job) -> None:
+        """Run a job, and reconnect to its scheduler while it may run on without it."""
+        if not job.contact.may_wait():
+            await self._run_to_end(job)
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.contact.keep)
+            await self._run_to_end(job)
+            tasks.cancel_scope.cancel()
 
     async def _run_to_end(self, job: Job) -> None:
         started = self._clock()
@@ -316,11 +355,19 @@ class JobManager:
                 # a thread of its own: it must wait neither for other jobs' threads nor for abandoned ones of this job
                 await anyio.to_thread.run_sync(remove_job_files, job.storage.files, limiter=anyio.CapacityLimiter(1))
             del self._jobs[job.lease]
+            self._bound_report(job)
             keep = job.scope.cancel_called if result.outcome == "cancelled" else job.keep_lease
-            self._lease_manager.detach_job(job.lease, keep=keep)
+            self._lease_manager.detach_job(job.lease, keep=keep, outcome=result.outcome)
             _log_result(job, result)
             _record_result(job, result, self._clock() - started)
             await self._report_end(job, result)
+
+    def _bound_report(self, job: Job) -> None:
+        """Let the report of a job's end wait for the scheduler as long as the job might have run on."""
+        lease = self._lease_manager.find(job.lease, job.scheduler)
+        if lease is not None and job.contact.may_wait():
+            job.report_until = lease.ends
+        job.contact.may_wait = lambda: self._clock() < job.report_until
 
     async def _execute(self, job: Job) -> ExecutionResult:
         try:
@@ -389,12 +436,21 @@ class JobManager:
         )
         try:
             try:
-                await call_with_retries(self._endpoint, job.scheduler, JOB_END, end, delays=delays)
+                repeats = partial(self._repeats_end, job)
+                await job.contact.call(JOB_END, end, is_refusal=repeats, timeout=10.0, delays=delays)
             except UnsupportedProtocolError:
                 _log.debug("%s does not support end reports and gets a status only", job.scheduler)
             await self._send_status(job, Finished() if result.outcome == "finished" else Failed(), delays)
         except NetError as error:
             _log.warning("the end of %s could not be reported to %s: %s", job, job.scheduler, error)
+
+    def _repeats_end(self, job: Job, _answer: JobEndReceived) -> bool:
+        """Return True: a scheduler that has not taken up the job yet acknowledges its end, too; bound its time for it.
+
+        One that has taken it up, and renews the lease no more because of this report, gets it again until then.
+        """
+        job.report_until = min(job.report_until, self._clock() + TAKE_UP_TIME)
+        return True
 
     # ------------------------------------------------------------------------------------------- messages for jobs
 
@@ -408,7 +464,7 @@ class JobManager:
             target = await found[0].execution.accept_push(peer, header)
             return target if isinstance(target, Refusal) else found[0].traffic.counting(target)
         about = "without a header" if header is None else f"of job {header.job_id}"
-        why = f"no job here accepts a push {about}" if not found else f"a push {about} matches {len(found)} jobs"
+        why = f"{NO_JOB} {about}" if not found else f"a push {about} matches {len(found)} jobs"
         _log.warning("push from %s refused: %s", peer, why)
         return Refusal(reason=why)
 
@@ -419,11 +475,15 @@ class JobManager:
         return jobs if len(jobs) == 1 else [job for job in jobs if peer in job.execution.senders]
 
     def _jobs_by_sender(self, peer: PeerId) -> list[Job]:
-        return [job for job in self._jobs.values() if peer in job.execution.senders]
+        jobs = [job for job in self._jobs.values() if not job.scope.cancel_called]
+        return [job for job in jobs if peer in job.execution.senders]
 
     def _jobs_of(self, job_id: uuid.UUID, scheduler: PeerId | None) -> list[Job]:
-        """Return the tasks of a scheduler's job; of every scheduler's with this id for peers that name none."""
-        jobs = [job for job in self._jobs.values() if job.spec.job_id == job_id]
+        """Return the tasks of a scheduler's job; of every scheduler's with this id for peers that name none.
+
+        Those that are being ended do not count: another one may run in their place already.
+        """
+        jobs = [job for job in self._jobs.values() if job.spec.job_id == job_id and not job.scope.cancel_called]
         return [job for job in jobs if scheduler in (None, job.scheduler)]
 
     def message_handler(self, served: TaskMethod[Req, Resp]) -> Callable[[PeerId, Req], Awaitable[Resp]]:
@@ -445,6 +505,15 @@ def _descriptor(spec: JobSpec) -> ExecutorDescriptor:
     """Return the executor that a job asks for."""
     kind = TrainExecutor if executor_class(spec) == "train" else AggregateExecutor
     return kind(name=spec.executor.descriptor.name)
+
+
+def _common_messages(first: Execution, second: Execution) -> str:
+    """Return which pushes or requests could be meant for both executions; empty if none could."""
+    senders = first.senders & second.senders
+    if senders and first.accepted_push_kind == second.accepted_push_kind:
+        return f"accept pushes of kind {second.accepted_push_kind} from {min(senders)}"
+    methods = first.message_handlers.keys() & second.message_handlers.keys()
+    return f"handle {min(methods)} requests" if methods else ""
 
 
 def _record_result(job: Job, result: ExecutionResult, seconds: float) -> None:

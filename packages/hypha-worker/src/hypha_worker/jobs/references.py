@@ -36,6 +36,8 @@ def job_references(spec: JobSpec) -> Iterator[Reference]:
             yield spec.executor.config.preprocessor.artifact
         if spec.executor.config.evaluation is not None:
             yield spec.executor.config.evaluation.data
+        if spec.executor.config.weights is not None:
+            yield spec.executor.config.weights
 
 
 def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
@@ -85,6 +87,7 @@ def without_secrets(spec: JobSpec) -> JobSpec:
         data=show(config.data),
         updates=show(config.updates),
         results=show(config.results),
+        weights=config.weights and show(config.weights),
     )
     return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=redacted))
 

@@ -45,6 +45,8 @@ class LeaseState(Enum):
     """Its resources are reserved for an offer that is not accepted yet."""
     HELD = "held"
     """A scheduler accepted the offer and renews the lease."""
+    ORPHANED = "orphaned"
+    """It was not renewed in time, but its job may run on for a while; a renewal takes it back."""
     ENDING = "ending"
     """It is over, but its job still has processes."""
     SPENT = "spent"
@@ -95,7 +97,7 @@ class Lease:
     allocation: Allocation
     price: float
     expires: float
-    """Seconds of the local monotonic clock."""
+    """Seconds of the local monotonic clock; an orphaned lease ends later, at `ends`."""
     state: LeaseState = LeaseState.OFFERED
     has_job: bool = False
     """Whether a job is attached."""
@@ -105,12 +107,46 @@ class Lease:
     """When it was accepted or its last job ended, on the local clock; None until that is known."""
     end: LeaseEnd | None = None
     """How it ended; None while it may be renewed."""
+    job_id: uuid.UUID | None = None
+    """The job that ran on it last, or runs."""
+    job_began: float | None = None
+    """When its job was attached, on the local clock; None while it has none."""
+    outcome: str = ""
+    """How the job that ran on it last has ended; empty while it runs, and if there was none."""
     newest_attempt: Attempt | None = None
     """The numbered dispatch that last started a job; None if there was none, and after the lease has ended."""
+    orphan_grace: float = 0.0
+    """Seconds after `expires` for which its newest job may run on, and its end be reported, without a renewal."""
+    charged: float = 0.0
+    """Seconds for which its scheduler owes the price so far: it was held, and not orphaned."""
+    charged_until: float | None = None
+    """Time up to which `charged` counts, on the local clock; None before it is accepted."""
+
+    @property
+    def ends(self) -> float:
+        """When it ends unless it is renewed, on the local clock."""
+        return self.expires + self.orphan_grace
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no renewal any more."""
+        return self.end is not None or self.state is LeaseState.ENDING
 
     def remaining(self, now: float) -> float:
-        """Return the seconds left."""
-        return max(0.0, self.expires - now)
+        """Return the seconds left until it expires; until it is forgotten if it is spent."""
+        return max(0.0, (self.ends if self.state is LeaseState.SPENT else self.expires) - now)
+
+    @property
+    def owed(self) -> float:
+        """Tokens that its scheduler owes for `charged`."""
+        return self.price * self.charged / 3600
+
+    def charge(self, now: float) -> None:
+        """Charge the time since it was last charged, up to its expiry."""
+        if self.charged_until is not None:
+            until = max(self.charged_until, min(now, self.expires))
+            self.charged += until - self.charged_until
+            self.charged_until = until
 
 
 class LeaseManager:
@@ -124,8 +160,14 @@ class LeaseManager:
         self._lapsed: deque[tuple[float, PeerId]] = deque(maxlen=REMEMBERED_ENDS)
         self._retained: dict[uuid.UUID, Allocation] = {}
         self._closed = False
+        self.is_paused = False
+        """Whether there are no more offers although leases take jobs, because the owner wants so."""
+        self._settled = 0.0
+        """Tokens owed for leases that are over."""
         self.on_freed: Callable[[], None] = lambda: None
         """Called when resources have become free."""
+        self.on_held: Callable[[Lease], None] = lambda _lease: None
+        """Called when a scheduler has accepted an offer."""
         self.retained_storage: Callable[[], float] = lambda: 0.0
         """Returns the GB that are in use although no lease holds them."""
 
@@ -133,6 +175,11 @@ class LeaseManager:
     def leases(self) -> tuple[Lease, ...]:
         """Every known lease."""
         return tuple(self._leases.values())
+
+    @property
+    def owed(self) -> float:
+        """Tokens that schedulers owe for all leases so far, as of the last sweep."""
+        return self._settled + sum(lease.owed for lease in self._leases.values())
 
     @property
     def is_closed(self) -> bool:
@@ -235,9 +282,13 @@ class LeaseManager:
         lease = self._owned_lease(lease_id, scheduler)
         if self._is_idle(lease, now):
             raise LeaseError(f"lease {lease_id} is over: no job ran on it for {self._terms.idle_lease:g} s")
-        if now >= lease.expires or lease.state is LeaseState.ENDING:
+        if now >= lease.ends or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
         if lease.state is not LeaseState.SPENT:
+            if lease.charged_until is None:
+                self.on_held(lease)
+            lease.charge(now)
+            lease.charged_until = now
             lease.state = LeaseState.HELD
             lease.expires = now + RENEWED_LEASE
             if not lease.has_job:
@@ -260,15 +311,26 @@ class LeaseManager:
             raise LeaseError(f"attempt {attempt.number} on lease {lease_id} is older than {newest.number}, the newest")
         if attempt.spec != newest.spec:
             raise LeaseError(f"attempt {attempt.number} on lease {lease_id} was dispatched with another specification")
-        if now >= lease.expires or lease.state is LeaseState.ENDING:
+        if now >= lease.ends or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
         return True
 
-    def attach_job(self, lease_id: uuid.UUID, scheduler: PeerId, now: float, attempt: Attempt | None = None) -> Lease:
+    def attach_job(
+        self,
+        lease_id: uuid.UUID,
+        scheduler: PeerId,
+        now: float,
+        attempt: Attempt | None = None,
+        orphan_grace: float = 0.0,
+        job_id: uuid.UUID | None = None,
+    ) -> Lease:
         """Attach a job to a lease; this also accepts an offer that was not renewed yet.
 
         Args:
             attempt: the job's dispatch, if its scheduler numbers them.
+            orphan_grace: seconds for which its scheduler asks the job to run on without renewals; the owner's
+                `LeaseTerms.orphan_grace` bounds them.
+            job_id: the job, for the owner.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
@@ -286,20 +348,23 @@ class LeaseManager:
         self._check_job_quota(scheduler)
         self.renew(lease_id, scheduler, now)
         lease.has_job = True
+        lease.job_id, lease.job_began, lease.outcome = job_id, now, ""
         lease.expires = now + RENEWED_LEASE
+        lease.orphan_grace = min(orphan_grace, self._terms.orphan_grace)
         lease.newest_attempt = attempt or lease.newest_attempt
         return lease
 
-    def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False) -> None:
+    def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False, outcome: str = "") -> None:
         """Detach the job of a lease, after its last process has ended.
 
         Args:
+            outcome: how it has ended, for the owner.
             keep: keep the lease for another job, unless it is over; otherwise free its resources now.
         """
         lease = self._leases.get(lease_id)
         if lease is None or not lease.has_job:
             return
-        lease.has_job = False
+        lease.has_job, lease.job_began, lease.outcome = False, None, outcome
         lease.idle_since = None  # the next sweep or renewal starts the time
         if lease.state is LeaseState.ENDING:
             self._forget(lease)
@@ -308,6 +373,13 @@ class LeaseManager:
         elif not keep:
             lease.state = LeaseState.SPENT
             self.on_freed()
+        else:
+            lease.state, lease.orphan_grace = LeaseState.HELD, 0.0
+
+    def may_outlast_renewals(self, lease_id: uuid.UUID, now: float) -> bool:
+        """Return whether the newest job of a lease may run on, or report its end, now without a renewal."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.orphan_grace > 0 and not lease.has_ended and now < lease.ends
 
     def retain(self, lease_id: uuid.UUID) -> None:
         """Keep what a lease has allocated taken beyond its end, because processes of its job cannot be ended.
@@ -343,7 +415,8 @@ class LeaseManager:
     def sweep(self, now: float) -> list[Lease]:
         """End leases that have expired; return those whose jobs must be cancelled now.
 
-        An idle lease expires, too: none ends before the time that its scheduler was told.
+        An idle lease expires, too: none ends before the time that its scheduler was told. One whose job may run on
+        without renewals is orphaned first.
         """
         ended = []
         while self._lapsed and self._lapsed[0][0] <= now - LAPSE_MEMORY:
@@ -351,7 +424,11 @@ class LeaseManager:
         for lease in self.leases:
             if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_job:
                 lease.idle_since = now
-            if now >= lease.expires and lease.state is not LeaseState.ENDING:
+            if lease.state is LeaseState.HELD:
+                lease.charge(now)
+                if lease.has_job and lease.expires <= now < lease.ends:
+                    lease.state = LeaseState.ORPHANED
+            if now >= lease.ends and lease.state is not LeaseState.ENDING:
                 ended.append(lease)
                 if lease.state is LeaseState.OFFERED:
                     self._lapsed.append((now, lease.scheduler))
@@ -419,6 +496,7 @@ class LeaseManager:
     def _forget(self, lease: Lease) -> None:
         """Remove a lease; remember how it ended while there is room."""
         del self._leases[lease.id]
+        self._settled += lease.owed
         lease.newest_attempt = None  # it holds a specification
         self._ended[lease.id] = lease
         if len(self._ended) > REMEMBERED_ENDS:

@@ -17,6 +17,10 @@ MAX_DRAIN: Final = 7 * 24 * 3600.0
 """Longest time in seconds that running jobs may have to end."""
 IDLE_LEASE: Final = 60.0
 """Seconds for which a lease may be held without a job."""
+MAX_ORPHAN_GRACE: Final = 7 * 24 * 3600.0
+"""Largest time in seconds that a worker's owner may allow for it."""
+ORPHAN_GRACE: Final = 120.0
+"""Longest time in seconds for which a job may run on, and its lease is held, without renewals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class LeaseTerms:
     idle_lease: float = IDLE_LEASE
     """Time without a job after which a lease ends."""
     quota: Quota = NO_QUOTA
+    orphan_grace: float = ORPHAN_GRACE
+    """Most time after its expiry for which a lease is held for its running job; 0 is none."""
 
     def offer_life(self, round_trip: float | None) -> float:
         """Return the life of an offer on a link with this round trip; None counts as none.

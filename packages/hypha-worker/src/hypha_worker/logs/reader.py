@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain
@@ -74,6 +76,15 @@ def list_logs(folder: Path) -> list[StoredLog]:
     return sorted(
         (StoredLog(path, path.stat().st_mtime) for path in find_logs(folder)), key=lambda log: (log.written, log.path)
     )
+
+
+def list_job_logs(folder: Path, job_id: uuid.UUID) -> list[StoredLog]:
+    """Return the logs of one job, the one with the latest output last."""
+    found: list[StoredLog] = []
+    for path in (folder / str(job_id)).glob(f"*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found.append(StoredLog(path, path.stat().st_mtime))
+    return sorted(found, key=lambda log: (log.written, log.path))
 
 
 def find_log(folder: Path, wanted: str) -> StoredLog:

@@ -14,9 +14,13 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+
+from hypha_proto.errors import InvalidIdError
+from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
@@ -25,10 +29,21 @@ LOGS: Final = "logs"
 SUFFIX: Final = ".log"
 OLDER: Final = ".1"
 """Ending of the file with the older half of a log."""
+ORIGIN: Final = ".origin"
+"""Ending of the file that says for whom a run was started, and how many bytes of its log were removed."""
 _NEW: Final = ".new"
 _MAX_RUNS: Final = 10_000
 """Runs of one name that are told apart."""
 _OPEN: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class LogOrigin:
+    """For whom a run was started."""
+
+    scheduler: PeerId
+    dropped: int = 0
+    """Bytes that the run has printed and that are not in its log any more."""
 
 
 class LogFolder:
@@ -57,14 +72,15 @@ class LogFolder:
         except OSError as error:
             _log.warning("logs of earlier jobs cannot be looked at, they stay: %s", error)
 
-    def new_log(self, job_id: uuid.UUID, name: str) -> RunLog:
+    def new_log(self, job_id: uuid.UUID, name: str, scheduler: PeerId | None = None) -> RunLog:
         """Return the log of a run, which is created when it is entered.
 
         Args:
             job_id: the job.
             name: a lease or a task; a valid file name.
+            scheduler: who may read it, besides the owner.
         """
-        return RunLog(self, self.folder / str(job_id), name)
+        return RunLog(self, self.folder / str(job_id), name, scheduler)
 
     def ended(self, path: Path) -> None:
         """Note the end of a run; remove the log of the one that ended first, if there are too many."""
@@ -74,7 +90,7 @@ class LogFolder:
     def _remove_oldest(self) -> None:
         while len(self._ended) > self._keep:
             path = self._ended.popleft()
-            for each in (_unfinished(path), older_half(path), path):
+            for each in (_unfinished(path), older_half(path), origin_file(path), _unfinished(origin_file(path)), path):
                 each.unlink(missing_ok=True)
             with suppress(OSError):  # other runs of the job have logs
                 path.parent.rmdir()
@@ -83,11 +99,13 @@ class LogFolder:
 class RunLog:
     """The log of one run, as a context. No failure to write it is raised: a job goes on without."""
 
-    def __init__(self, logs: LogFolder, folder: Path, name: str) -> None:
+    def __init__(self, logs: LogFolder, folder: Path, name: str, scheduler: PeerId | None = None) -> None:
         self._logs = logs
         self._folder = folder
         self._name = name
         self._path = folder / f"{name}{SUFFIX}"
+        self._origin = None if scheduler is None else LogOrigin(scheduler)
+        self._older_size = 0
         self._descriptor: int | None = None
         self._size = 0
         self._has_failed = False
@@ -146,10 +164,13 @@ class RunLog:
             folder.mkdir(mode=0o700, exist_ok=True)
         for number in range(1, _MAX_RUNS):
             path = self._folder / (f"{self._name}@{number}{SUFFIX}" if number > 1 else f"{self._name}{SUFFIX}")
-            with suppress(FileExistsError):
+            try:
                 self._descriptor = _open_locked(path, os.O_EXCL)
-                self._path = path
-                return
+            except FileExistsError:
+                continue
+            self._path = path
+            self._write_origin()
+            return
         raise FileExistsError(f"{self._path} and {_MAX_RUNS} further ones exist")
 
     def _rotate(self) -> None:
@@ -165,7 +186,21 @@ class RunLog:
             raise
         assert self._descriptor is not None
         os.close(self._descriptor)
+        dropped, self._older_size = self._older_size, self._size
         self._descriptor, self._size = descriptor, 0
+        if self._origin is not None:
+            self._origin = LogOrigin(self._origin.scheduler, self._origin.dropped + dropped)
+            self._write_origin()
+
+    def _write_origin(self) -> None:
+        if self._origin is None:
+            return
+        file = origin_file(self._path)
+        new = _unfinished(file)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as text:
+            text.write(f"{self._origin.scheduler} {self._origin.dropped}\n")
+        os.rename(new, file)
 
     def _append(self, data: bytes) -> None:
         assert self._descriptor is not None
@@ -185,6 +220,20 @@ class RunLog:
 def older_half(path: Path) -> Path:
     """Return the file with the older half of a log."""
     return path.with_name(f"{path.name}{OLDER}")
+
+
+def origin_file(path: Path) -> Path:
+    """Return the file that says for whom the run of a log was started."""
+    return path.with_name(f"{path.name}{ORIGIN}")
+
+
+def read_origin(path: Path) -> LogOrigin | None:
+    """Return for whom the run of a log was started; None if that is not known."""
+    try:
+        scheduler, dropped = origin_file(path).read_text(encoding="ascii").split()
+        return LogOrigin(PeerId.parse(scheduler), int(dropped))
+    except (FileNotFoundError, ValueError, InvalidIdError):
+        return None
 
 
 def _unfinished(path: Path) -> Path:

@@ -37,7 +37,7 @@ RESOURCES: Final = "resources"
 """Folder of the work directory that holds the resources."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TASK: Final = re.compile(_NAME.pattern + r"(\[[0-9]{1,10}\])?")
-_SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "slices")
+_SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "s3", "dht", "slices")
 
 
 class DefinitionError(ExecutionError):

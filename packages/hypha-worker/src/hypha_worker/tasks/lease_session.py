@@ -124,7 +124,7 @@ class LeaseSession:
             host, lease = self._host, self.lease
             sent = self._subscription.wait_until_handled
             run = TaskRun(host, lease, definition, spec, settings, self._send, sent, self._retention)
-            host.lease_manager.attach_job(lease.id, lease.scheduler, host.clock())
+            host.lease_manager.attach_job(lease.id, lease.scheduler, host.clock(), job_id=definition.job_id)
         except ExecutionError as error:
             self._refuse("malformed", definition, str(error))
             self._report_failed(definition, str(error))

@@ -5,7 +5,6 @@ Called by `output_store`, `resource_fetcher` and the bridge. Nothing here follow
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -19,6 +18,7 @@ from blake3 import blake3
 
 from hypha_proto.tasks import MAX_PATH, StoredFile
 from hypha_worker.errors import ExecutionError
+from hypha_worker.file_copy import copy_range
 from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import LinkInPathError, irregular_kind, open_regular_path
@@ -27,8 +27,6 @@ from hypha_worker.work_dir import remove_folder
 _log = logging.getLogger(__name__)
 
 _BLOCK: Final = 1 << 20
-_COPIED_AT_ONCE: Final = 64 << 20
-_NO_COPY_RANGE: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
 class OutputError(ExecutionError):
@@ -134,32 +132,13 @@ def copy_file(source: Path | FileIO, target: Path, storage: JobStorage | None) -
         try:
             if storage is not None:
                 storage.reserve(target, size)
-            return _copy(source.fileno(), writer.fileno(), size)
+            return copy_range(source.fileno(), writer.fileno(), size)
         except BaseException:
             target.unlink()
             raise
         finally:
             if storage is not None:
                 storage.release(target)
-
-
-def _copy(reader: int, writer: int, size: int) -> int:
-    """Copy at most `size` bytes, all that there are unless the file becomes shorter; return how many."""
-    copied = 0
-    try:
-        while count := os.copy_file_range(reader, writer, min(_COPIED_AT_ONCE, size - copied)):
-            copied += count
-            anyio.from_thread.check_cancelled()
-    except OSError as error:
-        if error.errno not in _NO_COPY_RANGE:
-            raise
-        while block := os.read(reader, min(_BLOCK, size - copied)):
-            anyio.from_thread.check_cancelled()
-            rest = memoryview(block)
-            while rest:
-                rest = rest[os.write(writer, rest) :]
-            copied += len(block)
-    return copied
 
 
 def remove_output(path: Path) -> None:

@@ -36,12 +36,17 @@ from hypha_proto.task_resources import (
     FailedHolder,
     LocatedFile,
     LocateResource,
-    PullFiles,
     ResourceLocation,
 )
 from hypha_proto.tasks import PeersSource, TaskResource
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import DownloadedFile, download_from_hub, download_from_uri
+from hypha_worker.connectors.content_holders import check_sha256
+from hypha_worker.connectors.downloads import (
+    DownloadedFile,
+    download_from_hub,
+    download_from_s3,
+    download_from_uri,
+)
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.rpc_retry import call_with_retries
@@ -160,7 +165,7 @@ class ResourceFetcher:
 
     async def _fetch_from_source(self, resource: TaskResource, target: PurePosixPath) -> None:
         if resource.result is not None or resource.dataset is not None:
-            await self._fetch_located(resource.name, target, resource.location)
+            await self._fetch_located(resource, target)
         elif resource.peers is not None:
             await self._fetch_from_peers(resource.peers, target)
         elif resource.huggingface is not None:
@@ -171,10 +176,19 @@ class ResourceFetcher:
             async with self._places:
                 await copy_local_files(resource.file.path, target, self.access, self.storage)
         else:
-            assert resource.uri is not None
             async with self._places:
-                file = await self.download_from_uri(resource.uri.value, target.parent, target.name)
-            self._count([file])
+                self._count([await self._download(resource, target)])
+
+    async def _download(self, resource: TaskResource, target: PurePosixPath) -> DownloadedFile:
+        if resource.s3 is not None:
+            bucket, key = resource.s3.bucket, resource.s3.key
+            return await download_from_s3(bucket, key, target, self.access, storage=self.storage)
+        if resource.dht is not None:
+            uri = f"sha256:{check_sha256(resource.dht.sha256)}"
+        else:
+            assert resource.uri is not None
+            uri = resource.uri.value
+        return await self.download_from_uri(uri, target.parent, target.name)
 
     def _count(self, files: Sequence[DownloadedFile]) -> None:
         self._count_bytes(sum(file.size for file in files))
@@ -189,7 +203,7 @@ class ResourceFetcher:
 
     async def download_from_uri(self, url: str, folder: PurePosixPath, name: str | None = None) -> DownloadedFile:
         """Download a file; raises `BridgeError`."""
-        return await download_from_uri(url, folder, self.access, name=name, storage=self.storage)
+        return await download_from_uri(url, folder, self.access, name=name, storage=self.storage, files=self.files)
 
     async def _fetch_from_peers(self, source: PeersSource, target: PurePosixPath) -> None:
         """Pull one file to `target`, or named ones to a folder there."""
@@ -207,13 +221,14 @@ class ResourceFetcher:
 
     # ---------------------------------------------------------------------------------------------- results, datasets
 
-    async def _fetch_located(self, name: str, target: PurePosixPath, known: PullFiles | None) -> None:
+    async def _fetch_located(self, resource: TaskResource, target: PurePosixPath) -> None:
         """Ask the scheduler where a resource is until its files are here; first try where it is known to be.
 
         Raises:
             ResourceError: there is none, or the answer cannot be used.
         """
-        staged = _StagedFiles(self.storage.files.staging_folder(RESOURCES, name))
+        name, known = resource.name, resource.location
+        staged = _StagedFiles(self.storage.files.staging_folder(RESOURCES, name), resource.dataset is not None)
         failures: tuple[FailedHolder, ...] = ()
         rounds = 0
         while True:
@@ -286,7 +301,7 @@ class ResourceFetcher:
 
         async def pull(index: int) -> None:
             async with self._places:
-                found = await self._pull_file(files[index], staged.folder / str(index))
+                found = await self._pull_file(files[index], staged.folder / str(index), staged.is_cached)
             if not found:
                 staged.complete.add(index)
             for failure in found:
@@ -309,12 +324,12 @@ class ResourceFetcher:
         if failures:
             raise _HolderFailures(list(failures.values()))
 
-    async def _pull_file(self, file: LocatedFile, target: Path) -> list[FailedHolder]:
+    async def _pull_file(self, file: LocatedFile, target: Path, is_cached: bool) -> list[FailedHolder]:
         """Pull one file, or copy it if this worker itself has it; return what failed with each of its holders."""
         if self.endpoint.peer_id in file.peers:
             return await self._copy_own(file, target)
         address = SliceAddress(dataset=file.dataset, index=file.index)
-        found = await self.files.pull_once(file.peers, address, target, file.digest)
+        found = await self.files.pull_once(file.peers, address, target, file.digest, is_cached=is_cached)
         if not isinstance(found, dict):
             self._count_bytes(found.size)
             return []
@@ -333,6 +348,8 @@ class _StagedFiles:
     """The files of a located resource, each under its index, until all are there."""
 
     folder: Path
+    is_cached: bool = False
+    """Whether the worker's cache keeps them: datasets are used again, results of tasks hardly ever."""
     files: Sequence[LocatedFile] = ()
     complete: set[int] = field(default_factory=set)
     """Indices of files that are here."""

@@ -37,6 +37,7 @@ from hypha_proto.tasks import (
     TaskSpec,
 )
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.content_cache import ContentCache, cache_of
 from hypha_worker.errors import ExecutionError, reason_to_return_work
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
@@ -77,6 +78,7 @@ class TaskHost:
     clock: Callable[[], float] = anyio.current_time
     default_storage: float = DEFAULT_STORAGE
     """GB that an attempt may store whose lease states none."""
+    cache: ContentCache | None = None
 
 
 Report = Callable[[TaskReport], None]
@@ -123,7 +125,8 @@ class TaskRun:
         host, lease, about = self.host, self.lease, self.definition
         work_dir = host.work_dir / f"hypha-{uuid.uuid4()}"
         limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
-        storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)))
+        cache = cache_of(host.cache, lease.scheduler)
+        storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
         traffic = JobTraffic()
         return TaskContext(
             job_id=about.job_id,
@@ -240,7 +243,7 @@ class TaskRun:
                     await self._clean_up(result)
                 except Exception:  # noqa: BLE001 - logged: the end is reported all the same, or nobody hears of it
                     _log.exception("the files of %s were not removed because of an error in this worker", self)
-            self.host.lease_manager.detach_job(self.lease.id, keep=True)
+            self.host.lease_manager.detach_job(self.lease.id, keep=True, outcome=_outcome(result))
             self._log_end(result)
             outcome = _outcome(result)
             _ENDED.add(1, {"hypha.outcome": outcome})

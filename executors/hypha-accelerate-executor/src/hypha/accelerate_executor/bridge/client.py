@@ -25,12 +25,17 @@ from hypha.accelerate_executor.errors import (
     BridgeClosed,
     BridgeRefused,
     BridgeTimeout,
+    ContributionRefused,
     ExecutorError,
     NoMoreData,
+    NotTakingPart,
+    RoundClosed,
     SchedulerRefused,
 )
 from hypha_proto import bridge_api as routes
+from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
+from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import Reference
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse, ProgressValue
@@ -41,6 +46,8 @@ _CONNECT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
 _SPANS_SECONDS: Final = 2.0
 """Seconds that reporting spans may delay training, once: it is not retried."""
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
 _NO_FREE_SLICE: Final = "no-free-slice"
@@ -63,6 +70,8 @@ class Received:
     path: Path
     round: int | None
     """None if the sender did not state it (other implementations)."""
+    weights: str | None = None
+    """Digest of the global weights after the round, as the scheduler has committed them; None if it is not stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,11 @@ class Bridge:
         self._timeout = timeout
         self._socket = socket
         self._client = self._connect(timeout)
+        self._lock = threading.Lock()
+        """Held while the next two change."""
+        self._requests = 0
+        """Number of requests that other threads wait for."""
+        self._is_closed = False
 
     def __enter__(self) -> Bridge:
         return self
@@ -95,7 +109,28 @@ class Bridge:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._client.close()
+        """Send no further request; the connection is closed when the last one in progress has ended."""
+        with self._lock:
+            self._is_closed = True
+            is_idle = not self._requests
+        if is_idle:
+            self._client.close()
+
+    @contextmanager
+    def _requesting(self, route: str) -> Iterator[httpx.Client]:
+        """Keep the client open while it is used: a thread that reads from a closed one may wait until its timeout."""
+        with self._lock:
+            if self._is_closed:
+                raise BridgeClosed(f"{route}: this process has closed the bridge")
+            self._requests += 1
+        try:
+            yield self._client
+        finally:
+            with self._lock:
+                self._requests -= 1
+                is_last = self._is_closed and not self._requests
+            if is_last:
+                self._client.close()
 
     def fetch(self, reference: Reference, out_dir: str) -> list[Fetched]:
         """Fetch the files of `reference` into `out_dir`; a `data` reference fetches the next slice.
@@ -126,12 +161,49 @@ class Bridge:
         target.parent.mkdir(parents=True, exist_ok=True)
         return path.replace(target)
 
-    def send(self, reference: Reference, path: Path, round_number: int, samples: int) -> bool:
+    def join(self) -> routes.RoundJoined | None:
+        """Ask with which round to begin, and wait until the scheduler has decided; None if the worker cannot say.
+
+        Raises:
+            NotTakingPart: this process will never take part.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
+        """
+        try:
+            answer = self._post_with_retry(routes.JOIN, {})
+        except NoMoreData as end:
+            raise NotTakingPart(str(end)) from None
+        except BridgeRefused as refusal:
+            if refusal.status == _NOT_FOUND:
+                return None
+            raise
+        try:
+            joined: routes.RoundJoined = from_json(routes.RoundJoined, answer.content)
+        except DecodeError as error:
+            raise BridgeRefused("join", answer.status_code, "malformed-answer", str(error)) from None
+        return joined
+
+    def send(
+        self,
+        reference: Reference,
+        path: Path,
+        round_number: int,
+        samples: int,
+        contribution: Contribution | None = None,
+    ) -> bool:
         """Push a file to the peers of `reference`; return whether they have received it.
 
         Rust workers answer first and send the file afterwards.
 
+        Args:
+            reference: receivers.
+            path: the file, in the work directory.
+            round_number: number of the round.
+            samples: samples behind the file, its weight.
+            contribution: what the file was computed from, for the scheduler; None states nothing.
+
         Raises:
+            ContributionRefused: the scheduler does not accept the contribution; nothing was pushed.
+            RoundClosed: the round goes on without the update; nothing was pushed.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         body = {
@@ -140,7 +212,16 @@ class Bridge:
             "round": round_number,
             "samples": samples,
         }
-        answer = self._post_with_retry(routes.SEND, body)
+        if contribution is not None:
+            body["contribution"] = to_plain(Contribution, contribution)
+        try:
+            answer = self._post_with_retry(routes.SEND, body)
+        except BridgeRefused as refusal:
+            if refusal.status == _CONFLICT and refusal.kind == routes.ROUND_CLOSED:
+                raise RoundClosed(refusal.detail) from None
+            if refusal.status == _CONFLICT:
+                raise ContributionRefused(refusal.detail) from None
+            raise
         try:
             told = parse_json(answer.content)
         except ValueError:
@@ -189,6 +270,27 @@ class Bridge:
         answer = self._json("update", response)
         return TaskAnswer(isinstance(answer, dict) and answer.get("draining") is True)
 
+    def report_batches(self, trained: TrainedBatches) -> BatchesCounted | None:
+        """Report batches; return which the scheduler has counted, or None if the worker takes one report a batch.
+
+        Raises:
+            SchedulerRefused: the scheduler answered with an error.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
+        """
+        try:
+            response = self._post(routes.BATCHES, to_json(TrainedBatches, trained))
+        except BridgeRefused as refusal:
+            if refusal.status == _NOT_FOUND:
+                return None
+            raise
+        try:
+            answer: BatchesCounted = from_json(BatchesCounted, response.content)
+        except DecodeError as error:
+            raise BridgeRefused("batches", response.status_code, "malformed-answer", str(error)) from None
+        if answer.reason:
+            raise SchedulerRefused(f"the scheduler refused the batches of round {trained.round}: {answer.reason[:400]}")
+        return answer
+
     def report(self, progress: Progress) -> ProgressResponse:
         """Send a progress report to the scheduler; return its answer.
 
@@ -212,7 +314,7 @@ class Bridge:
         Raises:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, is too slow, or has no such route.
         """
-        self._post(routes.SPANS, msgspec.json.encode(report), _SPANS_SECONDS)
+        self._post(routes.SPANS, msgspec.json.encode(report), min(_SPANS_SECONDS, self._timeout))
 
     def updates(self, reference: Reference, out_dir: str) -> OuterUpdates:
         """Open the stream of outer updates from the peers of `reference`; files are written to `out_dir`."""
@@ -255,10 +357,10 @@ class Bridge:
                 time.sleep(_RETRY_SECONDS)
 
     def _post(self, route: str, content: bytes, timeout: float | None = None) -> httpx.Response:
-        seconds = self._timeout if timeout is None else min(timeout, self._timeout)
+        seconds = self._timeout if timeout is None else timeout
         headers = {"content-type": "application/json"}
-        with _translated(route, seconds):
-            response = self._client.post(route, content=content, headers=headers, timeout=seconds)
+        with self._requesting(route) as client, _translated(route, seconds):
+            response = client.post(route, content=content, headers=headers, timeout=seconds)
         _check(route, response)
         return response
 
@@ -281,8 +383,9 @@ class Bridge:
         Raises:
             BridgeRefused: the event names no file inside the work directory.
         """
-        number = entry.get("round") if isinstance(entry, dict) else None
-        return Received(self._inside(entry), number if type(number) is int else None)
+        path = self._inside(entry)
+        number, weights = entry.get("round"), entry.get("weights")
+        return Received(path, number if type(number) is int else None, weights if isinstance(weights, str) else None)
 
 
 class OuterUpdates:
@@ -296,7 +399,7 @@ class OuterUpdates:
         # a daemon thread: a blocked read must not delay the exit of the process
         threading.Thread(target=self._listen, args=(body,), name="outer-updates", daemon=True).start()
 
-    def wait(self, round_number: int, timeout: float) -> Path:
+    def wait(self, round_number: int, timeout: float) -> Received:
         """Wait for the outer update of a round; files of earlier rounds are deleted.
 
         Raises:
@@ -312,7 +415,7 @@ class OuterUpdates:
             except queue.Empty:
                 raise BridgeTimeout(f"no outer update of round {round_number} came within {timeout:g} s") from None
             self._sort(arrived, round_number)
-        return self._early.pop(round_number).path
+        return self._early.pop(round_number)
 
     def _sort(self, arrived: Received | Exception, round_number: int) -> None:
         if isinstance(arrived, Exception):

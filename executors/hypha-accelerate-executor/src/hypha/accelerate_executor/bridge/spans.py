@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,8 +52,15 @@ class OpenSpan:
         )
 
 
+class _OpenSpans(threading.local):
+    """The open spans of a thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[OpenSpan] = []
+
+
 class Spans:
-    """Buffers ended spans until they are reported. Used by one thread."""
+    """Buffers ended spans until they are reported. A span is inside another one of the same thread."""
 
     def __init__(
         self,
@@ -73,8 +81,10 @@ class Spans:
         self._wanted = traceparent is not None and _SAMPLED.fullmatch(traceparent) is not None
         self._clean = clean
         self._clock = clock
-        self._open: list[OpenSpan] = []
+        self._open = _OpenSpans()
         self._done: list[OpenSpan] = []
+        self._lock = threading.Lock()
+        """Held while `_done` changes."""
 
     @contextmanager
     def span(self, name: str, ago: float = 0.0, /, **attributes: Value) -> Iterator[dict[str, Value]]:
@@ -87,22 +97,24 @@ class Spans:
         """
         named = {f"hypha.{key}": value for key, value in attributes.items()}
         work = OpenSpan(name, self._clock() - ago, named)
-        holder = self._open[-1].inside if self._open else self._done
-        self._open.append(work)
+        opened = self._open.stack
+        opened.append(work)
         try:
             yield named
         except Exception as error:
             work.error = self._clean(f"{type(error).__name__}: {error}")[:_ERROR_LIMIT]
             raise
         finally:
-            self._open.pop()
+            opened.pop()
             work.ended = self._clock()
             if self._wanted:
-                holder.append(work)
+                with self._lock:
+                    (opened[-1].inside if opened else self._done).append(work)
 
     def flush(self) -> None:
         """Report ended spans. A worker that rejects them is not asked again: training has priority over tracing."""
-        done, self._done = self._done[-MAX_SPANS // 8 :], []
+        with self._lock:
+            done, self._done = self._done[-MAX_SPANS // 8 :], []
         if not done or not self._wanted:
             return
         now = self._clock()

@@ -2,14 +2,20 @@
 
 Slices are safetensors files whose tensors share their first dimension, the samples; `bridge` fetches them and
 `train.trainer` consumes the batches. Samples are shuffled within a slice, determined by (seed, epoch, slice) alone,
-and batches may span two slices. The next slice is fetched while the current one is used.
+and batches may span slices. `slice_prefetch` fetches the next ones while the current one is used.
+
+What decides the boundaries: the samples of all assigned slices, one slice after the other, each in its order and only
+at the positions that were assigned, are one sequence. Batches are its consecutive parts of `batch_size` samples; only
+the very last one may be shorter, when no slice is left. They depend neither on the boundaries of slices nor on those of
+rounds: a round is a number of whole batches, and the next one begins with the sample after its last. Therefore
+`recorded_batches` builds the batches of a round again from the ranges of samples that the executor has recorded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,13 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha.accelerate_executor.bridge.client import Fetched
-from hypha.accelerate_executor.errors import DataError, NoMoreData
+from hypha.accelerate_executor.data.slice_prefetch import InHand, PrefetchDemand, SlicePrefetch
+from hypha.accelerate_executor.errors import BridgeRefused, DataError
+from hypha_proto.contributions import SampleRange
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
 
 logger = logging.getLogger(__name__)
 
 FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
+_U32: Final = (1 << 32) - 1
+_U64: Final = (1 << 64) - 1
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -50,6 +60,8 @@ class Batch:
     rows: tuple[Rows, ...] = ()
     """Where the samples are stored, in their order."""
     dataset: str = ""
+    ranges: tuple[SampleRange, ...] | None = None
+    """The samples as positions in the orders of their slices; None if the worker does not name slice and epoch."""
 
     def describe_row(self, number: int) -> str:
         """Return dataset, slice and row that sample `number` of this batch comes from."""
@@ -62,11 +74,29 @@ class Batch:
         return f"row {number} of a batch"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive samples of a slice, in its order."""
+
+    tensors: Arrays
+    rows: Rows
+    range: SampleRange | None
+    """None if slice or epoch are unknown."""
+
+
 class Slice:
     """One fetched slice, read in shuffled order."""
 
     def __init__(
-        self, path: Path, index: str | None, order: Callable[[int], NDArray[np.int64]], raw: Collection[str] = ()
+        self,
+        path: Path,
+        index: int | None,
+        order: Callable[[int], NDArray[np.int64]],
+        raw: Collection[str] = (),
+        *,
+        epoch: int | None = None,
+        first: int = 0,
+        end: int | None = None,
     ) -> None:
         """Open the file.
 
@@ -75,36 +105,64 @@ class Slice:
             index: the slice's index in its dataset; None if unknown.
             order: returns a permutation of the given number of samples.
             raw: tensors read as stored.
+            epoch: the pass over the dataset; None if unknown.
+            first: position in the order of the first sample to use.
+            end: position after the last sample to use; None for all.
 
         Raises:
-            DataError: the file is malformed, or its tensors do not share their first dimension.
+            DataError: the file is malformed, its tensors do not share their first dimension, or it has no such
+                positions.
         """
         self.path = path
         self.index = index
+        self.epoch = epoch
         try:
             self._file = TensorFile(path)
         except TensorFileError as error:
             raise DataError(f"slice {error}") from None
-        self.samples = count_samples(self._file)
-        self._order = order(self.samples)
+        self.size = path.stat().st_size
+        """Bytes of the file."""
+        samples = count_samples(self._file)
+        self._end = samples if end is None else end
+        if not first < self._end <= samples:
+            self._file.close()
+            raise DataError(
+                f"slice {self.name}: positions {first} to {self._end} were assigned, and it has {samples} samples: "
+                "its dataset has changed, or the scheduler takes it for another one"
+            )
+        self.samples = self._end - first
+        """Number of samples to use."""
+        self._order = order(samples)
         self._raw = raw
-        self._used = 0
+        self._next = first
+
+    @property
+    def name(self) -> str:
+        """Return the index as text, or the file's name if it is unknown."""
+        return self.path.name if self.index is None else str(self.index)
 
     @property
     def left(self) -> int:
         """Return the number of samples not taken yet."""
-        return self.samples - self._used
+        return self._end - self._next
 
-    def take(self, samples: int) -> tuple[Rows, dict[str, NDArray[Any]]]:
-        """Return all tensors of the next samples, fewer if fewer are left, and where they are stored."""
-        rows = self._order[self._used : self._used + samples]
-        self._used += len(rows)
+    def take(self, samples: int) -> Part:
+        """Return the next samples, fewer if fewer are left."""
+        first, self._next = self._next, min(self._next + samples, self._end)
+        rows = self._order[first : self._next]
         arrays = {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
-        return Rows(self.path.name if self.index is None else self.index, rows), arrays
+        found = None
+        if self.index is not None and self.epoch is not None:
+            found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
+        return Part(arrays, Rows(self.name, rows), found)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def delete(self) -> None:
         """Close the file and delete it."""
-        self._file.close()
+        self.close()
         self.path.unlink(missing_ok=True)
 
 
@@ -150,6 +208,7 @@ class Batches:
         seed: int,
         raw: Collection[str] = (),
         dataset: str = "",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare; the first slice is fetched by `prefetch` or by the first batch.
 
@@ -159,8 +218,8 @@ class Batches:
             seed: decides the order of samples.
             raw: tensors whose integers are kept as stored: inputs of a preprocessor.
             dataset: name of the dataset, for errors.
+            clock: returns seconds.
         """
-        self._fetch = fetch
         self._dataset = dataset
         self._raw = frozenset(raw)
         self._batch_size = batch_size
@@ -168,18 +227,33 @@ class Batches:
         self._open: list[Slice] = []
         self._seen: dict[int, int] = {}
         self._fetched = 0
-        self._ended = False
-        self._coming: Future[list[Fetched]] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="slices")
+        self._demand = PrefetchDemand(batch_size)
+        self._coming = SlicePrefetch(fetch, clock)
+        self._clock = clock
+        self._handed_out: tuple[int, float] | None = None
+        """Samples of the last batch, and when it was handed out."""
+        self._was_refused = False
+        """Whether the slice that training needs was refused once."""
+        self.before_retry: Callable[[], object] = lambda: None
+        """Called before a refused slice that training needs is requested once more: the scheduler assigns none to a
+        worker that has, as far as it knows, not used many others."""
 
     def prefetch(self) -> None:
-        """Start fetching a slice, unless one is being fetched or none is left."""
-        if self._coming is None and not self._ended:
-            self._coming = self._thread.submit(self._fetch)
+        """Start fetching slices, unless enough are in hand or on their way, or none is left."""
+        self._request(self._demand.samples_ahead)
+
+    def drop(self) -> None:
+        """Give up the samples that were assigned and not used; waits for the slices on their way."""
+        self._handed_out = None
+        for file in self._coming.drop():
+            file.path.unlink(missing_ok=True)
+        for opened in self._open:
+            opened.delete()
+        self._open.clear()
 
     def close(self) -> None:
-        """Discard the pending fetch and delete the fetched slices."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Discard pending fetches and delete the fetched slices; a fetch that has begun goes on."""
+        self._coming.close()
         for opened in self._open:
             opened.delete()
 
@@ -194,57 +268,148 @@ class Batches:
             DataError: a slice is malformed.
             ExecutorError: a slice could not be fetched.
         """
-        parts: list[dict[str, NDArray[Any]]] = []
-        rows: list[Rows] = []
-        taken: dict[str, int] = {}
-        missing = self._batch_size
-        while missing and self._refill():
-            current = self._open[0]
-            count = min(missing, current.left)
-            stored, arrays = current.take(count)
-            rows.append(stored)
-            parts.append(arrays)
-            missing -= count
-            if current.index is not None:
-                taken[current.index] = taken.get(current.index, 0) + count
-            self._after_taking(current)
-        if not parts:
-            raise StopIteration
-        return Batch(_join(parts), self._batch_size - missing, taken, tuple(rows), self._dataset)
+        if self._handed_out is not None:
+            samples, at = self._handed_out
+            self._demand.add_batch(samples, self._clock() - at)
+        while self._take(waits=False):
+            pass
+        batch = next_batch(self._current, self._after_taking, self._batch_size, self._dataset)
+        self.prefetch()
+        self._handed_out = batch.samples, self._clock()
+        return batch
 
-    def _refill(self) -> bool:
-        """Open the next slice if the current one is used up; return False if there is none."""
-        while not self._open and not self._ended:
-            self.prefetch()
-            assert self._coming is not None
-            try:
-                files = self._coming.result()
-            except NoMoreData as end:
-                logger.info("no further slice: %s", end)
-                self._ended = True
-            else:
-                self._open.extend(self._opened(fetched) for fetched in files)
-            self._coming = None
-        return bool(self._open)
+    def _current(self) -> Slice | None:
+        """Return the slice in use, waiting for one if none is in hand; None if none is left."""
+        while not self._open:
+            self._request(self._batch_size + self._demand.samples_ahead, is_ahead=False)
+            if not self._take_needed() and self._coming.is_over:
+                return None
+        return self._open[0]
+
+    def _request(self, wanted: float, *, is_ahead: bool = True) -> None:
+        """Request slices, so that `wanted` samples are in hand when they have come.
+
+        `is_ahead` says that no batch waits for them.
+        """
+        opened = self._open
+        in_hand = InHand(
+            samples=sum(each.left for each in opened),
+            slices=len(opened),
+            bytes=sum(each.size for each in opened),
+            is_half_used=len(opened) == 1 and opened[0].left * 2 <= opened[0].samples,
+        )
+        count = self._demand.further(wanted, in_hand, self._coming.coming)
+        self._coming.request(count, len(opened), self._demand.parallel, is_ahead=is_ahead)
+
+    def _take_needed(self) -> bool:
+        """Wait for the slice that was assigned next; return False if none is left, or one was refused for now."""
+        try:
+            was_taken = self._take(waits=True)
+        except BridgeRefused as refusal:
+            if self._was_refused:
+                raise
+            logger.info("a slice is requested once more: %s", refusal)
+            self.before_retry()
+            self._was_refused = True
+            return False
+        self._was_refused &= not was_taken
+        return was_taken
+
+    def _take(self, *, waits: bool) -> bool:
+        """Open the slice that was assigned next, if it has come; return whether there was one."""
+        taken = self._coming.take(len(self._open), waits=waits)
+        if taken is None:
+            return False
+        files, seconds = taken
+        self._demand.add_fetch(seconds)
+        for fetched in files:
+            self._open.append(opened := self._opened(fetched))
+            self._demand.add_slice(opened.samples, opened.size)
+        return True
 
     def _after_taking(self, current: Slice) -> None:
-        if len(self._open) == 1 and current.left * 2 <= current.samples:
-            self.prefetch()
         if not current.left:
             self._open.pop(0).delete()
 
     def _opened(self, fetched: Fetched) -> Slice:
-        name = fetched.metadata.get("slice")
-        index = int(name) if name is not None and name.isdecimal() else self._fetched
+        told, about = read_number(fetched.metadata, "slice", _U64), fetched.metadata
+        index = self._fetched if told is None else told
         self._fetched += 1
         again = self._seen.get(index, 0)
         self._seen[index] = again + 1
-        told = fetched.metadata.get("epoch", "")
-        epoch = int(told) if told.isdecimal() else again
-        return Slice(fetched.path, name, lambda samples: shuffled(samples, self._seed, epoch, index), self._raw)
+        stated = read_number(about, "epoch", _U32)
+        epoch = again if stated is None else stated
+        return Slice(
+            fetched.path,
+            told,
+            lambda samples: shuffled(samples, self._seed, epoch, index),
+            self._raw,
+            epoch=stated,
+            first=_position(fetched, "first") or 0,
+            end=_position(fetched, "end"),
+        )
 
 
-def _join(parts: list[dict[str, NDArray[Any]]]) -> Arrays:
+def next_batch(
+    current: Callable[[], Slice | None], after_taking: Callable[[Slice], None], batch_size: int, dataset: str = ""
+) -> Batch:
+    """Build a batch of the next samples.
+
+    Args:
+        current: returns the slice to take from, which has samples left; None if there is none.
+        after_taking: called with the slice after each part that was taken from it.
+        batch_size: samples in the batch, fewer if no slice is left.
+        dataset: name of the dataset, for errors.
+
+    Raises:
+        StopIteration: no sample is left.
+        DataError: a slice is malformed.
+    """
+    parts: list[Part] = []
+    taken: dict[str, int] = {}
+    missing = batch_size
+    while missing and (opened := current()) is not None:
+        count = min(missing, opened.left)
+        parts.append(opened.take(count))
+        missing -= count
+        if opened.index is not None:
+            taken[opened.name] = taken.get(opened.name, 0) + count
+        after_taking(opened)
+    if not parts:
+        raise StopIteration
+    ranges = tuple(part.range for part in parts if part.range is not None)
+    return Batch(
+        _join([part.tensors for part in parts]),
+        batch_size - missing,
+        taken,
+        tuple(part.rows for part in parts),
+        dataset,
+        ranges if len(ranges) == len(parts) else None,
+    )
+
+
+def read_number(metadata: Mapping[str, str], key: str, limit: int) -> int | None:
+    """Return the number, from 0 to `limit`, that a file's metadata has under a key; None if there is none."""
+    text = metadata.get(key, "")
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(limit))):
+        return None
+    return int(text) if int(text) <= limit else None
+
+
+def _position(fetched: Fetched, key: str) -> int | None:
+    """Return the position in a slice's order that its metadata states; None if it states none.
+
+    Raises:
+        DataError: it is malformed.
+    """
+    found = read_number(fetched.metadata, key, _U64)
+    if found is None and key in fetched.metadata:
+        found_text = f"{key} is {fetched.metadata[key]!r:.80}"
+        raise DataError(f"slice {fetched.path.name}: {found_text}, expected the decimal number of a sample")
+    return found
+
+
+def _join(parts: Sequence[Arrays]) -> Arrays:
     if len(parts) == 1:
         return parts[0]
     for part in parts[1:]:

@@ -25,7 +25,7 @@ class MicroBatch:
 
 
 def split_batch(
-    arguments: Mapping[str, torch.Tensor], processes: int, micro: int, shifted: bool
+    arguments: Mapping[str, torch.Tensor], processes: int, micro: int, shifted: bool, at_once: int | None = None
 ) -> list[list[MicroBatch]]:
     """Split a batch into `micro` micro-batches for each of `processes`, rows in order and sizes as equal as possible.
 
@@ -37,11 +37,15 @@ def split_batch(
         processes: number of processes that share the batch.
         micro: micro-batches that each process computes in sequence.
         shifted: whether a row's first label is unused.
+        at_once: largest number of rows that all processes together compute at once; a batch with more has as many times
+            `micro` micro-batches as it is larger. None means no limit.
     """
+    samples = _rows(arguments)
+    if at_once is not None:
+        micro *= max(1, -(-samples // at_once))
     wanted = processes * micro
     if wanted == 1:
         return [[MicroBatch(arguments, 1.0)]]
-    samples = _rows(arguments)
     bounds = [samples * number // wanted for number in range(wanted + 1)]
     parts = [{name: value[begin:end] for name, value in arguments.items()} for begin, end in itertools.pairwise(bounds)]
     counts = [count_labels(part, shifted) for part in parts]

@@ -1,8 +1,10 @@
 """The DiLoCo training loop: inner steps, and an exchange with the parameter server at the end of each round.
 
 Implements the worker side of DiLoCo (arXiv:2311.08105, algorithm 1). Started by `training`. Updates travel through
-`bridge` to the worker and the parameter server, which sends the outer update back; `round_countdown` decides when a
-round ends and `replica` computes what is exchanged.
+`bridge` to the worker and the parameter server, which sends the outer update back; `batch_reporter` reports batches in
+the background, and `round_countdown` decides from the answers when a round ends. `replica` computes what is exchanged,
+`contribution` records what from, `global_weights` compares the merged weights with the scheduler's, and
+`round_evaluation` evaluates them.
 """
 
 from __future__ import annotations
@@ -10,15 +12,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, OuterUpdates
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.data.batches import Batch, Batches
-from hypha.accelerate_executor.diloco.metrics import RoundTally, batch_done
+from hypha.accelerate_executor.diloco.batch_reporter import BatchReporter
+from hypha.accelerate_executor.diloco.contribution import SampleRecord
+from hypha.accelerate_executor.diloco.global_weights import GlobalWeights
+from hypha.accelerate_executor.diloco.metrics import RoundTally, trained_batch
 from hypha.accelerate_executor.diloco.round_countdown import NextStep, RoundCountdown
+from hypha.accelerate_executor.diloco.round_evaluation import RoundEvaluation
+from hypha.accelerate_executor.diloco.round_seed import round_seed
 from hypha.accelerate_executor.distributed.accelerator import choose_device
 from hypha.accelerate_executor.distributed.process_group import (
     BeginRound,
@@ -26,19 +33,27 @@ from hypha.accelerate_executor.distributed.process_group import (
     GatherWeights,
     LoadModel,
     LoadWeights,
+    Reset,
     Shutdown,
     join_process_group,
 )
-from hypha.accelerate_executor.errors import BridgeRefused, DataError
+from hypha.accelerate_executor.errors import ContributionRefused, ModelError, NotTakingPart, RoundClosed
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import Setup, build_setup
+from hypha_proto.bridge_api import RoundJoined
+from hypha_proto.contributions import OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution
+from hypha_proto.global_model import digest_file
 from hypha_proto.job_spec import PeersReference, Reference, TrainConfig
-from hypha_proto.progress import Done, RoundMetrics, SendingUpdate, UpdateMerged
+from hypha_proto.progress import MICRO_BATCH, Done, RoundMetrics, SendingUpdate, UpdateMerged
 
 logger = logging.getLogger(__name__)
 
 INCOMING: Final = "incoming"
 """Directory of the outer updates, in the work directory."""
+MAX_REFUSED: Final = 3
+"""Number of consecutive updates that the scheduler may refuse before the executor gives up."""
+MAX_BEHIND: Final = 20
+"""Number of consecutive times that the job may go on while the executor fetches the weights of the round to join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,15 @@ class LoopTiming:
     """Seconds to wait for an outer update."""
     delay: float = 0.0
     """Seconds added to every batch, for tests and benchmarks of uneven workers."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What was done in one round."""
+
+    number: int
+    tally: RoundTally = field(default_factory=RoundTally)
+    samples: SampleRecord = field(default_factory=SampleRecord)
 
 
 class TrainingLoop:
@@ -65,7 +89,7 @@ class TrainingLoop:
         spans: Spans,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Store the parts; nothing runs before `run`.
+        """Store the parts; nothing is trained before `run`.
 
         Args:
             outer_updates: None if nobody sends any: the job is over after its first update then.
@@ -75,17 +99,27 @@ class TrainingLoop:
         self._trainer = setup.trainer
         self._replica = setup.replica
         self._group = setup.group
+        self._sizer = setup.sizer
         self._begin_round = setup.begin_round
+        self._reset = setup.reset
         self._batches = batches
         self._outer_updates = outer_updates
         self._timing = timing
         self._spans = spans
         self._clock = clock
-        self._measure = setup.measure
-        self._evaluation_files: list[Path] | None = None
-        """Files of the evaluation dataset, once fetched."""
+        self._weights = GlobalWeights(bridge, setup.replica, setup.group, config)
+        self._evaluation = RoundEvaluation(
+            bridge, config.evaluation, setup.subject, config.micro_batch or config.batch_size, spans
+        )
         self._countdown = RoundCountdown(config.first_round or 1)
-        self._mark = 0.0
+        self._reporter = BatchReporter(bridge, timing.update_timeout)
+        batches.before_retry = self._reporter.flush
+        self._mark: float | None = None
+        """End of the last batch and its report, or the beginning of the round; None before the first one."""
+        self._trained = False
+        """Whether a round was trained since the last reset, so that the inner optimizer has state."""
+        self._refused = 0
+        """Consecutive contributions that the scheduler did not accept."""
 
     def run(self) -> None:
         """Train until the job is done or there is no more data.
@@ -93,50 +127,156 @@ class TrainingLoop:
         Raises:
             ExecutorError: training cannot continue.
         """
-        following = NextStep.TRAIN
-        while following is not NextStep.STOP:
-            self._spans.flush()
-            tally = RoundTally()
-            with self._spans.span("round", round=self._countdown.round):
-                following = self._train_round(tally)
-                if following is NextStep.SYNCHRONISE and not self._synchronise(tally):
-                    following = NextStep.STOP
-            if following is NextStep.SYNCHRONISE:
-                following = self._finish_round()
+        try:
+            self._train_rounds()
+            self._evaluation.finish(self._timing.update_timeout)
+        finally:
+            self._reporter.close()
+            self._evaluation.close()
         self._group.scatter_commands([Shutdown()] * self._group.size)
 
-    def _train_round(self, tally: RoundTally) -> NextStep:
+    def _begin(self) -> None:
+        """Begin with the round that the scheduler names, or with this process's first one if nobody names one."""
+        joined = self._ask_for_round() if self._config.join else None
+        if joined is not None:
+            self._enter(joined)
+        elif self._countdown.round > 1 and self._config.weights is not None:
+            with self._spans.span("fetch weights"):
+                self._weights.fetch(self._countdown.round - 1)
+
+    def _begin_anew(self) -> None:
+        """Leave a round that goes on without this process; begin with the one that the scheduler names."""
+        joined = self._ask_for_round()
+        if joined is None:
+            raise ModelError("the worker does not say with which round to go on; update hypha-worker")
+        self._enter(joined)
+
+    def _ask_for_round(self) -> RoundJoined | None:
+        """Ask for the round to begin with, after giving up the samples that were assigned."""
+        self._batches.drop()
+        self._reporter.drop()
+        self._spans.flush()
+        with self._spans.span("wait for round"):
+            return self._bridge.join()
+
+    def _enter(self, joined: RoundJoined) -> None:
+        """Begin with a round, from its weights and without state of the inner optimizer."""
+        self._group.scatter_commands([Reset()] * self._group.size)
+        self._reset()
+        self._trained, self._refused = False, 0
+        with self._spans.span("fetch weights"):
+            number = self._load_weights(joined)
+        logger.info("joined at round %d", number)
+        self._countdown = RoundCountdown(number)
+        self._batches.prefetch()
+
+    def _load_weights(self, joined: RoundJoined) -> int:
+        """Load the weights of the round to join, or of a later one if the job goes on meanwhile; return its number."""
+        for _ in range(MAX_BEHIND):
+            if self._weights.begin_from(joined.round - 1, joined.weights):
+                return joined.round
+            following = self._bridge.join()
+            assert following is not None  # the route was there before
+            joined = following
+        raise ModelError(f"the job went on {MAX_BEHIND} times while the weights of a round were fetched")
+
+    def _train_rounds(self) -> None:
+        """Begin, and train rounds until the job is over or goes on without this process."""
+        try:
+            self._begin()
+            self._run_rounds()
+        except NotTakingPart as end:
+            logger.info("the job needs this process no more: %s", end)
+
+    def _run_rounds(self) -> None:
+        """Train rounds until the job is over."""
+        while True:
+            self._spans.flush()
+            current = _Round(self._countdown.round)
+            try:
+                with self._spans.span("round", round=current.number):
+                    following = self._train_round(current)
+                    if following is not NextStep.SYNCHRONISE or not self._synchronise(current):
+                        return
+            except RoundClosed as closed:
+                logger.warning("round %d goes on without this update: %s", current.number, closed)
+                self._begin_anew()
+                continue
+            self._evaluation.prepare(current.number)
+            if self._finish_round() is NextStep.STOP:
+                return
+            self._evaluation.begin()
+
+    def _train_round(self, current: _Round) -> NextStep:
         """Process batches until the round ends, inside a span."""
+        tally = current.tally
         with self._spans.span("train") as span:
             try:
-                return self._train(tally)
+                return self._train(current)
             finally:
+                tally.report_wait = self._reporter.waited
                 span |= {"hypha.batches": tally.batches, "hypha.samples": tally.samples}
                 span |= {"hypha.batch_seconds": tally.seconds}
 
-    def _train(self, tally: RoundTally) -> NextStep:
+    def _train(self, current: _Round) -> NextStep:
         """Process batches until the round ends."""
-        self._group.scatter_commands([BeginRound(self._countdown.round)] * self._group.size)
-        self._begin_round(self._countdown.round)
-        self._mark = self._clock()
+        self._group.scatter_commands([BeginRound(current.number)] * self._group.size)
+        self._begin_round(current.number)
+        self._reporter.begin(current.number)
+        now = self._clock()
+        current.tally.sync = None if self._mark is None else now - self._mark
+        self._mark = now
         following = NextStep.TRAIN
         while following is NextStep.TRAIN:
             before = self._clock()
             batch = next(self._batches, None)
             waited = self._clock() - before
             if batch is None:
-                logger.info("no data left in round %d: training is over", self._countdown.round)
-                return self._countdown.without_data() if tally.samples else NextStep.STOP
+                logger.info("no data left in round %d: training is over", current.number)
+                return self._without_data(current)
+            self._choose_micro_batch(batch, current.number)
             loss = self._step(batch)
             if self._timing.delay:
                 time.sleep(self._timing.delay)
-            now = self._clock()
-            seconds, self._mark = now - self._mark - waited, now
-            tally.add(loss, batch.samples, seconds)
-            following = self._countdown.after_batch(
-                self._bridge.report(batch_done(batch.samples, batch.slices, seconds))
-            )
+            seconds = self._clock() - self._mark - waited
+            current.tally.add(loss, batch.samples, seconds, waited)
+            current.samples.add(batch)
+            trained = trained_batch(batch.samples, batch.slices, seconds, waited)
+            following = self._countdown.after_batch(self._reporter.report(trained))
+            if following is NextStep.SYNCHRONISE:  # unless the round lacks batches that others have not trained
+                following = self._countdown.after_batch(self._reporter.confirm_end())
+            self._mark = self._clock()
         return following
+
+    def _without_data(self, current: _Round) -> NextStep:
+        """Return the next step when no sample is left, once the scheduler has said whether the round has an end."""
+        if not current.tally.samples or isinstance(answer := self._reporter.flush(), Done):
+            return NextStep.STOP
+        self._countdown.after_batch(answer)
+        return self._countdown.without_data()
+
+    def _choose_micro_batch(self, batch: Batch, number: int) -> None:
+        """Decide with the first batch how many samples are computed at once; its time is not that of the batch."""
+        sizer, self._sizer = self._sizer, None
+        if sizer is None:
+            return
+        before, limit = self._clock(), self._at_once
+        with self._spans.span("choose micro-batch") as span:
+            found = sizer.find(batch, limit)
+            span["hypha.samples"] = found
+        self._begin_round(number)  # seeds the random generators again
+        if found < limit:
+            logger.info("computing at most %d samples of a batch at once, for want of memory", found)
+            self._trainer.micro_batch = self._evaluation.batch_size = found
+            if self._config.term is not None:  # should memory end all the same, the scheduler knows with how many
+                self._bridge.report(RoundMetrics(round=number, metrics={MICRO_BATCH: float(found)}))
+        if self._mark is not None:
+            self._mark += self._clock() - before
+
+    @property
+    def _at_once(self) -> int:
+        """Largest number of samples of a batch that are computed at once."""
+        return min(self._config.batch_size, self._trainer.micro_batch or self._config.batch_size)
 
     def _step(self, batch: Batch) -> float:
         """Train every process on its part of the batch; return the batch's mean loss."""
@@ -144,63 +284,90 @@ class TrainingLoop:
         self._group.scatter_commands([Compute(part) for part in parts])
         return self._trainer.compute(parts[0])
 
-    def _synchronise(self, tally: RoundTally) -> bool:
+    def _synchronise(self, current: _Round) -> bool:
         """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ends before."""
-        number = self._countdown.round
+        number = current.number
+        update = self._write_update(current)
         if isinstance(self._bridge.report(SendingUpdate()), Done):
+            update.unlink(missing_ok=True)
             return False
-        unconfirmed = self._send_update(number, tally.samples)
-        metrics = tally.metrics(number)
+        self._send_update(update, current)
+        metrics = current.tally.metrics(number)
+        metrics.metrics[MICRO_BATCH] = float(self._at_once)
+        if self._weights.take_fetched():
+            metrics.metrics["weights_fetched"] = 1.0
         if isinstance(self._bridge.report(metrics), Done) or self._outer_updates is None:
             return False
         with self._spans.span("wait for outer update"):
             outer = self._outer_updates.wait(number, self._timing.update_timeout)
-        if unconfirmed is not None:
-            unconfirmed.unlink(missing_ok=True)
         with self._spans.span("merge outer update"):
-            self._group.scatter_commands([LoadWeights()] * self._group.size)
-            self._replica.merge(outer)
-        outer.unlink(missing_ok=True)
-        self._evaluate(number)
-        logger.info("round %d: %d samples, loss %.4f", number, tally.samples, metrics.metrics["loss"])
+            self._weights.merge(outer, number)
+        update.unlink(missing_ok=True)
+        outer.path.unlink(missing_ok=True)
+        logger.info("round %d: %d samples, loss %.4f", number, current.tally.samples, metrics.metrics["loss"])
         return True
-
-    def _evaluate(self, number: int) -> None:
-        """Evaluate the merged model on this worker's share of the evaluation dataset, if due in this round."""
-        wanted, measure = self._config.evaluation, self._measure
-        if wanted is None or measure is None or wanted.every == 0 or number % wanted.every:
-            return
-        try:
-            with self._spans.span("evaluate") as span:
-                if self._evaluation_files is None:
-                    self._evaluation_files = [fetched.path for fetched in self._bridge.fetch(wanted.data, "evaluation")]
-                found = measure(self._evaluation_files, self._config.batch_size)
-                span["hypha.samples"] = found.samples
-        except (BridgeRefused, DataError) as error:  # training continues without evaluation
-            logger.warning("evaluation is disabled: %s", error)
-            self._measure = None
-            return
-        metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.samples)}
-        if found.accuracy is not None:
-            metrics["accuracy"] = found.accuracy
-        self._bridge.report(RoundMetrics(round=number, metrics=metrics))
 
     def _finish_round(self) -> NextStep:
         """Report that the outer update was merged; return whether another round follows."""
         self._spans.flush()  # before the report: after the last one the worker closes the bridge
         return self._countdown.after_merge(self._bridge.report(UpdateMerged()))
 
-    def _send_update(self, number: int, samples: int) -> Path | None:
-        """Send the pseudo-gradient and delete its file; return the file if the worker may still have to read it."""
-        path = self._bridge.work_dir / f"update-{number}.safetensors"
+    def _write_update(self, current: _Round) -> Path:
+        """Write the pseudo-gradient to a file."""
+        path = self._bridge.work_dir / f"update-{current.number}.safetensors"
         with self._spans.span("write pseudo-gradient") as span:
             self._group.scatter_commands([GatherWeights()] * self._group.size)
-            self._replica.write_update(path, number, samples)
+            self._replica.write_update(path, current.number, current.tally.samples)
             span["hypha.file.size"] = path.stat().st_size
-        if not self._bridge.send(self._config.updates, path, number, samples):
-            return path
-        path.unlink(missing_ok=True)
-        return None
+        return path
+
+    def _send_update(self, path: Path, current: _Round) -> None:
+        """Send an update, with what it was computed from; delete the file if nobody needs it any more.
+
+        An update of a job with rounds that are committed stays until the outer update of its round is merged.
+
+        Raises:
+            ContributionRefused: the scheduler has not accepted `MAX_REFUSED` updates in a row.
+            RoundClosed: the round goes on without it.
+            ExecutorError: it cannot be sent.
+        """
+        samples, contribution = current.tally.samples, self._contribution(path, current)
+        self._trained = True
+        try:
+            received = self._bridge.send(self._config.updates, path, current.number, samples, contribution)
+        except ContributionRefused as refusal:
+            self._refused += 1
+            if self._refused >= MAX_REFUSED:
+                raise ContributionRefused(
+                    f"the scheduler has not accepted the updates of {self._refused} rounds in a row; round "
+                    f"{current.number}: {refusal}"
+                ) from None
+            logger.warning("the update of round %d does not count: %s", current.number, refusal)
+            return
+        except RoundClosed:
+            path.unlink(missing_ok=True)
+            raise
+        self._refused = 0
+        if received and self._config.term is None:
+            path.unlink(missing_ok=True)
+
+    def _contribution(self, path: Path, current: _Round) -> Contribution | None:
+        """Return what the update was computed from; None if the job does not ask for it or it is unknown."""
+        ranges = current.samples.ranges
+        if self._config.term is None or ranges is None:
+            return None
+        with self._spans.span("digest update and weights"):
+            return Contribution(
+                round=current.number,
+                weights=self._weights.digest,
+                ranges=ranges,
+                batches=current.tally.batches,
+                batch_size=self._config.batch_size,
+                seed=round_seed(self._config.seed or 0, self._config.member, current.number),
+                optimizer=OPTIMIZER_KEPT if self._trained else OPTIMIZER_RESET,
+                update=digest_file(path),
+                micro_batch=self._trainer.micro_batch,
+            )
 
 
 def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> None:
@@ -218,6 +385,8 @@ def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> No
         match command:
             case BeginRound(number):
                 setup.begin_round(number)
+            case Reset():
+                setup.reset()
             case Compute(micro_batches):
                 setup.trainer.compute(micro_batches)
             case GatherWeights():
@@ -248,7 +417,6 @@ def build_loop(
     device, group = choose_device(), join_process_group(timing.update_timeout)
     with spans.span("wait for model"):
         files = fetched()
-    batches.prefetch()
     with spans.span("load model", task=config.model.task, processes=group.size) as span:
         group.scatter_commands([LoadModel(files)] * group.size)
         setup = build_setup(config, options, files, device, group)

@@ -8,20 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hypha_proto.progress import BatchDone, RoundMetrics
+from hypha_proto.progress import (
+    COMPUTE_SECONDS,
+    DATA_WAIT_SECONDS,
+    REPORT_WAIT_SECONDS,
+    SYNC_SECONDS,
+    RoundMetrics,
+    TrainedBatch,
+)
 
 _MS: float = 1000.0
 
 
-def batch_done(samples: int, slices: Mapping[str, int], seconds: float) -> BatchDone:
-    """Build the report of one batch.
+def trained_batch(samples: int, slices: Mapping[str, int], seconds: float, waited: float) -> TrainedBatch:
+    """Describe one batch for its report.
 
     Args:
         samples: number of samples in it.
         slices: slice index -> samples taken from it; empty if slices have no index.
-        seconds: duration without waiting for data and synchronisation.
+        seconds: duration without waiting for data, answers and synchronisation.
+        waited: seconds of waiting for data before.
     """
-    return BatchDone(batch_size=samples, slices=dict(slices) or None, batch_ms=seconds * _MS)
+    return TrainedBatch(batch_size=samples, slices=dict(slices) or None, batch_ms=seconds * _MS, wait_ms=waited * _MS)
 
 
 @dataclass(slots=True)
@@ -31,18 +39,27 @@ class RoundTally:
     samples: int = 0
     batches: int = 0
     seconds: float = 0.0
+    """Seconds of training."""
     loss_sum: float = 0.0
     """Loss times samples, so that short batches are weighted correctly."""
+    data_wait: float = 0.0
+    """Seconds of waiting for samples."""
+    report_wait: float = 0.0
+    """Seconds of waiting for answers to reports of batches."""
+    sync: float | None = None
+    """Seconds from the last batch of the round before; None if this process has trained none."""
 
-    def add(self, loss: float, samples: int, seconds: float) -> None:
-        """Add one batch: its mean loss, samples and duration in seconds."""
+    def add(self, loss: float, samples: int, seconds: float, waited: float = 0.0) -> None:
+        """Add one batch: its mean loss, samples, and the seconds that it took and before it was in hand."""
+        self.data_wait += waited
         self.samples += samples
         self.batches += 1
         self.seconds += seconds
         self.loss_sum += loss * samples
 
     def metrics(self, round_number: int) -> RoundMetrics:
-        """Build the round's report: mean loss, samples, batches, samples per second of work."""
+        """Build the round's report: mean loss, samples, batches, samples per second of work, and where time went."""
+        sync = {} if self.sync is None else {SYNC_SECONDS: self.sync}
         return RoundMetrics(
             round=round_number,
             metrics={
@@ -50,5 +67,9 @@ class RoundTally:
                 "samples": float(self.samples),
                 "batches": float(self.batches),
                 "samples_per_second": self.samples / self.seconds if self.seconds > 0 else 0.0,
-            },
+                COMPUTE_SECONDS: self.seconds,
+                DATA_WAIT_SECONDS: self.data_wait,
+                REPORT_WAIT_SECONDS: self.report_wait,
+            }
+            | sync,
         )

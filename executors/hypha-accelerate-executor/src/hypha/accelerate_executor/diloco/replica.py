@@ -18,6 +18,7 @@ from hypha.accelerate_executor.distributed.state_dict import Weights, WholeWeigh
 from hypha.accelerate_executor.errors import ModelError
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
+from hypha_proto.weights_digest import digest_weights
 
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 """Name suffixes of running statistics: averaged over workers (counts: those of one), then added without momentum."""
@@ -87,6 +88,15 @@ class Replica:
         """Add an outer update to the global values and set the module to them.
 
         Raises:
+            ModelError: see `add`; nothing has changed then.
+        """
+        self.add(path)
+        self.load_global()
+
+    def add(self, path: Path) -> None:
+        """Add an outer update to the global values; the module keeps its own until `load_global`.
+
+        Raises:
             ModelError: the file is malformed, does not have exactly the exchanged tensors, or contains NaN or infinity;
                 nothing has changed then.
         """
@@ -95,10 +105,40 @@ class Replica:
         except TensorFileError as error:
             raise ModelError(f"outer update {error}") from None
         with file:
-            self._check(file)
+            self._check(file, "outer update")
             for name in self._global:
                 self._add(name, torch.from_numpy(file.tensor(name)))
+
+    def replace(self, path: Path) -> None:
+        """Replace the global values by those of a file; the module keeps its own until `load_global`.
+
+        Args:
+            path: a safetensors file of exactly the exchanged tensors, floats as float32 and counts as int64.
+
+        Raises:
+            ModelError: it is not, or it contains NaN or infinity; nothing has changed then.
+        """
+        try:
+            with TensorFile(path) as file:
+                self._check(file, "weights")
+                self._check_dtypes(file)
+                for name, agreed in self._global.items():
+                    agreed.copy_(torch.from_numpy(file.stored(name).copy()))
+        except TensorFileError as error:
+            raise ModelError(f"weights {error}") from None
+
+    def take(self, other: Replica) -> None:
+        """Replace the global values by those of another replica of the same model; see `replace`."""
+        for name, agreed in self._global.items():
+            agreed.copy_(other._global[name])
+
+    def load_global(self) -> None:
+        """Set the module, in all processes, to the global values."""
         self._weights.load(self._global)
+
+    def digest(self) -> str:
+        """Return the digest of the global values (`hypha_proto.weights_digest`)."""
+        return digest_weights((name, tensor.numpy()) for name, tensor in self._global.items())
 
     def _differences(self) -> Iterator[tuple[str, Float32Array]]:
         tensors = self._weights.gather()
@@ -106,19 +146,23 @@ class Replica:
             difference = tensors[name].detach().to("cpu") - agreed
             yield name, difference.to(torch.float32).numpy()
 
-    def _check(self, file: TensorFile) -> None:
+    def _check(self, file: TensorFile, what: str) -> None:
         if file.tensors.keys() != self._global.keys():
             odd = sorted(file.tensors.keys() ^ self._global.keys())
             fault = "names the unknown tensor" if odd[0] in file.tensors else "lacks the tensor"
-            raise ModelError(f"outer update {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} in total)")
+            raise ModelError(f"{what} {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} in total)")
         for name, info in file.tensors.items():
             shape = tuple(self._global[name].shape)
             if info.shape != shape:
-                raise ModelError(
-                    f"outer update {file.path.name}: {name!r} has shape {info.shape}, the model's is {shape}"
-                )
+                raise ModelError(f"{what} {file.path.name}: {name!r} has shape {info.shape}, the model's is {shape}")
             if not all(np.isfinite(block).all() for block in file.blocks(name)):
-                raise ModelError(f"outer update {file.path.name}: {name!r} contains NaN or infinity")
+                raise ModelError(f"{what} {file.path.name}: {name!r} contains NaN or infinity")
+
+    def _check_dtypes(self, file: TensorFile) -> None:
+        for name, info in file.tensors.items():
+            expected = "F32" if self._global[name].is_floating_point() else "I64"
+            if info.dtype != expected:
+                raise ModelError(f"weights {file.path.name}: {name!r} has dtype {info.dtype}, expected {expected}")
 
     def _add(self, name: str, update: torch.Tensor) -> None:
         agreed = self._global[name]

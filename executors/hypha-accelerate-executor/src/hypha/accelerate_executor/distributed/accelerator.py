@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from hypha.accelerate_executor.environment import LAUNCH_VARIABLES
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, clip_and_step
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
 _ACCUMULATION: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_LAUNCH_VARIABLES: Final = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 _CPU_PRECISIONS: Final = ("no", "bf16")
 
 
@@ -178,7 +178,7 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
     Raises:
         JobError: launched with a precision that the device does not support.
     """
-    launched = any(name in environment for name in _LAUNCH_VARIABLES)
+    launched = any(name in environment for name in LAUNCH_VARIABLES)
     if not launched and not _has_accelerator():
         return CpuBackend()
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")

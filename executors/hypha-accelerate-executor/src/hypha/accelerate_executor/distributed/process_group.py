@@ -45,6 +45,11 @@ class BeginRound:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """Discard what the process keeps from round to round beside the weights, because it begins anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Train on a part of a batch."""
 
@@ -66,7 +71,7 @@ class Shutdown:
     """Exit: the job is over."""
 
 
-Command = LoadModel | BeginRound | Compute | GatherWeights | LoadWeights | Shutdown
+Command = LoadModel | BeginRound | Reset | Compute | GatherWeights | LoadWeights | Shutdown
 
 
 class ProcessGroup(Protocol):

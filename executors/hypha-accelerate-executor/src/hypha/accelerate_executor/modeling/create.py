@@ -5,7 +5,7 @@ Run by `create-model`. The directory is given to a scheduler as `[scheduler.job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,7 +84,7 @@ def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> 
     Raises:
         JobError: the directory is not empty, or transformers has no such model for the task.
     """
-    _check_out(out)
+    check_out(out)
     with lean_imports(task):
         kind = auto_class(task)
         import torch
@@ -114,7 +114,7 @@ def create_torch_model(name: str, kwargs: str, seed: int, out: Path) -> int:
     Raises:
         JobError, ModelError: the directory is not empty, or the class cannot be instantiated.
     """
-    _check_out(out)
+    check_out(out)
     try:
         given = parse_json(kwargs)
     except ValueError as error:
@@ -126,6 +126,33 @@ def create_torch_model(name: str, kwargs: str, seed: int, out: Path) -> int:
     return write_torch_model(name, given, seed, out)
 
 
-def _check_out(out: Path) -> None:
+def create_allowed_torch_model(config_json: Path, allowed: Collection[str], seed: int, out: Path) -> int:
+    """Write a model of task `torch` from the config.json of one; return its number of parameters.
+
+    Args:
+        config_json: names the class, as in a model directory.
+        allowed: modules whose classes may be used.
+        seed: decides the weights.
+        out: directory to create; must be empty or absent.
+
+    Raises:
+        JobError, ModelError: the directory is not empty, or the class is not allowed or cannot be instantiated.
+    """
+    check_out(out)
+    from hypha.accelerate_executor.modeling.torch import read_class, write_torch_model
+
+    name, kwargs = read_class(config_json)
+    module = name.partition(":")[0]
+    if module not in allowed:
+        raise JobError(f"--config-json {config_json}: module {module!r:.200} is not allowed; name it in --allow-module")
+    return write_torch_model(name, kwargs, seed, out)
+
+
+def check_out(out: Path) -> None:
+    """Check that a model can be written to a directory.
+
+    Raises:
+        JobError: it exists and is not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise JobError(f"--out {out} exists and is not an empty directory")

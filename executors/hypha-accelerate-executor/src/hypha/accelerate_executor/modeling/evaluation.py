@@ -1,9 +1,12 @@
-"""Evaluates a model on files of samples; run by `evaluate` and between rounds."""
+"""Evaluates a model on files of samples; run by `evaluate`, and by `diloco.round_evaluation` after rounds."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +16,17 @@ import torch
 from hypha.accelerate_executor.data.batches import Arrays, count_samples, read_rows
 from hypha.accelerate_executor.data.microbatches import count_labels
 from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL, ModelInputs
+from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, Preprocessor, load_preprocessor
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH, load_model
 from hypha.accelerate_executor.train.trainer import loss_of
 from hypha_proto.errors import TensorFileError
 from hypha_proto.update_file import TensorFile
 
+logger = logging.getLogger(__name__)
+
+_ROOM: Final = 3
+"""A GPU needs as many times the size of the weights in free memory for a copy to be evaluated while it trains."""
 _SHIFTED: Final = frozenset({"causal-lm"})
 _ALIKE: Final = frozenset({"masked-lm", "image-classification", "sequence-classification", "token-classification"})
 
@@ -34,15 +42,23 @@ class Evaluation:
     samples: int
 
 
-def evaluate(task: str, model_dir: Path, data: Path, batch_size: int, allowed: Collection[str] = ()) -> Evaluation:
-    """Compare a model's predictions with the labels of a safetensors file, in file order.
+def evaluate(
+    task: str,
+    model_dir: Path,
+    data: Path,
+    batch_size: int,
+    allowed: Collection[str] = (),
+    preprocessor: Path | None = None,
+) -> Evaluation:
+    """Compare a model's predictions with the labels of a safetensors file, or of all in a folder, in file order.
 
     Args:
         task: wire name of the task.
         model_dir: directory of the model.
-        data: safetensors file with tensors as in a slice.
+        data: safetensors file with tensors as in a slice, or a folder of such files.
         batch_size: samples per batch.
         allowed: modules whose classes models of task `torch` may use.
+        preprocessor: directory of a tokenizer for the tensor ``text``, or of an image processor for ``image``.
 
     Raises:
         JobError: accuracy is not defined for the task.
@@ -52,10 +68,87 @@ def evaluate(task: str, model_dir: Path, data: Path, batch_size: int, allowed: C
     if task not in known:
         raise JobError(f"--task {task!r} has no accuracy; tasks with one are {', '.join(sorted(known))}")
     module = load_model(task, model_dir, allowed=allowed)
+    inputs, cpu = ModelInputs(task, (), module), torch.device("cpu")
     try:
-        return measure(module, ModelInputs(task, (), module), [data], batch_size, torch.device("cpu"))
+        files = _data_files(data)
+        process = None if preprocessor is None else _find_preprocessor(preprocessor, files[0], module)
+        raw = () if process is None else process.columns
+        return measure(module, inputs, files, batch_size, cpu, process, raw)
     except DataError as error:
         raise DataError(f"--data {error}") from None
+
+
+def _data_files(data: Path) -> list[Path]:
+    files = sorted(data.glob("*.safetensors")) if data.is_dir() else [data]
+    if not files:
+        raise DataError(f"{data}: holds no *.safetensors; name a folder of slices, or a file")
+    return files
+
+
+def _find_preprocessor(folder: Path, data: Path, module: torch.nn.Module) -> Preprocessor:
+    """Load the preprocessor that fits the tensors of a file."""
+    try:
+        with TensorFile(data) as file:
+            kinds = [kind for kind, columns in DEFAULT_INPUTS.items() if columns and columns[0] in file.tensors]
+    except TensorFileError as error:
+        raise DataError(f"{error}") from None
+    if not kinds:
+        names = ", ".join(columns[0] for columns in DEFAULT_INPUTS.values() if columns)
+        raise DataError(f"{data}: has no tensor for --preprocessor ({names}); leave it out")
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return load_preprocessor(kinds[0], folder, DEFAULT_INPUTS[kinds[0]], longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A module that can be evaluated."""
+
+    module: torch.nn.Module
+    inputs: ModelInputs
+    place: torch.device
+    preprocess: Callable[[Arrays], Arrays] | None = None
+    """Applied to the tensors first; not the one of the training loop, since tokenizers serve one thread at a time."""
+    raw: frozenset[str] = frozenset()
+    """Tensors whose integers are kept as stored: inputs of `preprocess`."""
+    may_copy: bool = True
+    """Whether a copy of the module works as it does: not if its layers are distributed over devices."""
+
+    def measure(self, files: Sequence[Path], batch_size: int, limit: int | None = None) -> Evaluation:
+        """Evaluate the module on files; see `measure`."""
+        return measure(self.module, self.inputs, files, batch_size, self.place, self.preprocess, self.raw, limit)
+
+    def copy(self) -> Subject | None:
+        """Return a copy of the module with its present weights; None if there can be none or no memory for it."""
+        if not self.may_copy or not _has_room(self.module, self.place):
+            return None
+        try:
+            return replace(self, module=copy.deepcopy(self.module))
+        except (RuntimeError, TypeError, NotImplementedError) as error:  # also when memory is exhausted
+            logger.info("the model cannot be copied: %s", error)
+            return None
+
+    def draws_random_numbers(self, files: Sequence[Path], batch_size: int) -> bool:
+        """Return whether evaluating a batch draws from the generators that training uses, too."""
+        before = _generator_states(self.place)
+        self.measure(files[:1], batch_size, 1)
+        return _generator_states(self.place) != before
+
+
+def _has_room(module: torch.nn.Module, place: torch.device) -> bool:
+    """Return whether a GPU has memory for another copy of a module; in main memory, that is not asked."""
+    if place.type != "cuda":
+        return True
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    return torch.cuda.mem_get_info(place)[0] + unused >= _ROOM * size
+
+
+def _generator_states(place: torch.device) -> tuple[object, ...]:
+    """Return the states of all global generators, to compare them."""
+    states: list[object] = [torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state()), random.getstate()]
+    if place.type == "cuda":
+        states.append(torch.cuda.get_rng_state(place).numpy().tobytes())
+    return tuple(states)
 
 
 def measure(
@@ -66,6 +159,7 @@ def measure(
     place: torch.device,
     preprocess: Callable[[Arrays], Arrays] | None = None,
     raw: Collection[str] = (),
+    limit: int | None = None,
 ) -> Evaluation:
     """Evaluate a loaded model; its training mode is restored.
 
@@ -77,6 +171,7 @@ def measure(
         place: device of the model.
         preprocess: applied to the tensors first.
         raw: tensors whose integers are kept as stored: inputs of `preprocess`.
+        limit: number of batches to take from each file; None for all.
 
     Raises:
         DataError: a file is malformed.
@@ -88,6 +183,7 @@ def measure(
             for path in files:
                 with TensorFile(path) as file:
                     samples = count_samples(file)
+                    samples = samples if limit is None else min(samples, limit * batch_size)
                     for begin in range(0, samples, batch_size):
                         rows = np.arange(begin, min(samples, begin + batch_size))
                         arrays: Arrays = {name: read_rows(file, name, rows, name in raw) for name in file.tensors}

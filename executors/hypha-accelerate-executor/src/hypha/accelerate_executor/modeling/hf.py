@@ -7,13 +7,18 @@ code from the model's files.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hypha.accelerate_executor.deferred_compiler import defer_compiler
+from hypha.accelerate_executor.environment import LAUNCH_VARIABLES
 from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha.accelerate_executor.modeling.quick_scan import scan_quickly
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +41,7 @@ _AUTO_CLASSES: Final = {
     "pre-training": "AutoModelForPreTraining",
 }
 # transformers imports these if installed; models of these tasks do not use them, and they cost half a second
-_NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard")
+_NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard", "boto3")
 _LEAN_TASKS: Final = frozenset({"image-classification", "causal-lm", "masked-lm", "sequence-classification"})
 _CONFIG: Final = "config.json"
 TORCH: Final = "torch"
@@ -72,18 +77,54 @@ def auto_class(task: str) -> Any:
         raise JobError(f"task {task!r}: transformers {transformers.__version__} has no {name}") from None
 
 
+def import_library(task: str) -> None:
+    """Import what every model of a task needs, before the model is there: torch, and transformers for its tasks.
+
+    Raises:
+        JobError: the task is not supported.
+    """
+    defer_compiler()
+    if task == TORCH:
+        return
+    with lean_imports(task):
+        auto_class(task)
+        importlib.import_module("transformers.modeling_utils")
+
+
 @contextlib.contextmanager
 def lean_imports(task: str) -> Iterator[None]:
     """Hide packages that transformers would import although models of this task do not use them."""
+    defer_compiler()
+    scan_quickly()
     wanted = _NEEDLESS if task in _LEAN_TASKS else ()
     hidden = [name for name in wanted if name not in sys.modules and not _already_detected(name)]
     absent = dict.fromkeys(hidden)
     sys.modules.update(absent)  # type: ignore[arg-type]  # None is the documented way to refuse an import
+    if wanted:
+        _leave_out_distributed()
     try:
         yield
     finally:
         for name in hidden:
             sys.modules.pop(name, None)
+
+
+def _leave_out_distributed() -> None:
+    """Let transformers find no torch.distributed in a process that trains alone: it imports its tensors, and sympy."""
+    if any(name in os.environ for name in LAUNCH_VARIABLES):
+        return
+    import torch
+
+    utils = importlib.import_module("transformers.utils.import_utils")
+    detect = getattr(utils, "is_torch_distributed_available", None)
+    if detect is None:
+        return
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        detect()  # remembers what it finds first
+    finally:
+        torch.distributed.is_available = is_available
 
 
 def _already_detected(name: str) -> bool:
@@ -156,7 +197,8 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"the model's files lack {len(missing)} tensors that task {task!r} needs, first {missing[0]!r}"
+            f"the model's files lack {len(missing)} tensors that task {task!r} needs, first {missing[0]!r}; add them "
+            f"with `hypha-accelerate-executor create-model --from MODEL --task {task} --labels N --out DIR`"
         )
     loaded: torch.nn.Module = module
     return loaded

@@ -38,7 +38,7 @@ def load_torch_model(model_dir: Path, allowed: Collection[str]) -> torch.nn.Modu
         JobError: the module is not allowed, or not installed.
         ModelError: the class cannot be instantiated with its kwargs, or the files lack its tensors.
     """
-    name, kwargs = _read_config(model_dir / CONFIG)
+    name, kwargs = read_class(model_dir / CONFIG)
     module = make_module(name, kwargs, allowed)
     _load_weights(module, model_dir)
     return module
@@ -85,11 +85,30 @@ def write_torch_model(name: str, kwargs: Mapping[str, Any], seed: int, out: Path
     module = make_module(name, kwargs, {name.partition(":")[0]})
     out.mkdir(parents=True, exist_ok=True)
     save_model(module, str(out / "model.safetensors"), metadata={"format": "pt"})
+    _sort_metadata(out / "model.safetensors")
     (out / CONFIG).write_text(json.dumps({"torch_class": name, "kwargs": dict(kwargs)}, indent=2) + "\n")
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a safetensors file, which has the names of tied tensors in an order that varies."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) != length:
+            raise ModelError(f"{path.name}: its header cannot be written in {length} bytes")
+        file.seek(8)
+        file.write(text)
+
+
+def read_class(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the class, as ``module:Class``, and its keyword arguments from the config.json of a model.
+
+    Raises:
+        ModelError: the file cannot be read or names none.
+    """
     try:
         config = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:

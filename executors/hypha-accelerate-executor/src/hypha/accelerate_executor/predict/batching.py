@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
 from hypha.accelerate_executor.errors import ExecutorError
+from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
 from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
 
 logger = logging.getLogger(__name__)
 
 _Row = TypeVar("_Row")
 _Result = TypeVar("_Result")
-_MEMORY_WORDS: Final = ("out of memory", "not enough memory", "can't allocate memory")
 _DEVICE_WORDS: Final = ("cuda error", "hip error", "acceleratorerror", "device-side assert")
 
 
@@ -70,13 +70,6 @@ class BatchComputer(Generic[_Row, _Result]):
             self.size = middle
             logger.warning("memory is exhausted by a batch of %d rows: batches have %d from now on", len(batch), middle)
         return [batch[:middle], batch[middle:]]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of torch says that memory is exhausted."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return any(words in str(error).lower() for words in _MEMORY_WORDS)
 
 
 def _is_device_failure(error: Exception) -> bool:

@@ -1,6 +1,7 @@
 """The inner optimizer: AdamW with a learning-rate schedule over the steps of the whole job.
 
-Its state is kept for the life of the process: an outer update changes the parameters in place and keeps the moments.
+Its state is kept from round to round: an outer update changes the parameters in place and keeps the moments. A process
+that begins anew with a later round resets it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class InnerOptimizer:
         """Replace AdamW, before the first step, by the device's version whose parameters are shards."""
         self.adamw = adamw
         self.parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
+
+    def reset(self) -> None:
+        """Discard the moments, as if no step had been taken; `begin_round` sets the schedule."""
+        self.adamw.state.clear()
 
     def begin_round(self, number: int) -> None:
         """Set the schedule to the job's progress: before round `number`, from 1, all workers are at the same step.

@@ -21,7 +21,11 @@ from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 
 
 class Trainer:
-    """A model and its optimizer."""
+    """A model and its optimizer.
+
+    Attributes:
+        micro_batch: largest number of samples that are computed at once; None means no limit.
+    """
 
     def __init__(
         self,
@@ -31,13 +35,16 @@ class Trainer:
         device: Device,
         preprocess: Callable[[Arrays], Arrays] | None = None,
         limits: Mapping[str, int] | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         """Take a module placed on `device`; `inputs` maps batches to its arguments.
 
         Args:
             preprocess: applied to the columns of a batch first.
             limits: number of classes or tokens, by argument; labels and tokens are checked against it.
+            micro_batch: see the class.
         """
+        self.micro_batch = micro_batch
         self._limits = limits or {}
         self._module = module
         self._inputs = inputs
@@ -51,10 +58,19 @@ class Trainer:
         Raises:
             DataError: the batch lacks a tensor, or a label or token is out of range.
         """
+        arguments = self.arguments(batch)
+        return split_batch(arguments, processes, self._device.accumulation, self._inputs.shifted, self.micro_batch)
+
+    def arguments(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the model's arguments for a batch, on the CPU.
+
+        Raises:
+            DataError: the batch lacks a tensor, or a label or token is out of range.
+        """
         arrays = batch.tensors if self._preprocess is None else self._preprocess(batch.tensors)
         arguments = self._inputs(arrays, torch.device("cpu"))
         check_values(arguments, self._limits, self._inputs.columns, batch)
-        return split_batch(arguments, processes, self._device.accumulation, self._inputs.shifted)
+        return arguments
 
     def step(self, batch: Batch) -> float:
         """Train on one batch in this process.
@@ -90,14 +106,19 @@ class Trainer:
         value = 0.0
         for number, micro_batch in enumerate(micro_batches, 1):
             with self._device.synchronised(self._module, number == len(micro_batches)):
-                loss = self._loss(micro_batch.arguments)
+                loss = self.loss(micro_batch.arguments)
                 if micro_batch.weight != 1.0:
                     loss = loss * micro_batch.weight
                 value += float(loss.detach())
                 self._device.backward(loss)
         return self._device.total(value)
 
-    def _loss(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Compute the mean loss of samples, given as arguments of the model.
+
+        Raises:
+            DataError: they do not fit the model.
+        """
         place = self._device.torch_device
         arguments = {name: value.to(place) for name, value in given.items()}
         try:

@@ -63,6 +63,11 @@ class Gateways:
         """Return the gateways that are connected now."""
         return [peer for peer in dict.fromkeys(self._peer_at.values()) if self._dialer.connection(peer) is not None]
 
+    def connected_at(self, address: str) -> PeerId | None:
+        """Return the gateway that is connected at an address now, or None."""
+        peer = self._peer_at.get(address)
+        return peer if peer is not None and self._dialer.connection(peer) is not None else None
+
     def retry_now(self) -> None:
         """End the pauses after failed attempts, because their cause may be gone; further failures are logged again."""
         self._outages.clear()

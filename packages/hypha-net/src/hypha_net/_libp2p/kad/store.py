@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ import anyio
 import anyio.to_thread
 import trio
 
+from hypha_net.endpoint import Record
 from hypha_proto.codec import parse_json
-from hypha_proto.errors import DecodeError
+from hypha_proto.errors import DecodeError, InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.signed_records import PREFIX, split_heartbeat
 
@@ -78,6 +79,12 @@ class RecordStore:
             self._remove(key)
             return None
         return record
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records that have not expired, of those that are stored when the iteration begins."""
+        for key, stored in list(self._records.items()):
+            if stored.expires > self._clock():
+                yield Record(key, stored.value, _peer_id(stored.publisher))
 
     def put(self, key: bytes, value: bytes, publisher: bytes, ttl: float) -> bool:
         """Store a record; return False if the same publisher has a newer one, or a limit is reached."""
@@ -239,6 +246,13 @@ class ProviderStore:
         now = self._clock()
         for provider in [peer for peer, expires in self._providers.get(key, {}).items() if expires <= now]:
             self.remove(key, provider)
+
+
+def _peer_id(raw: bytes) -> PeerId | None:
+    try:
+        return PeerId(raw)
+    except InvalidIdError:  # of a file that was written by hand
+        return None
 
 
 def sequence(value: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Template that ``init`` writes: a TOML file with every option of a program, explained by its description.
+"""Template that ``init`` writes: a TOML file with every option of a model, explained by its description.
 
 Called by `node.cli`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +28,23 @@ def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: s
             other option is written as a comment with its default.
     """
     head = [
-        f"# Configuration of {program}. Every option is listed; those behind a # are at their default.",
-        f"# Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
+        f"Configuration of {program}. Every option is listed; those behind a # are at their default.",
+        f"Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
     ]
-    return "\n".join([*head, *_table(model, values, (), model.unsupported_keys)]) + "\n"
+    return render_table(model, values, head, model.unsupported_keys)
+
+
+def render_table(
+    model: type[BaseModel], values: Mapping[str, Any], head: Sequence[str], unsupported: Mapping[str, str] | None = None
+) -> str:
+    """Render a commented TOML document that is one table of any model.
+
+    Args:
+        values: see `render_config`.
+        head: first lines, which become comments.
+        unsupported: reasons by the dotted keys that are refused so far.
+    """
+    return "\n".join([*(f"# {line}" for line in head), *_table(model, values, (), unsupported or {})]) + "\n"
 
 
 def _table(

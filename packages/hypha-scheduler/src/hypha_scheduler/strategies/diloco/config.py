@@ -11,14 +11,15 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_scheduler.jobs.config import (
+    Budget,
     DatasetTable,
     InnerOptimizerTable,
     JobTable,
     LearningRate,
-    ModelTable,
     PreprocessorTable,
     PriceTable,
     Requirements,
+    StartModelTable,
     Table,
     dataset_by_name,
     not_yet,
@@ -29,7 +30,7 @@ from hypha_scheduler.jobs.model_files import missing_files
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0
-_MAX_TOKENS: Final = 1e15
+_MAX_GRACE: Final = 86400.0
 _MAX_WORKERS: Final = 10_000
 _Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS)]
 
@@ -50,19 +51,46 @@ class RoundsTable(Table):
         default=1200, ge=1, le=_U32, description="Samples of all workers per round."
     )
     max_batch_size: int | None = Field(
-        default=None, ge=1, le=_U32, description="Upper limit of the automatic batch size."
+        default=None,
+        ge=1,
+        le=_U32,
+        description="Upper limit of the batch size, and so of the samples that any worker computes at once.",
     )
-    batch_size: int | None = Field(default=None, ge=1, le=_U32, description="Samples per batch; if unset, automatic.")
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=_U32,
+        description="Samples per step of a worker; if unset, automatic. A worker with too little memory computes them "
+        "in parts.",
+    )
     timeout: _Seconds | None = Field(
         default=None,
         description="Maximum seconds of training per round, up to 31 days; if unset, derived from measured throughput. "
         "The first round begins when the first worker begins its first batch.",
     )
+    start_timeout: _Seconds | None = Field(
+        default=None,
+        description="Maximum seconds from starting a worker's executor to its first batch, up to 31 days; if unset, "
+        "derived from the size of the model and from earlier starts.",
+    )
+    step_timeout: _Seconds | None = Field(
+        default=None,
+        description="Maximum seconds of an outer step, the transfer of all updates included, up to 31 days; if unset, "
+        "derived from the size of the model and from earlier steps.",
+    )
+    merge_timeout: _Seconds | None = Field(
+        default=None,
+        description="Maximum seconds for the workers to receive and merge an outer update, up to 31 days; if unset, "
+        "derived from the size of the model and from earlier merges.",
+    )
     checkpoint_every: int = Field(
         default=1,
         ge=1,
         le=_U32,
-        description="Number of rounds after which the scheduler's copy of the model is updated.",
+        description="Number of rounds between checkpoints: loadable models, of which the last and the best are kept.",
+    )
+    keep_updates: bool = Field(
+        default=False, description="Keep the outer updates in updates/, from which replay recomputes the rounds."
     )
     evaluate_every: int = Field(
         default=0, ge=0, le=_U32, description="Number of rounds between evaluations of the model; 0 for none."
@@ -114,27 +142,34 @@ class SyncTable(Table):
 class ResourcesTable(Table):
     """``[.resources]``: number, requirements and prices of workers."""
 
-    num_workers: int = Field(default=1, ge=1, le=_MAX_WORKERS, description="Training workers.")
+    num_workers: int = Field(
+        default=1,
+        ge=1,
+        le=_MAX_WORKERS,
+        description="Training workers with which the job starts at once. Lost ones are replaced all job long.",
+    )
     min_workers: int | None = Field(
-        default=None, ge=1, le=_MAX_WORKERS, description="Workers without which the job fails; if unset, num_workers."
+        default=None,
+        ge=1,
+        le=_MAX_WORKERS,
+        description="Workers with which the job starts after 2 s, and without which it pauses; if unset, num_workers.",
     )
     max_workers: int | None = Field(
         default=None,
         ge=1,
         le=_MAX_WORKERS,
-        description="Maximum number of workers. More than num_workers is not supported yet.",
+        description="Number of workers to which a job that has started grows; if unset, num_workers.",
     )
-    allocation_timeout: _Seconds = Field(default=60.0, description="Seconds to find all workers, up to 31 days.")
+    allocation_timeout: _Seconds = Field(
+        default=60.0,
+        description="Seconds for which the job waits for min_workers and a parameter server, at its start or when it "
+        "pauses, until it fails; up to 31 days.",
+    )
     worker: Requirements = Field(default=(), description="Requirements on a training worker.")
     parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a training worker.")
     parameter_server_price: PriceTable = Field(default=PriceTable(), description="Price of the parameter server.")
-    budget: float | None = Field(
-        default=None,
-        gt=0,
-        le=_MAX_TOKENS,
-        description="Maximum tokens that the job may spend. Not supported yet: refused if set.",
-    )
+    budget: Budget = None
 
     @model_validator(mode="after")
     def _ordered(self) -> ResourcesTable:
@@ -142,16 +177,17 @@ class ResourcesTable(Table):
             raise ValueError(f"min_workers ({self.min_workers}) is more than num_workers ({self.num_workers})")
         if self.max_workers is not None and self.max_workers < self.num_workers:
             raise ValueError(f"max_workers ({self.max_workers}) is less than num_workers ({self.num_workers})")
-        if self.max_workers is not None and self.max_workers > self.num_workers:
-            raise not_yet("resources.max_workers above num_workers", "leave it out, or set it to num_workers")
-        if self.budget is not None:
-            raise not_yet("resources.budget", "leave it out; prices are bounded by max")
         return self
 
     @property
     def least_workers(self) -> int:
-        """Number of workers without which the job fails: `min_workers`, or else `num_workers`."""
+        """Number of workers without which the job pauses: `min_workers`, or else `num_workers`."""
         return self.min_workers or self.num_workers
+
+    @property
+    def most_workers(self) -> int:
+        """Number of workers to which the job grows: `max_workers`, or else `num_workers`."""
+        return self.max_workers or self.num_workers
 
 
 class DilocoJobConfig(JobTable):
@@ -162,7 +198,7 @@ class DilocoJobConfig(JobTable):
         default=0, ge=0, le=(1 << 63) - 1, description="Seed of the order of slices and samples, and of dropout."
     )
     dataset: Annotated[DatasetTable, BeforeValidator(dataset_by_name)] = Field(description="Training data.")
-    model: ModelTable = Field(description="Model to train.")
+    model: StartModelTable = Field(description="Model to train.")
     preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
     inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
     outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
@@ -171,6 +207,14 @@ class DilocoJobConfig(JobTable):
     )
     sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
+    orphan_grace: float = Field(
+        default=120.0,
+        ge=0,
+        le=_MAX_GRACE,
+        description="Seconds for which workers train on without the scheduler, up to a day; each worker's "
+        "offer.orphan_grace may allow less. A scheduler that is started again within this time takes the job up. With "
+        "0 the training ends with the leases.",
+    )
 
     # a validator of a field: it reports its error beside those of other fields
 
@@ -189,6 +233,13 @@ class DilocoJobConfig(JobTable):
         return rounds
 
     @property
+    def start_model(self) -> StartModelTable:
+        """Return the table of the model, with the seed of its weights if it is to be created."""
+        if self.model.config is None or self.model.seed is not None:
+            return self.model
+        return self.model.model_copy(update={"seed": self.seed})
+
+    @property
     def preprocessor_task(self) -> str:
         """Wire name of the preprocessor."""
         return preprocessor_task(self.model, self.preprocessor)
@@ -202,6 +253,27 @@ class DilocoJobConfig(JobTable):
         return missing_files(self.model, self.preprocessor)
 
     @property
+    def token_budget(self) -> float | None:
+        """Tokens that the job's leases may cost in all."""
+        return self.resources.budget
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Names of the training and the evaluation data."""
+        names = (self.dataset.dataset, self.dataset.evaluation)
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Number of rounds."""
+        return self.rounds.update_rounds
+
+    @property
     def allocation_timeout(self) -> float:
-        """Seconds to find the workers without which the job cannot begin."""
+        """Seconds for which the job waits for the workers without which it does not go on."""
         return self.resources.allocation_timeout
+
+    @property
+    def orphan_grace_seconds(self) -> float:
+        """Seconds for which the executors train on when this scheduler is gone."""
+        return self.orphan_grace

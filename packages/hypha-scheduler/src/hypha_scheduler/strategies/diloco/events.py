@@ -1,25 +1,38 @@
-"""Events of a DiLoCo job: what is reported about rounds, as effects. Pure."""
+"""Events of a DiLoCo job: what is reported about rounds and members, as effects. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from hypha_net import instrumentation
-from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric, WriteJournal
-from hypha_scheduler.strategies.diloco.restore import round_record
+from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric
+from hypha_scheduler.strategies.diloco.contributions import Refused
 from hypha_scheduler.strategies.diloco.rounds import Late, Left, Measured, RoundClosed
-from hypha_scheduler.strategies.diloco.slices import Assignment
+from hypha_scheduler.strategies.diloco.training_state import WEIGHTS_FETCHED
 
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
 """Metrics that the scheduler computes itself; reports of workers with these names are not posted."""
 _ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
+_FETCHED: Final = instrumentation.Counter(
+    "hypha.scheduler.weights.fetched", "{fetch}", "Weights that workers have fetched because theirs were other ones."
+)
+_REFUSED: Final = instrumentation.Counter(
+    "hypha.scheduler.updates.refused", "{update}", "Updates of workers that were refused before the mean."
+)
+_CHANGES: Final = instrumentation.Counter(
+    "hypha.scheduler.member.changes", "{change}", "Changes of a job's members: joined, late, restarted, paused, …"
+)
 _SAMPLES: Final = instrumentation.Counter("hypha.scheduler.samples", "{sample}", "Samples of closed rounds.")
 
 
 def measured_effects(measured: Measured) -> Effects:
     """Report the metrics of a worker over a round."""
     effects: list[EmitEvent | PostMetric] = []
+    if WEIGHTS_FETCHED in measured.values:
+        _FETCHED.add(1)
+        effects.append(EmitEvent(WEIGHTS_FETCHED, {"worker": str(measured.peer), "round": measured.round}))
     for name, value in measured.values.items():
         fields = {"worker": str(measured.peer), "round": measured.round, "name": name, "value": value}
         effects.append(EmitEvent("metric", fields))
@@ -28,23 +41,71 @@ def measured_effects(measured: Measured) -> Effects:
     return tuple(effects)
 
 
+def joined_event(peer: PeerId, round_number: int, member: int, reason: str) -> EmitEvent:
+    """Report that a worker takes part from a round on, for the first time or again."""
+    fields = {"worker": str(peer), "round": round_number, "member": member, "reason": reason}
+    return _member_event("worker_joined", fields)
+
+
+def suspected_event(peer: PeerId, round_number: int, seconds: float) -> EmitEvent:
+    """Report that a worker has been silent for longer than its own rhythm explains; the round still waits for it."""
+    reason = f"silent for {seconds:.1f} s, longer than a few of its batches take"
+    fields = {"worker": str(peer), "round": round_number, "seconds": round(seconds, 4), "reason": reason}
+    return _member_event("worker_suspected", fields)
+
+
 def late_event(late: Late) -> EmitEvent:
-    """Report that a round continues without a late worker, which takes part again in the next."""
-    return EmitEvent("worker_late", {"worker": str(late.peer), "round": late.round, "seconds": round(late.seconds, 4)})
+    """Report that a round continues without a late worker, on which none counts until it reports again."""
+    reason = f"the round continued without it after {late.seconds:.1f} s"
+    fields = {"worker": str(late.peer), "round": late.round, "seconds": round(late.seconds, 4), "reason": reason}
+    return _member_event("worker_late", fields)
+
+
+def restarted_event(peer: PeerId, round_number: int, micro_batch: int | None, reason: str) -> EmitEvent:
+    """Report that an executor is started again on its lease; `micro_batch` is None for the whole batch."""
+    fields = {"worker": str(peer), "round": round_number, "micro_batch": micro_batch, "reason": reason}
+    return _member_event("worker_restarted", fields)
+
+
+def replaced_event(peer: PeerId, role: str, reason: str) -> EmitEvent:
+    """Report that another peer is sought in place of a worker or of the parameter server."""
+    return _member_event("worker_replaced", {"worker": str(peer), "role": role, "reason": reason})
+
+
+def paused_event(reason: str) -> EmitEvent:
+    """Report that no deadline runs, and why."""
+    return _member_event("paused", {"reason": reason})
+
+
+def continued_event(seconds: float, reason: str) -> EmitEvent:
+    """Report the end of a pause of `seconds`."""
+    return _member_event("continued", {"seconds": round(seconds, 3), "reason": reason})
+
+
+def _member_event(name: str, fields: Mapping[str, object]) -> EmitEvent:
+    _CHANGES.add(1, {"hypha.event": name})
+    return EmitEvent(name, fields)
+
+
+def refused_event(refused: Refused) -> EmitEvent:
+    """Report an update that does not count."""
+    _REFUSED.add(1)
+    fields = {"round": refused.round, "worker": str(refused.peer), "reason": refused.reason, "count": refused.count}
+    return EmitEvent("update_refused", fields)
 
 
 def left_event(left: Left) -> EmitEvent:
     """Report that a draining worker has left after a round, in which its update counts."""
-    return EmitEvent("worker_left", {"worker": str(left.peer), "round": left.round})
+    reason = "its worker ends, and its update counts"
+    return _member_event("worker_left", {"worker": str(left.peer), "round": left.round, "reason": reason})
 
 
-def round_closed_effects(closed: RoundClosed, update_bytes: int, used: Sequence[Assignment]) -> Effects:
+def round_closed_effects(closed: RoundClosed, update_bytes: int) -> Effects:
     """Report a closed round.
 
     Args:
         closed: the round.
         update_bytes: size of its outer update, and of each worker's update.
-        used: slices that were used up since the round before.
     """
     samples, members = sum(closed.samples.values()), len(closed.samples)
     event = EmitEvent(
@@ -62,7 +123,7 @@ def round_closed_effects(closed: RoundClosed, update_bytes: int, used: Sequence[
     )
     _ROUND_SECONDS.record(closed.seconds)
     _SAMPLES.add(samples)
-    return (event, WriteJournal("round", round_record(closed, used)), *_posts(closed))
+    return (event, *_posts(closed))
 
 
 def _posts(closed: RoundClosed) -> list[PostMetric]:

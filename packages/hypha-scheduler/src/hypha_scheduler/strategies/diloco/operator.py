@@ -7,38 +7,39 @@ complete the model → end. Created by `strategy`; the job runner calls it.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 from hypha_net import instrumentation
 from hypha_net.transfer import PullSource
+from hypha_proto.batch_reports import BatchesCounted, ReportBatches
+from hypha_proto.contributions import AwaitCommit, CommitStatus, ContributionKnown, StateContribution
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec, Reference
+from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
+from hypha_proto.protocols import ROUND
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
-from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
-from hypha_scheduler.jobs.task_graph import Task, TaskGraph, TaskState
+from hypha_scheduler.jobs.task_graph import Task, TaskState
 from hypha_scheduler.strategies.base import (
-    DatasetView,
     Effects,
     EmitEvent,
     EndJob,
     JobContext,
     Lease,
+    Operator,
     PushTarget,
     RetryAfter,
     RoleRequest,
     RunInBackground,
     SliceRefusedError,
     SliceToUse,
-    StartTask,
+    StopTask,
     TaskEnded,
     TaskNotice,
     TaskNotStarted,
@@ -47,51 +48,60 @@ from hypha_scheduler.strategies.base import (
     TaskUpdate,
     TrafficCounts,
 )
-from hypha_scheduler.strategies.diloco import round_announcer, rounds
+from hypha_scheduler.strategies.diloco import records, training_state
+from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, CommittedRound, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.events import late_event, left_event, measured_effects, round_closed_effects
-from hypha_scheduler.strategies.diloco.restore import Restored
-from hypha_scheduler.strategies.diloco.result_model import ResultModel
-from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Fail, Late, Left, Measured, RoundClosed, Rounds
-from hypha_scheduler.strategies.diloco.slices import LedgerFullError, NoUsableSliceError, SliceLedger
-from hypha_scheduler.strategies.diloco.specs import (
-    AGGREGATE,
-    TRAIN,
-    PlacedJob,
-    evaluation_shares,
-    role_requests,
-    round_settings,
+from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
+from hypha_scheduler.strategies.diloco.events import (
+    continued_event,
+    late_event,
+    left_event,
+    measured_effects,
+    paused_event,
+    refused_event,
+    round_closed_effects,
+    suspected_event,
 )
-from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
-from hypha_scheduler.strategies.diloco.summary import summarize
-from hypha_scheduler.strategies.diloco.training_state import TrainingState
+from hypha_scheduler.strategies.diloco.membership import JobFault, Membership
+from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdates
+from hypha_scheduler.strategies.diloco.restarts import describe
+from hypha_scheduler.strategies.diloco.restore import Restored
+from hypha_scheduler.strategies.diloco.rounds import (
+    AnnounceRound,
+    Continued,
+    Fail,
+    Joined,
+    Late,
+    Left,
+    Measured,
+    Overdue,
+    Paused,
+    RoundClosed,
+    StepOverdue,
+    Suspected,
+)
+from hypha_scheduler.strategies.diloco.running_job import JobBuilder, JobData, RunningJob, task_key
+from hypha_scheduler.strategies.diloco.server_handover import ServerHandover
+from hypha_scheduler.strategies.diloco.slices import ALL, LedgerFullError, NoUsableSliceError
+from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, role_requests
+from hypha_scheduler.strategies.diloco.summary import summarize, summarize_restored
+from hypha_scheduler.strategies.diloco.training_state import NotJoinedError
 
 _log = logging.getLogger(__name__)
 
-START_MODEL: Final = "start-model"
-PARAMETER_SERVER: Final = "parameter-server"
 _EXECUTOR_EXIT_TIMEOUT: Final = 30.0
 """Seconds for executors to exit after they were sent `Done`."""
 _LAST_UPDATE_TIMEOUT: Final = 30.0
 """Seconds to wait for the last outer update after all workers have merged it."""
+_DATA_INTERVAL: Final = 1.0
+"""Seconds between two looks whether a data node is connected, while none is."""
 _SET_ASIDE: Final = instrumentation.Counter(
     "hypha.scheduler.slices.set_aside", "{slice}", "Slices that no provider had as the manifest describes them."
 )
-_APPLY: Final = "apply outer update"
+_COMMIT: Final = "commit round"
+_CHECKPOINT: Final = "write checkpoint"
 _FINISH: Final = "finish model"
 _CANCEL: Final = "cancel"
-
-
-def diloco_tasks(server: tuple[PeerId, uuid.UUID], workers: Iterable[tuple[PeerId, uuid.UUID]]) -> list[Task]:
-    """Build the tasks of a job from (peer, lease) pairs; train tasks depend on the parameter server's task."""
-    model = frozenset({START_MODEL})
-    aggregate = Task("aggregate", AGGREGATE, *server, inputs=model, outputs=frozenset({PARAMETER_SERVER}))
-    trains = [
-        Task(f"train-{number}", TRAIN, *worker, inputs=model | {PARAMETER_SERVER})
-        for number, worker in enumerate(workers, 1)
-    ]
-    return [aggregate, *trains]
 
 
 class _Phase(Enum):
@@ -102,33 +112,7 @@ class _Phase(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class JobData:
-    """What a DiLoCo job works with, once it is prepared."""
-
-    dataset: DatasetView
-    model: Reference
-    """Source of the start model."""
-    result: ResultModel
-    preprocessor: Reference | None = None
-    evaluation: DatasetView | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """State of a job whose workers are allocated."""
-
-    graph: TaskGraph
-    tasks: dict[str, TaskRef]
-    training: TrainingState
-    placed: PlacedJob
-    announcer: RoundAnnouncer
-    barrier: StartBarrier
-    unconfirmed: set[str]
-    """Tasks that were dispatched and not confirmed yet."""
-
-
-class DilocoOperator:
+class DilocoOperator(Operator):
     """One running DiLoCo job."""
 
     def __init__(
@@ -147,186 +131,198 @@ class DilocoOperator:
         self._context = context
         self._data = data
         self._restored = restored
-        self._began = now
-        self._demand: tuple[RoleRequest, ...] = role_requests(job)
+        self._began = self._now = now
+        self._builder = JobBuilder(job, context, data, restored)
         self._phase = _Phase.ALLOCATING
-        self._running: _Running | None = None
-        self._received_round = data.result.round
-        """Last round whose outer update was received."""
-        self._gone: set[uuid.UUID] = set()
-        """Leases that are no longer held."""
+        self._running: RunningJob | None = None
+        self._membership: Membership
+        self._handover: ServerHandover
+        self._commits = RoundCommits(
+            data.result, context.notify, {number: CommittedRound(*found) for number, found in restored.commits.items()}
+        )
+        self._files = OuterUpdates(context.job_id, context.directory, data.result, self._commits)
+        self._update_bytes = 0
+        self._is_dispatched = False
         self._exit_deadline: float | None = None
         self._last_update_deadline: float | None = None
+        self._paused_since: float | None = None
+        """Time since which the disk has no room for an outer update or its weights."""
+        self._without_data: float | None = None
+        """Time since which workers wait for a data node to be reachable."""
+        self._look_again = now
+        """Time at which to look whether one is."""
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
     def on_start(self, now: float) -> Effects:
-        """Wait for leases."""
-        return ()
+        """Wait for leases; a job whose rounds were all recorded by an earlier run is completed."""
+        if self._restored.closed < self._job.rounds.update_rounds:
+            return ()
+        self._phase = _Phase.EXITING
+        return (RunInBackground(self._finish, _FINISH),)
 
     def role_requests(self) -> Sequence[RoleRequest]:
-        """Return the configured workers, and once they are found those that are held: none is replaced."""
-        return self._demand
+        """Return the workers that the job wants now: it looks for further ones and replacements until it ends."""
+        if self._phase is _Phase.ALLOCATING:
+            return role_requests(self._job)
+        if self._running is None:
+            return ()
+        workers, server = role_requests(self._job, has_begun=True)
+        return (self._membership.demand(workers), self._handover.demand(server))
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
-        """Start the parameter server; the trainers follow when its worker has confirmed it."""
-        if self._running is not None:
+        """Start the parameter server; the trainers follow when its worker has confirmed it. Later ones join."""
+        if self._phase is _Phase.TRAINING and self._running is not None:
+            effects: Effects = ()
+            for lease in leases:
+                add = self._membership.add if lease.role == TRAIN else self._handover.add
+                effects = (*effects, *add(lease, now))
+            return effects
+        if self._running is not None or self._phase is not _Phase.ALLOCATING:
             return ()
-        counts = {role: sum(lease.role == role for lease in leases) for role in (TRAIN, AGGREGATE)}
-        self._demand = tuple(replace(request, count=counts[request.role]) for request in self._demand)
-        self._running = self._prepare(leases, now)
+        running = self._begin(self._builder.begin(leases, now))
+        term = self._builder.term_record(running)
+        return (*self._builder.begin_records(tuple(running.workers)), term, *self._start_ready())
+
+    def _begin(self, running: RunningJob) -> RunningJob:
+        rounds = self._job.rounds.update_rounds
+        self._membership = Membership(running, self._commits, rounds, self._translate, self._start_ready)
+        self._handover = ServerHandover(
+            self._builder, running, self._commits, self._membership, self._translate, self._start_ready
+        )
+        self._running = running
         self._phase = _Phase.TRAINING
-        self._running.graph.provide(START_MODEL)
-        return self._start_ready(self._running, now)
+        return running
 
-    def _prepare(self, leases: Sequence[Lease], now: float) -> _Running:
-        trains = sorted((lease for lease in leases if lease.role == TRAIN), key=lambda lease: lease.peer)
-        [server] = [lease for lease in leases if lease.role == AGGREGATE]
-        peers = tuple(lease.peer for lease in trains)
-        settings = round_settings(self._job, len(trains))
-        ledger = SliceLedger(self._data.dataset.samples, self._job.seed, settings.batch_size)
-        ledger.restore(self._restored.used_slices)
-        training = TrainingState(
-            Rounds(settings, peers, now, closed=self._restored.closed),
-            ledger,
-            server.peer,
-            samples=self._restored.samples.copy(),
-            batches=self._restored.batches.copy(),
-            loss=self._restored.loss,
-        )
-        graph = TaskGraph(diloco_tasks((server.peer, server.id), [(lease.peer, lease.id) for lease in trains]))
-        by_lease = {lease.id: lease for lease in leases}
-        return _Running(
-            graph=graph,
-            tasks={task.name: TaskRef(task.name, by_lease[task.lease]) for task in graph.tasks},
-            training=training,
-            placed=self._placed_job(server.peer, peers),
-            announcer=RoundAnnouncer(self._context.job_id, server.peer, settings.timeout),
-            barrier=StartBarrier(len(trains), now),
-            unconfirmed=set(),
-        )
+    def on_tasks_adopted(self, tasks: Sequence[TaskRef], now: float) -> Effects:
+        """Go on with the open round and seek who is missing, or begin it anew with other workers if none is left."""
+        can_go_on = self._running is None and self._phase is _Phase.ALLOCATING
+        running = self._builder.adopt(tasks, now) if can_go_on else None
+        if running is None:
+            return tuple(StopTask(task, "the job goes on without this task") for task in tasks)
+        self._begin(running)
+        self._is_dispatched = True
+        fields = {"round": self._restored.closed + 1, "workers": [str(task.lease.peer) for task in tasks]}
+        why = "it was lost while the scheduler was away"
+        lost = self._membership.lost_before(self._restored.workers, why)
+        if running.server is None:
+            effects = self._handover.seek(why, now)
+        else:
+            effects = self._translate(running.training.rounds.announce_again(now))
+            effects = (*effects, *running.worker_list.set(running.workers), *running.worker_list.open())
+            effects = (*effects, *self._handover.tell_workers())
+        return (EmitEvent("taken_up", fields), *lost, *effects, *self._stop_others(running, tasks))
 
-    def _placed_job(self, server: PeerId, peers: tuple[PeerId, ...]) -> PlacedJob:
-        data, shares = self._data, dict[PeerId, Reference]()
-        if (found := data.evaluation) is not None:
-            shares = evaluation_shares(peers, [found.provider], found.name, len(found.samples))
-        return PlacedJob(
-            self._context.job_id, self._job, self._context.scheduler, server, peers, data.model, data.preprocessor,
-            shares, self._restored.closed,
-        )  # fmt: skip
+    def _stop_others(self, running: RunningJob, tasks: Sequence[TaskRef]) -> Effects:
+        known = set(running.tasks.values())
+        return tuple(StopTask(task, "the job goes on without this task") for task in tasks if task not in known)
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
-        """Continue without a lost worker."""
-        self._drop_demand(lease)
-        task = self._task_on(lease)
+        """Continue without a lost worker or parameter server until another one takes its place."""
+        if self._running is None:
+            return ()
+        self._membership.draining.discard(lease.id)
+        self._handover.lease_lost(lease)
+        task = self._running.graph.of_lease(lease.id)
         return () if task is None else self._task_lost(task, reason, now)
 
     def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
-        """Let a training worker leave after its round; the parameter server runs on until its worker ends."""
-        if self._running is not None and lease.role == TRAIN:
-            self._running.training.rounds.drain(lease.peer)
+        """Let a training worker leave after its round, and the parameter server after its next one."""
+        running = self._running
+        if running is None:
+            return ()
+        if lease.role == TRAIN:
+            self._membership.draining.add(lease.id)
+            running.training.rounds.drain(lease.peer)
+        elif running.server is not None and running.server.lease.id == lease.id:
+            self._handover.drain()
         return ()
 
-    def _drop_demand(self, lease: Lease) -> None:
-        """Ask for no lease in place of one that is no longer held."""
-        if lease.id in self._gone:
-            return
-        self._gone.add(lease.id)
-        self._demand = tuple(
-            replace(request, count=max(0, request.count - 1)) if request.role == lease.role else request
-            for request in self._demand
-        )
-
-    def _task_on(self, lease: Lease) -> Task | None:
-        return None if self._running is None else self._running.graph.of_lease(lease.id)
-
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job: it cannot begin without its workers."""
-        return self._fail(reasons)
+        """Fail the job: it cannot begin, or go on, without the workers that it needs."""
+        if self._phase not in (_Phase.ALLOCATING, _Phase.TRAINING):
+            return ()
+        paused = None if self._running is None else self._running.training.rounds.pause_reason
+        return self._fail(reasons if paused is None else f"{paused}\n{reasons}")
 
     # ----------------------------------------------------------------------------------------------------------- tasks
 
-    def _start_ready(self, running: _Running, now: float) -> Effects:
-        """Start the tasks whose inputs exist, once those before them are confirmed."""
-        if running.unconfirmed:
+    def _start_ready(self) -> Effects:
+        """Start the tasks whose inputs exist; they fetch the weights and the momentum of the last recorded round."""
+        running = self._running
+        if running is None or self._phase is not _Phase.TRAINING or not self._commits.is_settled:
             return ()
-        ready = running.graph.ready()
-        for task in ready:
-            running.graph.start(task.name)
-            running.unconfirmed.add(task.name)
-        if not ready:
-            return (EmitEvent("dispatched", {"seconds": round(now - self._began, 3)}),)
-        return tuple(StartTask(running.tasks[task.name], self._spec_of(running, task)) for task in ready)
-
-    def _spec_of(self, running: _Running, task: Task) -> JobSpec:
-        return running.placed.aggregate_spec() if task.role == AGGREGATE else running.placed.train_spec(task.peer)
+        started = running.start_ready(self._commits.last)
+        if started or running.unconfirmed or self._is_dispatched:
+            return started
+        self._is_dispatched = True
+        return (EmitEvent("dispatched", {"seconds": round(self._now - self._began, 3)}),)
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of a task."""
-        running, graph_task = self._running, self._task_on(task.lease)
-        if running is None or graph_task is None:
+        running, self._now = self._running, now
+        if running is None or running.tasks.get(task_key(task)) != task:
             return ()
-        was_unconfirmed = task.name in running.unconfirmed
-        running.unconfirmed.discard(task.name)
+        graph_task = running.graph.find(task_key(task))
+        running.unconfirmed.discard(graph_task.name)
         match update:
             case TaskStarted():
-                return self._start_ready(running, now) if was_unconfirmed else ()
+                effects = self._handover.started(now) if task == running.server else ()
             case TaskNotStarted(reason):
-                self._drop_demand(task.lease)
-                return self._task_lost(graph_task, reason, now) + self._continue_start(running, was_unconfirmed, now)
+                effects = self._task_not_started(task, graph_task, reason, now)
             case TaskEnded():
-                return self._task_ended(graph_task, update, now) + self._continue_start(running, was_unconfirmed, now)
+                effects = self._task_ended(graph_task, update, now)
+        return (*effects, *self._start_ready())
 
-    def _continue_start(self, running: _Running, was_unconfirmed: bool, now: float) -> Effects:
-        """Start what waited for the confirmation of a task that has ended without it."""
-        return self._start_ready(running, now) if was_unconfirmed and self._phase is _Phase.TRAINING else ()
+    def _task_not_started(self, task: TaskRef, graph_task: Task, why: str, now: float) -> Effects:
+        assert self._running is not None
+        if self._is_unneeded(graph_task):
+            return self._task_lost(graph_task, why, now)
+        if not self._running.graph.end(graph_task.name, TaskState.FAILED):
+            return ()
+        not_started = (self._handover if graph_task.role == AGGREGATE else self._membership).not_started
+        return (*not_started(task, why, now), *self._check_outcome(now))
 
     def _task_lost(self, task: Task, why: str, now: float) -> Effects:
         assert self._running is not None
+        unneeded = self._is_unneeded(task)
         if not self._running.graph.end(task.name, TaskState.FAILED):
             return ()
-        if self._is_unneeded(task):
+        if unneeded:
             return self._finish_if_over()
-        if task.role == AGGREGATE:
-            return self._fail(f"the parameter server {task.peer} was lost: {why}")
-        return self._worker_lost(task.peer, why, now)
+        lost = self._handover.lost(why, now) if task.role == AGGREGATE else self._membership.lost(task.peer, why, now)
+        return (*lost, *self._check_outcome(now))
 
     def _is_unneeded(self, task: Task) -> bool:
-        """Return whether the job is complete without a task: it waits for exits, or the task's worker has left."""
-        assert self._running is not None
-        return self._phase is not _Phase.TRAINING or task.peer in self._running.training.left
-
-    def _worker_lost(self, peer: PeerId, why: str, now: float) -> Effects:
-        assert self._running is not None
-        event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
-        effects = self._translate(self._running.training.worker_lost(peer, why, now))
-        return (event, *effects, *self._check_outcome(now))
+        """Return whether the job goes on without a task: it waits for exits, or another one has taken its place."""
+        running = self._running
+        assert running is not None
+        if self._phase is not _Phase.TRAINING:
+            return True
+        if task.role == AGGREGATE:
+            return running.server is None or running.server.lease.id != task.lease
+        return running.workers.get(task.peer) != task.lease
 
     def _task_ended(self, task: Task, end: TaskEnded, now: float) -> Effects:
-        assert self._running is not None
-        if not self._running.graph.end(task.name, end.state):
-            return ()
-        self._drop_demand(self._running.tasks[task.name].lease)
-        reason = end.reason or "it exited before the job was done"
+        running = self._running
+        assert running is not None
         unneeded = self._is_unneeded(task)
-        if end.state is TaskState.CANCELLED and task.role == TRAIN and not unneeded:
-            return self._worker_lost(task.peer, f"its executor was cancelled: {reason}", now)
-        told_done = task.peer in self._running.training.told_done
+        if not running.graph.end(task.name, end.state):
+            return ()
+        told_done = task.peer in running.training.told_done
         if (end.state is TaskState.FINISHED and told_done) or (end.state is TaskState.CANCELLED and unneeded):
             return self._finish_if_over()
-        code = "" if end.exit_code is None else f", exit code {end.exit_code}"
-        lines = "".join(f"\n  | {line}" for line in end.last_lines)
-        return self._task_failed(task, f"executor {end.state.value}{code}: {reason}{lines}")
-
-    def _task_failed(self, task: Task, what: str) -> Effects:
-        assert self._running is not None
-        server = self._running.placed.server
-        text = f"task {task.name} on worker {task.peer}: {what}"
-        if server != task.peer and str(server) in what:
-            text += f"\n({server} is the job's parameter server)"
-        if not self._is_unneeded(task):
-            return self._fail(text)
-        return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
+        if unneeded:
+            text = f"task {task.name} on worker {task.peer}: {describe(end, with_lines=True)}"
+            return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
+        if task.role == AGGREGATE:
+            return (*self._handover.failed(describe(end, with_lines=True), now), *self._check_outcome(now))
+        found = self._membership.executor_ended(running.tasks[task.name], end, now)
+        if not isinstance(found, JobFault):
+            return (*found, *self._check_outcome(now))
+        server = running.placed.server
+        named = f"\n({server} is the job's parameter server)" if str(server) in found.reason else ""
+        return self._fail(found.reason + named)
 
     # --------------------------------------------------------------------------------------------------- data, reports
 
@@ -341,10 +337,12 @@ class DilocoOperator:
         if (seconds := running.barrier.remaining(peer, now)) > 0:
             return RetryAfter(seconds)
         try:
-            assignment = running.training.slice_for(peer, now)
-        except (LedgerFullError, NoUsableSliceError) as error:
+            span = running.training.slice_for(peer, now)
+        except (LedgerFullError, NoUsableSliceError, NotJoinedError) as error:
             raise SliceRefusedError(str(error)) from None
-        return None if assignment is None else SliceToUse(assignment.epoch, assignment.index)
+        if span is None:
+            return None
+        return SliceToUse(span.epoch, span.index, span.first, None if span.end == ALL else span.end)
 
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Continue the job without a slice that a worker could not get from any provider."""
@@ -373,20 +371,110 @@ class DilocoOperator:
         """Process the report of an executor."""
         if self._running is None:
             return ProgressError(reason="the job has no workers yet"), ()
-        answer, effects = self._running.training.report(task.lease.peer, progress, now)
+        peer = task.lease.peer
+        states = self._context.supports(peer, ROUND)
+        answer, effects = self._running.training.report(peer, progress, now, states=states)
         return answer, (*self._translate(effects), *self._check_outcome(now))
 
+    # -------------------------------------------------------------------------------------------------------- messages
+
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
-        """Handle the parameter server's refusal of a member's update."""
+        """Handle what workers state and ask about rounds, and what background work observes."""
+        if source is None:
+            return None, self._on_notice(name, message, now)
+        match message:
+            case StateContribution():
+                return self._state_contribution(source, message, now)
+            case AwaitCommit():
+                return self._answer_wait(source, message), ()
+            case JoinRound():
+                return self._join(source, message, now)
+            case ReportBatches():
+                return self._report_batches(source, message, now)
+            case UpdateRefused():
+                return RefusalKnown(), self._update_refused(source, message, now)
+        raise ValueError(f"a DiLoCo job has no message {name!r}")
+
+    def _state_contribution(
+        self, source: TaskRef, message: StateContribution, now: float
+    ) -> tuple[ContributionKnown, Effects]:
         running = self._running
-        if not isinstance(message, UpdateRefused) or source is None or running is None:
-            return RefusalKnown(), ()
-        if source.lease.role != AGGREGATE:
-            return RefusalKnown(), ()
-        number, member, why = message.round, message.peer, message.reason
-        event = EmitEvent("update_refused", {"round": number, "worker": str(member), "reason": why})
-        effects = self._translate(running.training.update_refused(number, member, why, now))
-        return RefusalKnown(), (event, *effects)
+        if running is None or source.lease.role != TRAIN:
+            return ContributionKnown(accepted=False, reason="no training task of the job runs on this peer"), ()
+        weights = self._commits.weights_before(message.round)
+        answer, effects = running.training.state_contribution(source.lease.peer, message, weights, now)
+        return answer, (*self._translate(effects), *self._check_outcome(now))
+
+    def _report_batches(self, source: TaskRef, message: ReportBatches, now: float) -> tuple[BatchesCounted, Effects]:
+        running = self._running
+        if running is None or source.lease.role != TRAIN:
+            return BatchesCounted(counted=0, reason="no training task of the job runs on this peer"), ()
+        answer, effects = running.training.report_batches(source.lease.peer, message, now)
+        return answer, (*self._translate(effects), *self._check_outcome(now))
+
+    def _join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
+        if self._running is None or self._phase is not _Phase.TRAINING:
+            return RoundToJoin(reason="the job trains no more"), ()
+        answer, effects = self._membership.join(source, question, now)
+        return answer, (*effects, *self._check_outcome(now))
+
+    def _answer_wait(self, source: TaskRef, question: AwaitCommit) -> CommitStatus | RetryAfter:
+        if source.lease.role != TRAIN:
+            return CommitStatus(committed=False, reason="no training task of the job runs on this peer")
+        return self._commits.answer(question)
+
+    def _update_refused(self, source: TaskRef, message: UpdateRefused, now: float) -> Effects:
+        """Continue a round without an update that the parameter server has refused or not received."""
+        running, number = self._running, message.round
+        if running is None or source != running.server or number <= self._commits.last:
+            return ()
+        running.gone_members.setdefault(number, set()).add(message.peer)
+        training = running.training
+        process = training.update_missing if message.missing else training.update_refused
+        effects = self._translate(process(number, message.peer, message.reason, now))
+        if message.missing:
+            fields = {"round": number, "worker": str(message.peer), "reason": message.reason}
+            effects = (EmitEvent("update_missing", fields), *effects)
+        return (*effects, *self._check_outcome(now))
+
+    def _on_notice(self, name: str, message: Any, now: float) -> Effects:
+        if name == PAUSED:
+            return self._pause(str(message), now)
+        return self._continue(now) if name == CONTINUED else ()
+
+    def _pause(self, reason: str, now: float) -> Effects:
+        """Let no deadline run out until there is room on the disk."""
+        if self._paused_since is not None:
+            return ()
+        self._paused_since = now
+        return (paused_event(reason),)
+
+    def _continue(self, now: float) -> Effects:
+        if self._paused_since is None:
+            return ()
+        seconds, self._paused_since = now - self._paused_since, None
+        return (continued_event(seconds, "the disk has room again"), *self.on_suspended(seconds, now))
+
+    def _wait_for_data(self, now: float) -> Effects:
+        """Let no deadline run out until a data node is connected; workers train on with what they have."""
+        name = self._data.dataset.name
+        if self._without_data is not None and self._context.reaches(name):
+            seconds, self._without_data = now - self._without_data, None
+            why = f"a data node of dataset {name} is connected again"
+            return (continued_event(seconds, why), *self.on_suspended(seconds, now))
+        self._look_again = now + _DATA_INTERVAL
+        if self._without_data is not None:
+            return ()
+        self._without_data = now
+        return (paused_event(f"no data node of dataset {name} can be reached"),)
+
+    def on_suspended(self, seconds: float, now: float) -> Effects:
+        """Move all deadlines."""
+        if self._running is not None:
+            self._running.training.rounds.postpone(seconds, now - seconds)
+        if self._last_update_deadline is not None:
+            self._last_update_deadline += seconds
+        return ()
 
     def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
         """Ignore it: no task of this job is a `TaskSpec`."""
@@ -396,29 +484,25 @@ class DilocoOperator:
         """Say that there are no results."""
         return ResourceLocation(gone=Gone(reason="tasks of this job have no resources")), ()
 
+    # ----------------------------------------------------------------------------------------------------------- files
+
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
-        """Refuse: executors pull the start model and the preprocessor only."""
-        return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+        """Serve what `OuterUpdates` has; the runner serves the start model."""
+        return self._files.find(task, request)
 
     def on_push_request(
         self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
+    ) -> tuple[PushTarget | Refusal | RetryAfter, Effects]:
         """Accept the next outer update of the parameter server."""
-        if task.lease.role != AGGREGATE:
-            return Refusal(reason="only the job's parameter server may push to its scheduler"), ()
-        if header is not None and header.kind != OUTER_UPDATE:
-            return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {header.kind[:40]}"), ()
-        expected = self._received_round + 1
-        number = expected if header is None else header.round
-        if number < expected:
-            return Refusal(reason=f"the outer update of round {number} was already received"), ()
-        if number > expected:
-            why = f"the outer update of round {expected} never came: the parameter server sends that of {number}"
-            return Refusal(reason=f"the outer update of round {expected} is missing"), self._fail(why)
-        if header is not None and (lacking := self._data.result.lacks_room(header.size)):
-            return Refusal(reason="the scheduler has no room for the outer update"), self._fail(lacking)
-        name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
-        return PushTarget(self._context.directory / "updates" / name, self._data.result.largest_update()), ()
+        match self._files.receive(self._running, task, header):
+            case NoRoom(refusal, why):
+                return refusal, self._pause(why, now)
+            case JobFails(refusal, why):
+                return refusal, self._fail(why)
+            case Refusal() as refusal:
+                return refusal, ()
+            case PushTarget() as target:
+                return target, self._continue(now)
 
     def on_late_push(
         self, task: TaskRef, header: PushHeader | None, now: float
@@ -430,50 +514,127 @@ class DilocoOperator:
         """Refuse it."""
 
     def on_push_complete(self, task: TaskRef, header: PushHeader | None, path: Any, digest: str, now: float) -> Effects:
-        """Add an outer update to the model."""
-        self._received_round += 1
-        apply = partial(self._data.result.apply_update, path, self._received_round)
-        return (RunInBackground(apply, _APPLY),)
+        """Record the round, which commits it."""
+        running, number = self._running, self._commits.last + 1 if header is None else header.round
+        advance = None if running is None or task != running.server else self._commits.record(number, running.term)
+        if running is None or advance is None:
+            return ()
+        samples = None if header is None else header.samples
+        gone = running.gone_members.pop(number, set())
+        members = running.announcer.agreed_members(number, gone, samples or None)
+        loss = running.training.rounds.loss_of(number, members)
+        updates, unused = running.training.commit(number, members)
+        self._update_bytes = self._data.result.update_bytes
+        record = records.round_record(number, running.term, updates, unused, advance, loss)
+        states_term = header is not None and header.term is not None
+        closing = running.training.step_committed(number, now) if states_term else ()
+        commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
+        for peer in members:
+            running.restarts.round_counted(peer)
+        handed_over = self._handover.round_committed(now)
+        return (record, commit, *self._translate(closing), *handed_over, *self._check_outcome(now))
 
     # --------------------------------------------------------------------------------------------------------- effects
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
         """Handle that an update was applied, the model completed, or an announcement answered."""
         running = self._running
-        if tag == round_announcer.TAG and running is not None:
-            failure, following = running.announcer.on_result(outcome, running.training.rounds.closed)
-            return (*(self._fail(failure) if failure is not None else ()), *following)
+        if running is not None and (effects := self._message_answered(running, tag, outcome, now)) is not None:
+            return effects
         if isinstance(outcome, OSError):
             return self._fail(files_unusable(self._context.directory, [outcome]))
         if isinstance(outcome, Exception):
             return self._fail(str(outcome))
-        if tag == _APPLY:
-            return self._check_outcome(now)
-        if tag == _FINISH and running is not None:
+        if tag == _COMMIT:
+            checkpoint = RunInBackground(self._data.result.write_checkpoint, _CHECKPOINT)
+            return (checkpoint, *self._start_ready(), *self._check_outcome(now))
+        if tag == _FINISH:
             self._phase = _Phase.ENDED
-            return (*self._translate(running.training.finish()), EndJob())
+            return (*(self._translate(running.training.finish()) if running is not None else ()), EndJob())
         return ()
 
-    def _translate(self, effects: Iterable[rounds.Effect]) -> Effects:
+    def _message_answered(self, running: RunningJob, tag: str, outcome: object, now: float) -> Effects | None:
+        """Handle the response to a message, also to one that is out of date; None if `tag` is of something else."""
+        if tag == running.announcer.tag:
+            return (*self._announcement_answered(running, outcome, now), *self._check_outcome(now))
+        if tag == running.worker_list.tag:
+            return (*running.worker_list.on_result(outcome), *self._check_outcome(now))
+        told = self._handover.on_answer(tag, outcome, now)
+        if told is not None:
+            return (*told, *self._check_outcome(now))
+        return None if tag in (_COMMIT, _CHECKPOINT, _FINISH) else ()
+
+    def _fail_if_stuck(self, running: RunningJob) -> Effects:
+        """Fail the job if it has too few workers, and its parameter server takes no others."""
+        is_enough = len(running.workers) >= self._job.resources.least_workers or self._membership.is_over
+        if is_enough or not running.worker_list.is_fixed:
+            return ()
+        paused = running.training.rounds.pause_reason or "workers were lost"
+        return self._fail(f"{paused}\nthe parameter server {running.placed.server} takes no others in their place")
+
+    def _announcement_answered(self, running: RunningJob, outcome: object, now: float) -> Effects:
+        failure, following = running.announcer.on_result(outcome, running.training.rounds.closed)
+        if (agreed := running.announcer.agreed) is not None:
+            running.training.members_agreed(agreed.round, [peer for peer, _ in agreed.members])
+        self._commits.wake()
+        return (*(self._handover.replace(failure, now) if failure is not None else ()), *following)
+
+    def _translate(self, effects: Iterable[training_state.Effect]) -> Effects:
         """Return the runner's effects for those of the training state."""
+        return tuple(found for effect in effects for found in self._translated(effect))
+
+    def _translated(self, effect: training_state.Effect) -> Effects:
         assert self._running is not None
-        found: list[Any] = []
-        for effect in effects:
-            match effect:
-                case Fail(reason):
-                    found += self._fail(reason)
-                case RoundClosed():
-                    used = self._running.training.slices.take_used()
-                    found += round_closed_effects(effect, self._data.result.update_bytes, used)
-                case Measured():
-                    found += measured_effects(effect)
-                case Late():
-                    found.append(late_event(effect))
-                case Left():
-                    found.append(left_event(effect))
-                case AnnounceRound():
-                    found += self._running.announcer.announce(effect)
-        return tuple(found)
+        match effect:
+            case Fail(reason):
+                return self._fail(reason)
+            case RoundClosed():
+                return round_closed_effects(effect, self._update_bytes)
+            case Measured():
+                self._note_evaluation(effect)
+                return measured_effects(effect)
+            case Late():
+                return (late_event(effect),)
+            case Left():
+                return (left_event(effect), *self._membership.left(effect))
+            case Joined():
+                return self._membership.joined(effect)
+            case Suspected():
+                return (suspected_event(effect.peer, effect.round, effect.seconds),)
+            case Overdue(peer, reason):
+                return self._membership.release(peer, reason)
+            case StepOverdue(_, reason):
+                return self._handover.replace(reason, self._now)
+            case Paused(reason):
+                return (paused_event(reason),)
+            case Continued(seconds):
+                return (continued_event(seconds, "what it waited for is there"),)
+            case Contributed(update):  # without terms, a worker may be ahead of the records
+                return (records.contributed_record(update),) if update.round == self._commits.last + 1 else ()
+            case Refused(peer, number):
+                dropped = self._running.training.rounds.is_dropped(peer, number)
+                record = records.refused_record(effect, dropped=dropped)
+                return (record, refused_event(effect), *self._exclude_if_due(self._running, effect))
+            case AnnounceRound(number, members):
+                self._running.gone_members.get(number, set()).difference_update(peer for peer, _ in members)
+                record = records.announced_record(number, self._running.term, members)
+                recorded = (record,) if number == self._commits.last + 1 else ()
+                return (*recorded, *self._running.announcer.announce(effect))
+
+    def _exclude_if_due(self, running: RunningJob, refused: Refused) -> Effects:
+        """Go on without a worker of which too many updates were refused."""
+        if refused.count < MAX_REFUSALS or refused.peer not in running.workers:
+            return ()
+        why = f"{refused.count} of its updates were refused, the last because {refused.reason}"
+        event = EmitEvent("worker_excluded", {"worker": str(refused.peer), "reason": why})
+        return (event, *self._membership.release(refused.peer, why, exclude=True))
+
+    def _note_evaluation(self, measured: Measured) -> None:
+        """Let what a worker has evaluated decide on the best checkpoint."""
+        found = measured.values
+        if (loss := found.get("evaluation_loss")) is not None:
+            samples = found.get("evaluation_samples", 1.0)
+            self._data.result.evaluated(measured.round, loss, found.get("accuracy"), samples)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
@@ -483,33 +644,49 @@ class DilocoOperator:
 
     def _check_outcome(self, now: float) -> Effects:
         """Wait for the executors to exit once all rounds are closed and the last outer update was applied."""
-        assert self._running is not None
-        if self._phase is not _Phase.TRAINING or not self._running.training.rounds.over:
+        running = self._running
+        assert running is not None
+        if self._phase is not _Phase.TRAINING:
             return ()
-        if self._data.result.round < self._job.rounds.update_rounds:
+        is_recorded = self._data.result.round >= self._job.rounds.update_rounds
+        if not running.training.rounds.over and not (is_recorded and running.server is None):
+            return self._fail_if_stuck(running)
+        if not is_recorded:
             self._last_update_deadline = self._last_update_deadline or now + _LAST_UPDATE_TIMEOUT
             return ()
         self._phase = _Phase.EXITING
-        self._exit_deadline = now + _EXECUTOR_EXIT_TIMEOUT
-        return self._finish_if_over()
+        # executors that were told `Done` evaluate the last weights before they exit
+        self._exit_deadline = now + max(_EXECUTOR_EXIT_TIMEOUT, running.training.rounds.evaluation_timeout)
+        return (*self._stop_idle(running), *self._finish_if_over())
+
+    def _stop_idle(self, running: RunningJob) -> Effects:
+        """Stop the executors that nothing tells of the end: they prepare, or their parameter server is gone."""
+        training = running.training
+        return tuple(
+            StopTask(running.tasks[task.name], "the job is done")
+            for task in running.graph.running()
+            if task.role == TRAIN
+            and task.peer not in training.told_done
+            and (running.server is None or training.rounds.is_preparing(task.peer))
+        )
 
     def _finish_if_over(self) -> Effects:
         """Complete the model when all executors have exited."""
         assert self._running is not None
-        if self._phase is not _Phase.EXITING or not self._running.graph.over or self._exit_deadline is None:
+        if self._phase is not _Phase.EXITING or self._running.graph.running() or self._exit_deadline is None:
             return ()
         self._exit_deadline = None
-        return (RunInBackground(self._data.result.finish, _FINISH),)
+        return (RunInBackground(self._finish, _FINISH),)
 
     def next_deadline(self) -> float | None:
         """Return the deadline of the open round, of the last outer update, or of executors that exit."""
         if self._phase is _Phase.EXITING:
             return self._exit_deadline
-        if self._phase is not _Phase.TRAINING or self._running is None:
+        if self._paused_since is not None or self._phase is not _Phase.TRAINING or self._running is None:
             return None
         if self._running.training.rounds.over:
             return self._last_update_deadline
-        return self._running.training.rounds.deadline()
+        return self._running.training.rounds.deadline() if self._without_data is None else self._look_again
 
     def on_deadline(self, now: float) -> Effects:
         """Continue without what is late, or fail."""
@@ -519,16 +696,24 @@ class DilocoOperator:
         if self._running.training.rounds.over:
             missing = self._data.result.round + 1
             return self._fail(f"the outer update of round {missing} did not come from the parameter server")
+        if self._without_data is not None or not self._context.reaches(self._data.dataset.name):
+            return self._wait_for_data(now)
         return (*self._translate(self._running.training.expire(now)), *self._check_outcome(now))
 
-    def _stop_waiting(self, running: _Running) -> Effects:
+    async def _finish(self) -> None:
+        """Complete the result, then audit the job."""
+        await self._commits.finish()
+        if self._data.prove is not None:
+            await self._data.prove()
+
+    def _stop_waiting(self, running: RunningJob) -> Effects:
         """Complete the model although executors have not exited."""
         text = "task {} at {} did not end in time"
         warnings = tuple(
             EmitEvent("warning", {"text": text.format(task.name, task.peer)}) for task in running.graph.running()
         )
         self._exit_deadline = None
-        return (*warnings, RunInBackground(self._data.result.finish, _FINISH))
+        return (*warnings, RunInBackground(self._finish, _FINISH))
 
     def on_command(self, command: str, now: float) -> Effects:
         """Cancel the job.
@@ -542,6 +727,9 @@ class DilocoOperator:
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return rounds, samples, loss, the share of each peer, and where the model is."""
-        assert self._running is not None
-        found = summarize(self._running.training, self._running.placed.workers, traffic)
-        return {**found, "model_dir": str(self._data.result.directory)}
+        running, restored = self._running, self._restored
+        if running is None:  # all rounds were recorded by an earlier run
+            found = summarize_restored(restored)
+        else:
+            found = summarize(running.training, running.everybody, traffic)
+        return {**found, **self._data.result.summary()}

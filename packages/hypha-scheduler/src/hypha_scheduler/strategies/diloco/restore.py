@@ -1,71 +1,647 @@
 """Journal records of a DiLoCo job, and the state that they restore. Pure.
 
-Each closed round is one record. Samples of rounds that were not closed are not counted; their slices are used again.
+    began        what the job works with
+    term         a parameter server was appointed; unless it continues the run of the one before, in whose term no slice
+                 of an earlier one is assigned
+    joined       a worker has its member number, or begins with a round; what it was assigned before goes back
+    left         a worker is none any more
+    assigned     samples were handed out to a worker
+    contributed  a worker has stated its update of a round, or is known to send one
+    refused      an update does not count, of which there may be a few for each worker
+    announced    the parameter server is told the members of a round
+    round        a round is committed; the samples of its members are used
+
+`records` and the job runner write them. Positions in a slice are those of its order (`slices.SampleSpan`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final
+from functools import lru_cache
+from typing import Annotated, Any, Final, TypeVar
 
-from hypha_proto.ids import PeerId
+import msgspec
+
+from hypha_proto.contributions import Contribution
+from hypha_proto.ids import PeerId, check_digest
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.strategies.diloco.rounds import RoundClosed
-from hypha_scheduler.strategies.diloco.slices import Assignment
+from hypha_scheduler.strategies.diloco.slices import ALL, SampleSpan, SliceLedger, subtract_spans
 
+BEGAN: Final = "began"
+TERM: Final = "term"
+JOINED: Final = "joined"
+LEFT: Final = "left"
+ASSIGNED: Final = "assigned"
+CONTRIBUTED: Final = "contributed"
+REFUSED: Final = "refused"
+ANNOUNCED: Final = "announced"
 ROUND: Final = "round"
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Position = Annotated[int, msgspec.Meta(ge=0, le=ALL)]
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+_Range = tuple[_Count, _Count, _Position, _Position]
+"""Epoch, slice, first position and position after the last."""
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+class BeganRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of what a job works with, which a later run must find unchanged but for the workers."""
+
+    dataset: str
+    manifest: str | None
+    """Digest of the dataset's manifest; None if the data nodes have none."""
+    model: str
+    """Digest over the files of the start model."""
+    seed: int
+    batch_size: _Number
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further settings that decide the weights, such as those of the optimizers."""
+    workers: tuple[PeerId, ...] = ()
+    """Training workers, in the order that numbers them from 0."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of the record."""
+        return dict(msgspec.to_builtins(self, enc_hook=str))
+
+    def differences(self, found: BeganRecord) -> list[str]:
+        """Return how what is `found` differs from it, one line for each setting; workers may differ."""
+        was, now = self.record(), found.record()
+        pairs = [(name, was[name], now[name]) for name in ("dataset", "manifest", "model", "seed", "batch_size")]
+        settings = sorted({*self.settings, *found.settings})
+        pairs += [(name, self.settings.get(name), found.settings.get(name)) for name in settings]
+        return [f"{name} is {new!r:.200}, and was {old!r:.200}" for name, old, new in pairs if old != new]
+
+
+class TermRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a parameter server's appointment."""
+
+    term: _Number
+    server: PeerId
+    workers: tuple[PeerId, ...] | None = None
+    """Training workers of this run, in their order; None for those of `BeganRecord`."""
+    members: tuple[_Count, ...] | None = None
+    """Member numbers of `workers`; None for their positions."""
+    scheduled_for: _Number | None = None
+    """Number of workers that the learning-rate schedule is made for; None for that of `workers`."""
+    continues: bool = False
+    """Whether it takes the place of another parameter server while the workers train on."""
+
+    @property
+    def numbers(self) -> dict[PeerId, int]:
+        """Return the member number of each worker; empty if the record names no workers."""
+        workers = self.workers or ()
+        return dict(zip(workers, range(len(workers)) if self.members is None else self.members, strict=False))
+
+
+class JoinedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a worker whose executor is started, or begins with a round."""
+
+    worker: PeerId
+    member: _Count
+    round: _Number | None = None
+    """Round with which its executor begins; None while it is only being started."""
+
+
+class LeftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a worker that was lost, released or drained."""
+
+    worker: PeerId
+    reason: str = ""
+
+
+class AssignedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of samples that were handed out."""
+
+    worker: PeerId
+    dataset: str
+    epoch: _Count
+    slice: _Count
+    first: _Position | None = None
+    end: _Position | None = None
+
+    @property
+    def span(self) -> SampleSpan:
+        """Return the samples."""
+        return SampleSpan(self.epoch, self.slice, self.first or 0, ALL if self.end is None else self.end)
+
+
+class ContributedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of an update that a worker may send."""
+
+    worker: PeerId
+    round: _Number
+    samples: _Count
+    batches: _Count = 0
+    update: str | None
+    """Digest of the file; None if nobody has stated it."""
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+    """What the executor states; None if it states nothing."""
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of an update, or statement of one, that the scheduler or the parameter server has refused."""
+
+    worker: PeerId
+    round: _Number
+    reason: str
+    dropped: bool
+    """Whether the round goes on without the worker."""
+
+
+class AnnouncedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of the members of a round as they were announced to the parameter server."""
+
+    round: _Number
+    term: _Number
+    members: tuple[tuple[PeerId, _Count], ...]
+    """Peer and number of samples of each."""
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A member of a committed round."""
+
+    peer: PeerId
+    samples: _Count
+    batches: _Count
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+    update: str | None
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class UnusedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that is part of no round."""
+
+    peer: PeerId
+    why: str
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a committed round."""
+
+    round: _Number
+    term: _Number
+    members: tuple[MemberRecord, ...]
+    unused: tuple[UnusedRecord, ...]
+    update: str
+    """Digest of the file of the outer update."""
+    weights_before: str
+    weights: str
+    loss: float | None
+
+
+def _spans(ranges: Iterable[tuple[int, int, int, int]]) -> tuple[SampleSpan, ...]:
+    return tuple(SampleSpan(*each) for each in ranges)
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedUpdate:
+    """Why an update of the open round was refused, and what it held; None if that was not recorded."""
+
+    reason: str
+    contributed: ContributedRecord | None
 
 
 @dataclass(slots=True)
 class Restored:
-    """State after the last closed round of an interrupted run."""
+    """State of a job after the records of an interrupted run."""
 
+    began: BeganRecord | None = None
+    """What it works with, by the first record; None if there is none."""
+    workers: tuple[PeerId, ...] = ()
+    """Workers of the last run that have not left it, in the order in which they came."""
+    members: dict[PeerId, int] = field(default_factory=dict)
+    """Last member number of each worker that the job has ever had."""
+    next_member: int = 0
+    """Lowest member number that was never given to a worker."""
+    starting: set[PeerId] = field(default_factory=set)
+    """Workers of which nothing shows that their executors have begun to train."""
+    records: int = 0
+    """Number of records in the journal."""
+    term: int = 0
+    """Last term; 0 before the first."""
+    server: PeerId | None = None
+    """Parameter server of that term."""
+    continues: bool = False
+    """Whether it has taken the place of another one, of which some worker may not know."""
     closed: int = 0
-    """Last closed round."""
+    """Last committed round."""
+    commits: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Digests of the outer update and of the weights after it, of each committed round."""
     samples: Counter[PeerId] = field(default_factory=Counter)
+    """Samples of each worker in committed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
     loss: float | None = None
-    used_slices: list[Assignment] = field(default_factory=list)
+    """Loss of the last committed round."""
+    used: list[SampleSpan] = field(default_factory=list)
+    """Samples of the members of committed rounds."""
+    assigned: dict[PeerId, tuple[SampleSpan, ...]] = field(default_factory=dict)
+    """What each worker has and no committed round has used; what it has contributed to the open round is among it."""
+    contributed: dict[PeerId, ContributedRecord] = field(default_factory=dict)
+    """Contributions to the open round, but for those whose samples were assigned again."""
+    refusals: Counter[PeerId] = field(default_factory=Counter)
+    """Number of refused updates of each worker, in the last term."""
+    refused: dict[PeerId, RefusedUpdate] = field(default_factory=dict)
+    """Workers without which the open round goes on, because their updates were refused."""
+    announced: AnnouncedRecord | None = None
+    """Members of the open round, as they were announced last; None if they were not."""
+    announcements: list[AnnouncedRecord] = field(default_factory=list)
+    """All announcements of the open round: the parameter server may have followed any."""
+    present: set[PeerId] = field(default_factory=set)
+    """Workers that have taken part in the last committed round, or begin with the open one."""
+    stating: set[PeerId] = field(default_factory=set)
+    """Workers of the last term whose executors have stated contributions."""
 
+    @property
+    def weights(self) -> str | None:
+        """Digest of the weights after the last committed round; None before the first."""
+        return self.commits[self.closed][1] if self.closed else None
 
-def round_record(closed: RoundClosed, used: Sequence[Assignment]) -> Mapping[str, object]:
-    """Return the fields of the record of a closed round."""
-    return {
-        "round": closed.round,
-        "samples": sum(closed.samples.values()),
-        "loss": closed.loss,
-        "workers": {str(peer): [count, closed.batches[peer]] for peer, count in closed.samples.items()},
-        "slices": [[found.epoch, found.index] for found in used],
-    }
+    def restore_ledger(self, ledger: SliceLedger, workers: Iterable[PeerId] = ()) -> None:
+        """Bring a new ledger to this state.
+
+        Args:
+            ledger: the ledger.
+            workers: those that train on. What others have is AVAILABLE, also what they have contributed to the open
+                round.
+
+        Raises:
+            JobFailedError: the dataset does not have the samples that the journal names.
+        """
+        ledger.restore(self.used)
+        try:
+            for peer in workers:
+                for span in self.assigned.get(peer, ()):
+                    ledger.assigned(peer, span)
+                if (found := self.contributed.get(peer)) is not None:
+                    ledger.contribute(peer, found.round, found.spans)
+        except ValueError as error:
+            raise JobFailedError(f"journal: it does not fit the dataset: {error}") from None
 
 
 def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
     """Return the state after the records of a journal.
 
+    Args:
+        journal: all of its records, with those of the runner, which are skipped.
+
     Raises:
-        JobFailedError: a record of a round is malformed or not the one that follows.
+        JobFailedError: a record is malformed or does not follow those before it; its line and field are named.
     """
-    state, parse_peer = Restored(), cache(PeerId.parse)
-    for record in journal:
-        if record.get("record") != ROUND:
+    replay = _Replay()
+    for number, record in enumerate(journal, 1):
+        kind = record.get("record")
+        replay.state.records = number
+        parsed = _KINDS.get(str(kind))
+        if parsed is None:
             continue
         try:
-            _add_round(state, record, parse_peer)
-        except (KeyError, TypeError, ValueError) as error:
-            raise JobFailedError(f"journal: the record of round {state.closed + 1} is malformed: {error!r}") from None
-    return state
+            replay.add(parse_record(record, parsed))
+        except ValueError as error:
+            raise JobFailedError(f"journal: line {number}: the record {kind!r} is malformed: {error}") from None
+    return replay.finish()
 
 
-def _add_round(state: Restored, record: Mapping[str, Any], parse_peer: Callable[[str], PeerId]) -> None:
-    if record["round"] != state.closed + 1:
-        raise ValueError(f"it is of round {record['round']}")
-    for text, (samples, batches) in record["workers"].items():
-        peer = parse_peer(text)
-        state.samples[peer] += samples
-        state.batches[peer] += batches
-    state.used_slices += [Assignment(epoch, index) for epoch, index in record["slices"]]
-    state.closed += 1
-    state.loss = record["loss"]
+_KINDS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    BEGAN: BeganRecord,
+    TERM: TermRecord,
+    JOINED: JoinedRecord,
+    LEFT: LeftRecord,
+    ASSIGNED: AssignedRecord,
+    CONTRIBUTED: ContributedRecord,
+    REFUSED: RefusedRecord,
+    ANNOUNCED: AnnouncedRecord,
+    ROUND: RoundRecord,
+}
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+def parse_record(record: Mapping[str, Any], kind: type[_Record]) -> _Record:
+    """Return a record of the journal as a value of `kind`.
+
+    Raises:
+        ValueError: it is malformed; the field and its value are named.
+    """
+    try:
+        parsed = msgspec.convert(dict(record), kind, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise ValueError(_with_value(str(error), record)) from None
+    for place, ranges in _all_ranges(parsed):
+        for number, each in enumerate(ranges):
+            if each[2] >= each[3]:
+                raise ValueError(f"{place}[{number}]: {list(each)} has no samples")
+    for place, digest in _all_digests(parsed):
+        try:
+            check_digest(digest)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return parsed
+
+
+@lru_cache(4096)
+def _parse_peer(text: str) -> PeerId:
+    return PeerId.parse(text)
+
+
+def _decode(kind: type, value: object) -> PeerId:
+    if kind is not PeerId or not isinstance(value, str):
+        raise ValueError("Expected a peer id")
+    return _parse_peer(value)
+
+
+def _with_value(message: str, record: Mapping[str, Any]) -> str:
+    """Return the message of an error with the value that it is about."""
+    text, _, path = message.rpartition(" - at `$")
+    if not text:
+        return message
+    value: Any = record
+    for name, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            value = value[name] if name else value[int(position)]
+        except (KeyError, IndexError, TypeError):
+            break
+    return f"{path.removesuffix('`').lstrip('.')} is {value!r:.200}: {text}"
+
+
+def _all_ranges(record: object) -> Iterator[tuple[str, Iterable[tuple[int, int, int, int]]]]:
+    """Yield the ranges of a record, each list with its place."""
+    if isinstance(record, ContributedRecord | MemberRecord | UnusedRecord):
+        yield "ranges", record.ranges
+    if isinstance(record, AssignedRecord):
+        span = record.span
+        yield "range", [(span.epoch, span.index, span.first, span.end)]
+    if isinstance(record, RoundRecord):
+        for number, member in enumerate(record.members):
+            yield f"members[{number}].ranges", member.ranges
+        for number, unused in enumerate(record.unused):
+            yield f"unused[{number}].ranges", unused.ranges
+
+
+def _all_digests(record: object) -> Iterator[tuple[str, str]]:
+    if isinstance(record, ContributedRecord) and record.update is not None:
+        yield "update", record.update
+    if isinstance(record, RoundRecord):
+        yield "update", record.update
+        yield "weights_before", record.weights_before
+        yield "weights", record.weights
+        for number, member in enumerate(record.members):
+            if member.update is not None:
+                yield f"members[{number}].update", member.update
+
+
+class _Replay:
+    """Applies records in their order."""
+
+    def __init__(self) -> None:
+        self.state = Restored()
+        self.open: defaultdict[tuple[int, int], list[tuple[int, PeerId, SampleSpan]]] = defaultdict(list)
+        """What workers have of each slice, numbered in the order of assignment."""
+        self.assignments = 0
+        self.handled: set[tuple[PeerId, tuple[SampleSpan, ...]]] = set()
+        """Contributions to the open round of which it is known that they went back."""
+        self.assigned_again: defaultdict[tuple[int, int], list[SampleSpan]] = defaultdict(list)
+        """Samples that somebody had before, by slice; in the open round."""
+
+    def add(self, record: msgspec.Struct) -> None:
+        """Apply a record.
+
+        Raises:
+            ValueError: it does not follow those before it.
+        """
+        match record:
+            case BeganRecord():
+                self._begin(record)
+            case TermRecord():
+                self._appoint(record)
+            case JoinedRecord():
+                self._join(record)
+            case LeftRecord():
+                self._leave(record.worker)
+            case AssignedRecord():
+                self._assign(record.worker, record.span)
+            case ContributedRecord():
+                self._contribute(record)
+            case RefusedRecord():
+                self._refuse(record)
+            case AnnouncedRecord():
+                self._announce(record)
+            case RoundRecord():
+                self._commit(record)
+
+    def _begin(self, record: BeganRecord) -> None:
+        state = self.state
+        if state.began is not None and (other := state.began.differences(record)):
+            raise ValueError(f"it is of another job than the first one: {'; '.join(other)}")
+        state.began = state.began or record
+        state.workers = record.workers
+        self._number(dict(zip(record.workers, range(len(record.workers)), strict=True)))
+
+    def _appoint(self, record: TermRecord) -> None:
+        state = self.state
+        if record.term <= state.term:
+            raise ValueError(f"term is {record.term}, after {state.term}")
+        state.term, state.server, state.continues = record.term, record.server, record.continues
+        state.workers = state.workers if record.workers is None else record.workers
+        self._number(record.numbers)
+        state.announced = None
+        state.announcements.clear()
+        if record.continues:
+            return
+        state.starting = set(state.workers)
+        state.stating.clear()
+        state.refusals.clear()
+        self.open.clear()
+        self._open_round()
+
+    def _number(self, members: Mapping[PeerId, int]) -> None:
+        self.state.members |= members
+        self.state.next_member = max(self.state.next_member, *(number + 1 for number in members.values()), 0)
+
+    def _join(self, record: JoinedRecord) -> None:
+        """Take from a worker what it was assigned; one that begins with the open round gives up its update, too."""
+        state, worker = self.state, record.worker
+        self._number({worker: record.member})
+        if worker not in state.workers:
+            state.workers = (*state.workers, worker)
+        if record.round is None:
+            state.starting.add(worker)
+        else:
+            state.starting.discard(worker)
+            state.present.add(worker)
+        self._return_assigned(worker)
+        if record.round is not None and worker in state.contributed:
+            self._withdraw(worker)
+
+    def _leave(self, worker: PeerId) -> None:
+        """Take from a worker what it has; its update may still count if the members of the round were announced."""
+        state = self.state
+        state.workers = tuple(peer for peer in state.workers if peer != worker)
+        state.starting.discard(worker)
+        state.stating.discard(worker)
+        self._return_assigned(worker)
+        if worker in state.contributed and state.announced is None:
+            self._withdraw(worker)
+
+    def _return_assigned(self, worker: PeerId) -> None:
+        """Take from a worker what it was assigned and has not contributed."""
+        contributed = self.state.contributed.get(worker)
+        kept = () if contributed is None else contributed.spans
+        for slice_, found in self.open.items():
+            left = []
+            for number, peer, held in found:
+                parts = subtract_spans(held, subtract_spans(held, kept)) if peer == worker else [held]
+                left += [(number, peer, part) for part in parts]
+            self.open[slice_] = left
+
+    def _open_round(self) -> None:
+        self.state.contributed.clear()
+        self.state.refused.clear()
+        self.state.announced = None
+        self.state.announcements.clear()
+        self.handled.clear()
+        self.assigned_again.clear()
+
+    def _assign(self, worker: PeerId, span: SampleSpan) -> None:
+        """Take samples from whoever had them: they had come back before they were assigned again."""
+        self.state.starting.discard(worker)
+        for peer in [peer for peer, each in self.state.contributed.items() if _overlap(each.spans, span)]:
+            self._withdraw(peer)
+        self.assigned_again[span.slice] += self._take_from_others(None, span)
+        self._add_open(worker, span)
+
+    def _withdraw(self, peer: PeerId) -> None:
+        spans = self.state.contributed.pop(peer).spans
+        self.handled.add((peer, spans))
+        self._take(peer, spans)
+
+    def _take_from_others(self, worker: PeerId | None, span: SampleSpan) -> list[SampleSpan]:
+        """Let nobody but `worker` have these samples; return what was taken."""
+        left, taken = [], []
+        for number, peer, held in self.open[span.slice]:
+            parts = [held] if peer == worker else subtract_spans(held, [span])
+            left += [(number, peer, part) for part in parts]
+            taken += subtract_spans(held, parts)
+        self.open[span.slice] = left
+        return taken
+
+    def _add_open(self, worker: PeerId, span: SampleSpan) -> None:
+        self.assignments += 1
+        self.open[span.slice].append((self.assignments, worker, span))
+
+    def _contribute(self, record: ContributedRecord) -> None:
+        state = self.state
+        if record.round != state.closed + 1:
+            raise ValueError(f"round is {record.round}, and the open one is {state.closed + 1}")
+        state.contributed[record.worker] = record
+        state.starting.discard(record.worker)
+        if record.contribution is not None:
+            state.stating.add(record.worker)
+        for span in record.spans:  # the record of an assignment waits for the next sync, and can be lost
+            self._take_from_others(record.worker, span)
+            has = [held for _, peer, held in self.open[span.slice] if peer == record.worker]
+            for missing in subtract_spans(span, has):
+                self._add_open(record.worker, missing)
+
+    def _refuse(self, record: RefusedRecord) -> None:
+        state, worker = self.state, record.worker
+        state.refusals[worker] += 1
+        if not record.dropped or record.round != state.closed + 1:
+            return
+        contributed = state.contributed.get(worker)
+        state.refused.setdefault(worker, RefusedUpdate(record.reason, contributed))
+        if contributed is not None:
+            self._withdraw(worker)
+
+    def _announce(self, record: AnnouncedRecord) -> None:
+        state = self.state
+        if record.round != state.closed + 1:
+            raise ValueError(f"round is {record.round}, and the open one is {state.closed + 1}")
+        self._check_term(record.term)
+        state.announced = record
+        state.announcements.append(record)
+
+    def _check_term(self, term: int) -> None:
+        if term != self.state.term:
+            raise ValueError(f"term is {term}, and the last one is {self.state.term}")
+
+    def _commit(self, record: RoundRecord) -> None:
+        state = self.state
+        if record.round != state.closed + 1:
+            raise ValueError(f"round is {record.round}, and the one before is {state.closed}")
+        self._check_term(record.term)
+        for member in record.members:
+            state.samples[member.peer] += member.samples
+            state.batches[member.peer] += member.batches
+            state.used += member.spans
+            if member.contribution is not None:
+                state.stating.add(member.peer)
+            self._take(member.peer, member.spans)
+            for span in member.spans:
+                self._take_from_others(None, span)
+            state.contributed.pop(member.peer, None)
+        state.present = {member.peer for member in record.members}
+        for peer in list(state.contributed):
+            self._withdraw(peer)
+        for unused in record.unused:
+            self._return(unused)
+        state.closed = record.round
+        state.commits[record.round] = record.update, record.weights
+        state.loss = record.loss
+        self._open_round()
+
+    def _return(self, unused: UnusedRecord) -> None:
+        """Take from a worker what its update held that did not count, unless it has got it again since."""
+        if (unused.peer, unused.spans) in self.handled:
+            return
+        for span in unused.spans:
+            self._take(unused.peer, subtract_spans(span, self.assigned_again[span.slice]))
+
+    def _take(self, worker: PeerId, spans: Iterable[SampleSpan]) -> None:
+        """Leave of what a worker has what follows these samples, as `SliceLedger.contribute` does."""
+        for span in spans:
+            left = []
+            for number, peer, held in self.open[span.slice]:
+                rest = held
+                if peer == worker and span.first < held.end and held.first < span.end:
+                    rest = SampleSpan(*held.slice, min(span.end, held.end), held.end)
+                left += [(number, peer, rest)] if rest.samples else []
+            self.open[span.slice] = left
+
+    def finish(self) -> Restored:
+        """Return the state after all records."""
+        assigned = defaultdict[PeerId, list[SampleSpan]](list)
+        for _, peer, span in sorted(entry for found in self.open.values() for entry in found):
+            assigned[peer].append(span)
+        self.state.assigned = {peer: tuple(spans) for peer, spans in assigned.items()}
+        return self.state
+
+
+def _overlap(spans: Iterable[SampleSpan], other: SampleSpan) -> bool:
+    return any(s.slice == other.slice and s.first < other.end and other.first < s.end for s in spans)

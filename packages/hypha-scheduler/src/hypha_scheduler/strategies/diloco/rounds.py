@@ -2,178 +2,63 @@
 
 Training workers report batches; the response says how many more to process before sending the update. When all updates
 are under way, the members and their weights are announced to the parameter server, whose outer step closes the
-round. The clock is passed in, and actions are returned as effects, which `operator` translates.
-Called by `training_state`; calls `batch_allocation`.
+round. Workers join, go and come back between rounds (`members`); with too few of them, or without a parameter server,
+the open round waits. The clock is passed in, and actions are returned as effects, which `operator` translates.
+Called by `training_state`; calls `members`, `round_allocation` and `round_deadlines`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
-from hypha_scheduler.strategies.diloco.batch_allocation import (
-    BatchAllocation,
-    ThroughputEstimate,
-    WorkerProgress,
-    allocate_batches,
+from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
+from hypha_scheduler.strategies.diloco.members import Member, Roster, Standing
+from hypha_scheduler.strategies.diloco.open_round import Part, Round, mean_loss
+from hypha_scheduler.strategies.diloco.pauses import Pauses
+from hypha_scheduler.strategies.diloco.round_allocation import RoundAllocation
+from hypha_scheduler.strategies.diloco.round_deadlines import RoundDeadlines
+from hypha_scheduler.strategies.diloco.round_effects import (
+    AnnounceRound,
+    Continued,
+    Effect,
+    Fail,
+    Joined,
+    Late,
+    Left,
+    Measured,
+    Overdue,
+    Paused,
+    RoundClosed,
+    RoundSettings,
+    StepOverdue,
+    Suspected,
 )
 
-DECIDED_SHARE: Final = 0.5
-"""Fraction of a round's target after which batches are allocated even if some worker's throughput is unknown."""
-_MIN_CHANGE: Final = 0.2
-"""A worker's allocation is changed only if it is off by more than this fraction and by more than one batch."""
+__all__ = [
+    "AnnounceRound",
+    "Continued",
+    "Effect",
+    "Fail",
+    "Joined",
+    "Late",
+    "Left",
+    "Measured",
+    "Overdue",
+    "Paused",
+    "RoundClosed",
+    "RoundSettings",
+    "Rounds",
+    "StepOverdue",
+    "Suspected",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class RoundSettings:
-    """Settings of the rounds of a job."""
-
-    rounds: int
-    """Number of rounds."""
-    target: int
-    """Samples of all workers per round."""
-    batch_size: int
-    """Samples per batch of a worker."""
-    min_members: int
-    """Number of workers without which the job fails."""
-    timeout: float | None = None
-    """Maximum duration of a round in seconds; None to derive it from the forecast."""
-    grace: float = 30.0
-    """Minimum time in seconds beyond the forecast before a member counts as late."""
-    step_timeout: float = 600.0
-    """Timeout in seconds of steps without a forecast: starting an executor, an outer step, merging it."""
-    evaluation: float = 0.0
-    """Timeout in seconds of merging an outer update if the model is then evaluated; 0 without evaluation."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceRound:
-    """Effect: announce to the parameter server whose updates to average."""
-
-    round: int
-    members: tuple[tuple[PeerId, int], ...]
-    """Peer and number of samples of each member."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
-    """Effect: report a closed round."""
-
-    round: int
-    samples: Mapping[PeerId, int]
-    batches: Mapping[PeerId, int]
-    waits: Mapping[PeerId, float]
-    """Seconds from each worker's update until the round waited for no further one: the last came, or was given up."""
-    seconds: float
-    """Duration to the outer step; the first round begins when the first worker begins its first batch."""
-    loss: float | None
-    """Mean loss over workers, weighted by samples; None if no worker reported one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Effect: fail the job."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Effect: report that a round continues without a worker after waiting `seconds` for it."""
-
-    peer: PeerId
-    round: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Effect: report the metrics of a worker over a round."""
-
-    peer: PeerId
-    round: int
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Effect: report that a draining worker has left after a round in which its update counts."""
-
-    peer: PeerId
-    round: int
-
-
-Effect = AnnounceRound | RoundClosed | Late | Measured | Left | Fail
-
-
-@dataclass(slots=True)
-class _Contribution:
-    """Contribution of one worker to one round."""
-
-    last_at: float | None = None
-    """Time at which its last batch was reported, or its first one began."""
-    samples: int = 0
-    batches: int = 0
-    remaining: int | None = None
-    """Number of further batches allocated to it; None before the allocation."""
-    posted_at: float | None = None
-    """Time at which it started to send its update."""
-    loss: float | None = None
-
-
-@dataclass(slots=True)
-class _Round:
-    number: int
-    began_at: float
-    is_first: bool = False
-    """Whether it is the first of this run."""
-    trains_at: float | None = None
-    """Time at which the first batch of the job began, if in this round; before that, executors were starting."""
-    parts: dict[PeerId, _Contribution] = field(default_factory=dict)
-    dropped: set[PeerId] = field(default_factory=set)
-    """Members that were late or whose update was refused."""
-    finish: float | None = None
-    """Forecast of the time at which the last batch is complete."""
-    announced_at: float | None = None
-    """Time at which the members were announced, the last time if one was lost or refused afterwards."""
-    closed_at: float | None = None
-    """Time of the outer step."""
-    reported: bool = False
-    """Whether `RoundClosed` was returned."""
-
-    @property
-    def counted_from(self) -> float:
-        """Time from which the duration of the round counts."""
-        return self.began_at if self.trains_at is None else self.trains_at
-
-    def batch_began(self, now: float, earliest: float | None, seconds: float | None) -> None:
-        """Begin the first round with its first batch: one that took `seconds`, and not before `earliest`, ends now."""
-        if not self.is_first:
-            return
-        took = seconds if seconds is not None and math.isfinite(seconds) else 0.0
-        began = min(now, max(now - took, now if earliest is None else earliest))
-        self.trains_at = began if self.trains_at is None else min(self.trains_at, began)
-
-    def waited_from(self, peer: PeerId) -> float:
-        """Return the time since which the round has waited for a worker; one that has not begun is still starting."""
-        part = self.parts.get(peer)
-        return self.began_at if part is None or part.last_at is None else self.counted_from
-
-    def part(self, peer: PeerId) -> _Contribution:
-        return self.parts.setdefault(peer, _Contribution())
-
-
-@dataclass(slots=True)
-class _Member:
-    round: int = 1
-    throughput: ThroughputEstimate = field(default_factory=ThroughputEstimate)
-    done: bool = False
-    drains: bool = False
-    """Whether its worker has announced that it will end."""
+_HURRY: Final = 5.0
+"""Least time in seconds that the parameter server waits for updates of which the sender is gone."""
 
 
 class Rounds:
@@ -183,9 +68,19 @@ class Rounds:
         """Start the round after `closed` with `members`."""
         self._settings = settings
         self._first = closed + 1
-        self._members = {peer: _Member(self._first) for peer in members}
-        self._rounds: dict[int, _Round] = {self._first: _Round(self._first, now, is_first=True)}
+        self._members = {peer: Member(self._first, since=now, seen_at=now) for peer in members}
+        self._rounds: dict[int, Round] = {self._first: Round(self._first, now, is_first=True)}
+        self._roster = Roster(settings.min_members, self._members)
+        self._deadlines = RoundDeadlines(settings, self._roster, self._rounds, self._first)
+        self._allocation = RoundAllocation(settings, self._roster)
         self._closed = closed
+        self._steps: deque[float] = deque(maxlen=8)
+        """Seconds from the announcement to the step of the last rounds."""
+        self._pauses = Pauses(self._roster)
+        self._unreported: tuple[Effect, ...] = ()
+        """Effects of methods that return none."""
+        self.closes_by_commit = False
+        """Whether the parameter server pushes its outer update before it reports the step."""
 
     @property
     def members(self) -> frozenset[PeerId]:
@@ -198,190 +93,571 @@ class Rounds:
         return None if member is None else member.round
 
     @property
+    def batch_size(self) -> int:
+        """Samples per batch of a worker."""
+        return self._settings.batch_size
+
+    @property
+    def evaluation_timeout(self) -> float:
+        """Seconds that workers may take to evaluate the model; 0 if none does."""
+        return self._settings.evaluation
+
+    @property
     def closed(self) -> int:
         """Number of the last round whose outer step was taken; 0 before the first."""
         return self._closed
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the last outer step was taken."""
+        return self._closed >= self._settings.rounds
+
+    @property
     def over(self) -> bool:
         """Whether the last outer step was taken, and merged by every worker that is not left out of the last round."""
         settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
-        return self._closed >= self._settings.rounds and settled
+        return self.is_complete and settled
 
     def is_excused(self, peer: PeerId) -> bool:
         """Return whether the last round continues without `peer`, which then has nothing left to do."""
-        last = self._rounds.get(self._settings.rounds)
-        return last is not None and peer in last.dropped
+        last, member = self._rounds.get(self._settings.rounds), self._members.get(peer)
+        is_out = self.is_complete and member is not None and member.standing is not Standing.TRAINING
+        return is_out or (last is not None and peer in last.dropped)
+
+    @property
+    def pause_reason(self) -> str | None:
+        """Why the open round waits; None if it does not."""
+        return self._pauses.reason
+
+    @property
+    def _open(self) -> Round | None:
+        """The round after the last closed one; None before the first report in it, and after the last round."""
+        return self._rounds.get(self._closed + 1)
+
+    @property
+    def _last(self) -> Round:
+        """The last closed round of this run."""
+        return self._rounds.get(self._closed) or self._rounds[self._first]
+
+    def _begin_open(self, now: float) -> Round:
+        return self._rounds.setdefault(self._closed + 1, Round(self._closed + 1, now))
+
+    # --------------------------------------------------------------------------------------------- members come and go
+
+    def add(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
+        """Add a worker that was given a task: until it joins, no round expects it."""
+        self._members[peer] = Member(self._closed + 1, Standing.PREPARING, since=now, seen_at=now)
+        return self._go_on(now)
+
+    def note_joins(self, peer: PeerId) -> None:
+        """Record that the executor of a worker asks with which round it begins, as an earlier run has seen."""
+        if (member := self._members.get(peer)) is not None:
+            member.joins = True
+
+    def joins(self, peer: PeerId) -> bool:
+        """Return whether the executor of a worker has asked with which round it begins."""
+        member = self._members.get(peer)
+        return member is not None and member.joins
+
+    def is_preparing(self, peer: PeerId) -> bool:
+        """Return whether a worker has not joined since its executor was started."""
+        member = self._members.get(peer)
+        return member is not None and member.standing is Standing.PREPARING
+
+    def is_away(self, peer: PeerId) -> bool:
+        """Return whether a worker was late, and has not joined or reported in the open round since."""
+        member = self._members.get(peer)
+        return member is not None and member.standing is Standing.AWAY
+
+    def may_begin(self, peer: PeerId) -> bool:
+        """Return whether a worker has joined the open round, and has reported no batch of it."""
+        return self._roster.may_begin(peer, self._open)
+
+    def can_join_now(self, peer: PeerId) -> bool:
+        """Return whether a worker may begin with the open round.
+
+        It may if the round has not begun, if nobody trains in it, if the round needs more members, or if the worker has
+        asked before the round began.
+        """
+        current = self._open
+        if peer not in self._members or self.is_complete:
+            return False
+        return current is None or self._roster.can_join(peer, current)
+
+    def join(self, peer: PeerId, now: float, *, waits: bool = False) -> tuple[int | None, tuple[Effect, ...]]:
+        """Let a worker begin with a round; None if it has to ask again. What it did in the open round is given up.
+
+        With `waits` it has to ask again in any case.
+        """
+        member = self._members.get(peer)
+        if member is None:
+            return None, ()
+        member.joins = True
+        if self.may_begin(peer):  # the question was repeated, or it is a worker of the first round
+            member.heard(now)
+            return member.round, ()
+        effects = self._give_up(peer, member, f"worker {peer} begins anew", now)
+        if waits or not self.can_join_now(peer):
+            member.asked_in = self._closed + 1 if member.asked_in is None else member.asked_in
+            member.heard(now)
+            return None, effects
+        self._admit(peer, member, now)
+        return member.round, (*effects, *self._go_on(now))
+
+    def join_at_once(self, peer: PeerId, now: float) -> bool:
+        """Let a worker whose executor does not ask begin with the round of its task, if that is open still."""
+        member, current = self._members.get(peer), self._open
+        if member is None or member.joins or member.standing is not Standing.PREPARING:
+            return False
+        if member.round != self._closed + 1 or (current is not None and current.announced_at is not None):
+            return False
+        self._admit(peer, member, now)
+        current = self._begin_open(now)
+        if peer in current.refused:
+            current.dropped.add(peer)
+            member.change(Standing.AWAY, now)
+        return True
+
+    def _admit(self, peer: PeerId, member: Member, now: float) -> None:
+        current = self._begin_open(now)
+        current.dropped.discard(peer)
+        current.parts.pop(peer, None)
+        member.round, member.asked_in = current.number, None
+        member.change(Standing.JOINED, now)
+        self._unreported += (Joined(peer, current.number),)
+
+    def restart(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """Process that the executor of a worker has died and is started again: it has to join.
+
+        Its update of the open round counts if it was stated; the parameter server does not wait long for it.
+        """
+        member = self._members.get(peer)
+        if member is None:
+            return ()
+        effects = self._give_up(peer, member, f"the executor of {peer} ended: {why}", now)
+        member.asked_in = None
+        member.change(Standing.PREPARING, now)
+        current = self._open
+        if current is None or current.announced_at is None or not current.has_posted(peer):
+            return effects
+        return (*effects, AnnounceRound(current.number, current.announced, self._hurry()))
+
+    def _give_up(self, peer: PeerId, member: Member, why: str, now: float) -> tuple[Effect, ...]:
+        """Go on without what a worker has trained in open rounds, apart from updates that are under way."""
+        if member.standing is Standing.PREPARING:
+            return ()
+        member.change(Standing.PREPARING, now)
+        for current in self._unclosed():
+            if not current.has_posted(peer) or peer in current.dropped:
+                current.parts.pop(peer, None)
+        self._pauses.last_change = why
+        return self._go_on(now)
+
+    def _unclosed(self) -> list[Round]:
+        return [current for current in self._rounds.values() if current.number > self._closed]
+
+    # ---------------------------------------------------------------------------------------------------------- pauses
+
+    def server_lost(self, why: str, now: float) -> tuple[Effect, ...]:
+        """Process that there is no parameter server: no deadline passes until there is another one."""
+        self._pauses.server_gone = why
+        for current in self._unclosed():
+            current.forget_announcement()
+        return self._review(now)
+
+    def server_ready(self, now: float) -> tuple[Effect, ...]:
+        """Process that there is a parameter server again: if the open round is complete it is announced again."""
+        self._pauses.server_gone = None
+        return self._go_on(now)
+
+    def take_news(self, now: float) -> tuple[Effect, ...]:
+        """Return the effects of methods that return none."""
+        return self._review(now)
+
+    def _review(self, now: float) -> tuple[Effect, ...]:
+        """Begin or end a pause if there is reason to."""
+        effects, self._unreported = self._unreported, ()
+        change = self._pauses.set(None if self.is_complete else self._pauses.why(self._closed + 1, self._open), now)
+        if isinstance(change, Continued):
+            self._move_times(change.seconds, self._pauses.began_at)
+        return effects if change is None else (*effects, change)
+
+    def postpone(self, seconds: float, before: float = math.inf) -> None:
+        """Move deadlines, because the job stood still for `seconds`; those that count from reports up to `before`."""
+        self._move_times(seconds, before)
+
+    def _move_times(self, seconds: float, before: float) -> None:
+        """Move the times up to `before` from which deadlines count."""
+        for current in self._rounds.values():
+            current.postpone(seconds, before)
+        for member in self._members.values():
+            member.postpone(seconds, before)
+
+    def _go_on(self, now: float) -> tuple[Effect, ...]:
+        """Announce what is complete, end or begin a pause, or fail if nobody is left whose update may count."""
+        announced: tuple[Effect, ...] = ()
+        for current in self._unclosed():
+            announced += self._announce_if_complete(current, now)
+        return (*self._review(now), *announced)
 
     # ------------------------------------------------------------------------------------------------- training workers
 
     def training_began(self, peer: PeerId, now: float) -> None:
         """Record that a worker got its first slice, and begins its first batch when it has fetched it."""
         member = self._members.get(peer)
-        if member is not None:
-            part = self._rounds[member.round].part(peer)
-            part.last_at = now if part.last_at is None else part.last_at
+        if member is None or member.standing is Standing.PREPARING:
+            return
+        member.heard(now)
+        part = self._rounds[member.round].part(peer)
+        part.last_at = now if part.last_at is None else part.last_at
 
-    def batch_done(self, peer: PeerId, samples: int, now: float, seconds: float | None = None) -> ProgressResponse:
-        """Process a finished batch; the response is to continue, or how many more batches precede the update.
+    def batch_done(
+        self, peer: PeerId, samples: int, now: float, seconds: float | None = None, waited: float = 0.0
+    ) -> ProgressResponse:
+        """Process the report of one finished batch, see `batches_done`.
 
         Args:
             peer: the worker.
             samples: samples in the batch.
             now: time of the report.
-            seconds: duration of the batch as the executor states it; None if it does not.
+            seconds: duration of the batch as the executor states it, without the wait for data; None if it does not.
+            waited: seconds for which it has waited for data before, as the executor states it.
+        """
+        return self.batches_done(peer, (MeasuredBatch(samples, seconds, waited),), now)
+
+    def batches_done(
+        self, peer: PeerId, batches: Sequence[MeasuredBatch], now: float, left: int | None = None
+    ) -> ProgressResponse:
+        """Process a report of finished batches; the response is to continue, or how many more precede the update.
+
+        Args:
+            peer: the worker.
+            batches: what it has trained since the last report.
+            now: time of the report.
+            left: how many more batches its executor will train as far as it knows, if it states that: then it waits for
+                the answer to the report of the last one, which may allocate more.
         """
         member = self._members.get(peer)
         if member is None:
             return ProgressError()
+        if member.standing is Standing.PREPARING:  # a late report of an executor that has ended
+            return Done() if self.is_excused(peer) else Continue()
         current = self._rounds[member.round]
         part = current.part(peer)
+        self._came_back(peer, member, current, now)
         if member.done or part.posted_at is not None:
             return Done() if member.done else Continue()
-        samples = min(samples, self._settings.batch_size)
-        current.batch_began(now, part.last_at, seconds)
-        if part.last_at is not None:
-            member.throughput.observe(samples, now - part.last_at)
+        longest = max(0.0, now - current.began_at)
+        batches = [batch.bounded(self._settings.batch_size, longest) for batch in batches]
+        current.batch_began(now, part.last_at, seconds_since_first(batches))
+        self._measure_batches(member, part, batches, now)
         part.last_at = now
-        part.samples += samples
-        part.batches += 1
-        part.remaining = None if part.remaining is None else max(0, part.remaining - 1)
-        return self._answer_batch(current, peer, part, now)
+        part.count_batches(len(batches), sum(batch.samples for batch in batches), left)
+        return self._answer_batch(current, peer, now)
 
-    def _answer_batch(self, current: _Round, peer: PeerId, part: _Contribution, now: float) -> ProgressResponse:
-        if self.is_excused(peer):
-            return Done()
-        if (
-            peer in current.dropped
-        ):  # late: once the round is closed it sends its update, which is not used, and catches up
-            return ScheduleUpdate(counter=0) if current.number <= self._closed else Continue()
-        if part.remaining == 0 or not self._can_allocate(current):
-            return Continue()
-        allocation = self._allocate(current, now)
-        current.finish = max(allocation.finish, now)  # without batches left, the forecast may be in the past
-        count = allocation.batches[peer]
-        if part.remaining is not None and abs(count - part.remaining) <= max(1.0, _MIN_CHANGE * part.remaining):
-            return Continue()
-        part.remaining = count
-        return ScheduleUpdate(counter=count)
+    def count_reported(self, peer: PeerId, number: int, first: int, count: int) -> int:
+        """Note that a worker reports batches of a round; return how many of them are not to be counted.
 
-    def _expected(self, current: _Round) -> list[PeerId]:
-        """Return the members whose updates belong to the round."""
-        return [p for p, m in self._members.items() if m.round <= current.number and p not in current.dropped]
+        These are the ones that it has reported before. Batches of another round than the worker's are never counted.
 
-    def _can_allocate(self, current: _Round) -> bool:
-        expected = self._expected(current)
-        done = sum(part.samples for part in current.parts.values())
-        if done >= DECIDED_SHARE * self._settings.target:
-            return True
-        in_flight = sum(current.part(peer).posted_at is None for peer in expected) * self._settings.batch_size
-        return done + in_flight >= self._settings.target or all(
-            self._members[peer].throughput.known for peer in expected
-        )
+        Args:
+            peer: the worker.
+            number: the round.
+            first: number of batches of the round before these.
+            count: number of these batches.
+        """
+        part = self._part_in(peer, number)
+        if part is None:
+            return count
+        known = min(count, max(0, part.reported - first))
+        part.reported = max(part.reported, first + count)
+        return known
 
-    def _allocate(self, current: _Round, now: float) -> BatchAllocation:
-        expected = self._expected(current)
-        gone = sum(part.samples for peer, part in current.parts.items() if peer not in expected)
-        return allocate_batches(
-            [self._worker_progress(current, peer, now) for peer in expected], self._settings.target - gone
-        )
-
-    def _worker_progress(self, current: _Round, peer: PeerId, now: float) -> WorkerProgress:
-        part, throughput = current.part(peer), self._members[peer].throughput
-        size = self._settings.batch_size
-        seconds = None if throughput.seconds_per_sample is None else throughput.seconds_per_sample * size
-        since = now if part.last_at is None else part.last_at
-        if seconds is not None:
-            seconds = max(seconds, now - since)  # an overdue batch is better evidence than earlier batches
-        return WorkerProgress(
-            peer=peer,
-            batch_size=size,
-            done=part.samples,
-            batch_seconds=seconds,
-            next_at=since + (seconds or 0.0),
-            min_batches=0 if part.batches else 1,
-            is_finished=part.posted_at is not None or part.remaining == 0,
-        )
-
-    def update_started(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
-        """Process that a worker starts to send its pseudo-gradient; its samples in this round are final."""
+    def batches_known(self, peer: PeerId, now: float) -> ProgressResponse:
+        """Process a report of which no batch is to be counted; the response is as that of `batches_done`."""
         member = self._members.get(peer)
         if member is None:
+            return ProgressError()
+        if member.standing is not Standing.PREPARING:
+            member.heard(now)
+        return Done() if member.done or self.is_excused(peer) else Continue()
+
+    def last_batch(self, peer: PeerId, number: int) -> int | None:
+        """Return after how many batches of a round a worker sends its update; None if it is not known yet."""
+        part = self._part_in(peer, number)
+        return None if part is None or part.remaining is None else part.reported + part.remaining
+
+    def _part_in(self, peer: PeerId, number: int) -> Part | None:
+        """Return the part of a worker in a round; None if it is not in this one."""
+        member = self._members.get(peer)
+        if member is None or member.standing is Standing.PREPARING or member.round != number:
+            return None
+        return self._rounds[number].part(peer)
+
+    def _came_back(self, peer: PeerId, member: Member, current: Round, now: float) -> None:
+        """Expect the update of a worker that reports in a round that still needs it."""
+        member.heard(now)
+        if self._can_return(peer, current):
+            current.dropped.discard(peer)
+            member.change(Standing.TRAINING, now)
+            self._unreported = self._review(now)
+
+    def _can_return(self, peer: PeerId, current: Round) -> bool:
+        """Return whether a worker that was late, or has just joined, can take part in a round that is open still."""
+        is_open = current.number > self._closed and current.announced_at is None and peer not in current.refused
+        return is_open and self._members[peer].standing in (Standing.JOINED, Standing.AWAY)
+
+    def _measure_batches(self, member: Member, part: Part, batches: Sequence[MeasuredBatch], now: float) -> None:
+        if not member.has_trained and part.last_at is not None:
+            self._settings.timeouts.observe_start(now - member.since)
+        member.has_trained = True
+        interval = None if part.last_at is None or now < part.last_at else now - part.last_at
+        member.throughput.observe_report(batches, interval, begins_round=part.batches == 0)
+        if interval is not None:
+            member.rhythm.batch_took(interval)
+
+    def _answer_batch(self, current: Round, peer: PeerId, now: float) -> ProgressResponse:
+        if self.is_excused(peer):
+            return Done()
+        if peer in current.dropped or self._members[peer].standing is Standing.AWAY:
+            # its update is not used: it begins anew with another round, or catches up once the round is closed
+            ends = self._members[peer].joins or current.number <= self._closed
+            return ScheduleUpdate(counter=0) if ends else Continue()
+        count = self._allocation.allocate(peer, current, now)
+        return Continue() if count is None else ScheduleUpdate(counter=count)
+
+    def update_sending(self, peer: PeerId, now: float) -> None:
+        """Process that an executor is about to send its pseudo-gradient, which its worker will state."""
+        member = self._members.get(peer)
+        if member is not None and member.standing is not Standing.PREPARING:
+            member.heard(now)
+            self._rounds[member.round].part(peer).sending_at = now
+
+    def update_started(self, peer: PeerId, now: float, samples: int | None = None) -> tuple[Effect, ...]:
+        """Process that a worker starts to send its pseudo-gradient; its samples in this round are final.
+
+        `samples` is their number where it is stated; otherwise those of the reported batches count.
+        """
+        member = self._members.get(peer)
+        if member is None or member.standing is Standing.PREPARING:
             return ()
         current = self._rounds[member.round]
         part = current.part(peer)
-        part.posted_at = now if part.posted_at is None else part.posted_at
-        return self._announce_if_complete(current, now)
+        self._came_back(peer, member, current, now)
+        if part.posted_at is None:
+            part.posted_at = now
+            if part.sending_at is not None and now >= part.sending_at:
+                member.rhythm.sendings.append(now - part.sending_at)
+        part.samples = part.samples if samples is None else samples
+        return self._go_on(now)
 
-    def metrics_reported(self, peer: PeerId, number: int, loss: float | None) -> tuple[Effect, ...]:
-        """Record the loss that a worker reported for a round."""
+    def goes_on_without(self, peer: PeerId, number: int) -> bool:
+        """Return whether an update of a worker that is stated now cannot count in a round."""
+        current, member = self._rounds.get(number), self._members.get(peer)
+        if number <= self._closed or member is None or current is None:
+            return number <= self._closed or member is None
+        if member.standing is Standing.PREPARING or current.announced_at is not None:
+            return member.standing is Standing.PREPARING or peer in current.dropped
+        return peer in current.refused
+
+    def progress_of(self, peer: PeerId, number: int) -> tuple[int, int]:
+        """Return the samples and batches that a worker has reported in a round."""
         current = self._rounds.get(number)
-        if peer not in self._members or current is None:
+        part = None if current is None else current.parts.get(peer)
+        return (0, 0) if part is None else (part.samples, part.batches)
+
+    def is_dropped(self, peer: PeerId, number: int) -> bool:
+        """Return whether a round is closed, or continues without a worker."""
+        current = self._rounds.get(number)
+        return number <= self._closed or (current is not None and peer in current.dropped)
+
+    def is_announced(self, number: int) -> bool:
+        """Return whether the members of a round were announced: a parameter server may have averaged them."""
+        current = self._rounds.get(number)
+        return number <= self._closed or (current is not None and current.was_announced)
+
+    def loss_of(self, number: int, members: Iterable[PeerId]) -> float | None:
+        """Return the mean loss of members of a round that have reported one, weighted by samples."""
+        current = self._rounds.get(number)
+        parts = [] if current is None else [part for peer, part in current.parts.items() if peer in set(members)]
+        return mean_loss(parts)
+
+    def metrics_reported(
+        self, peer: PeerId, number: int, loss: float | None, now: float | None = None
+    ) -> tuple[Effect, ...]:
+        """Record the loss that a worker reported for a round, which it does when its update has arrived."""
+        current, member = self._rounds.get(number), self._members.get(peer)
+        if member is None or current is None:
             return ()
-        current.part(peer).loss = loss
-        return self._close_round(current, only_complete=True)
+        part = current.part(peer)
+        part.loss = loss
+        if now is not None and number > self._closed and part.note_delivery(now):
+            member.rhythm.delivery_took(now - (part.last_at or now))
+        return current.close(only_complete=True)
 
     def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
         """Process that a worker has merged the outer update; it continues with the next round, leaves or is done."""
         member = self._members.get(peer)
-        if member is None:
+        if member is None or member.standing is Standing.PREPARING:
             return ProgressError()
-        if self._rounds[member.round].announced_at is None:  # a response was lost and the report repeated
+        member.heard(now)
+        if not self._rounds[member.round].was_announced:  # a response was lost and the report repeated
+            if member.round > self._settings.rounds:  # since the job was taken up again
+                member.done = True
+                return Done()
             return Continue() if member.round > 1 else ProgressError()
         if member.round >= self._settings.rounds:
             member.done = True
             return Done()
-        if member.drains and len(self._members) > self._settings.min_members:
+        if member.drains and len(self._taking_part()) > self._settings.min_members:
             del self._members[peer]
+            self._unreported = self._review(now)
+            for current in self._unclosed():  # it may have been the last one for which the next round waits
+                if current.number > member.round:
+                    self._unreported += self._announce_if_complete(current, now)
             return Done()
+        self._next_round(peer, member, now)
+        return Continue()
+
+    def _taking_part(self) -> list[PeerId]:
+        return [p for p, m in self._members.items() if m.standing in (Standing.TRAINING, Standing.JOINED)]
+
+    def _next_round(self, peer: PeerId, member: Member, now: float) -> None:
+        """Let a worker that has merged the outer update of its round begin the next one."""
+        if (closed_at := self._rounds[member.round].closed_at) is not None and now >= closed_at:
+            member.rhythm.merges.append(now - closed_at)
+            self._settings.timeouts.observe_merge(now - closed_at)
         member.round += 1
-        self._rounds.setdefault(member.round, _Round(member.round, now)).part(peer).last_at = now
-        behind = min(m.round for m in self._members.values()) - 1
+        current = self._rounds.setdefault(member.round, Round(member.round, now))
+        current.part(peer).last_at = now
+        if member.standing is Standing.AWAY and current.number > self._closed:
+            self._catch_up(peer, member, current, now)
+        self._forget_rounds()
+
+    def _catch_up(self, peer: PeerId, member: Member, current: Round, now: float) -> None:
+        """Let a worker that was late, and does not ask with which round it begins, take part again."""
+        if current.announced_at is not None:
+            current.dropped.add(peer)
+            return
+        member.change(Standing.JOINED, now)
+        self._unreported = self._review(now)
+
+    def _forget_rounds(self) -> None:
+        """Forget rounds that were reported and in which no worker is any more."""
+        needed = [m.round for m in self._members.values() if m.standing is not Standing.PREPARING]
+        behind = min([self._closed + 1, *needed]) - 1
         for number in [n for n, found in self._rounds.items() if n < behind and found.reported]:
             del self._rounds[number]
-        return Continue()
 
     # ------------------------------------------------------------------------------------------------- parameter server
 
-    def _announce_if_complete(self, current: _Round, now: float, again: bool = False) -> tuple[Effect, ...]:
-        expected = self._expected(current)
-        if current.number <= self._closed or (current.announced_at is not None and not again):
+    def _announce_if_complete(self, current: Round, now: float) -> tuple[Effect, ...]:
+        """Announce the members of a round that waits for none; again if they are others than before."""
+        expected, least = self._roster.expected(current), self._roster.least(current)
+        if current.number <= self._closed or self._pauses.server_gone is not None:
             return ()
-        if not all(current.part(peer).posted_at is not None for peer in expected):
+        if len(expected) < least:
+            return self._wait_for_others(current, expected)
+        if not all(current.has_posted(peer) for peer in expected):
             return ()
-        members = tuple((peer, current.parts[peer].samples) for peer in expected if current.parts[peer].samples)
-        if len(members) < self._settings.min_members:
-            return (Fail(f"round {current.number}: {len(members)} updates of at least {self._settings.min_members}"),)
-        current.announced_at = now
-        return (AnnounceRound(current.number, members),)
+        parts = {peer: current.parts[peer] for peer in sorted(expected)}  # one order for averaging and for the record
+        members = tuple((peer, part.samples) for peer, part in parts.items() if part.samples)
+        if current.announced_at is not None and members == current.announced and not current.is_outdated:
+            return ()
+        if len(members) < least:
+            return (Fail(f"round {current.number}: {len(members)} updates of at least {least}"),)
+        current.announce(members, now)
+        self._roster.leave_out_joiners(current, now)
+        has_gone = any(self._members[peer].standing is Standing.PREPARING for peer in parts)
+        return (AnnounceRound(current.number, members, self._hurry() if has_gone else self._deadlines.updates_wait()),)
+
+    def _wait_for_others(self, current: Round, expected: Collection[PeerId]) -> tuple[Effect, ...]:
+        """Take back the announcement of a round that has too few members now, unless the step was taken already."""
+        others = self._members.keys() - current.refused
+        if current.refused and not others:
+            why = f"{self._pauses.last_change}; {len(expected)} of at least 1 remain"
+            return (Fail(f"round {current.number}: {why}"),)
+        if current.announced_at is None:
+            return ()
+        current.announced_at = None
+        if not current.announced:  # no update has arrived
+            return ()
+        return (AnnounceRound(current.number, current.announced, self._hurry()),)
+
+    def hurry(self) -> tuple[Effect, ...]:
+        """Let the parameter server wait less for updates, as one may not come; nothing if no members were announced."""
+        current = self._open
+        if current is None or current.announced_at is None:
+            return ()
+        return (AnnounceRound(current.number, current.announced, self._hurry()),)
+
+    def _hurry(self) -> float:
+        """Return how long the parameter server waits for updates of which the sender is gone: as long as for others."""
+        wait = self._deadlines.updates_wait()
+        return min(wait, max(_HURRY, 2 * max(self._steps))) if self._steps else wait
 
     def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """Process that the parameter server has taken an outer step, which closes a round."""
-        current = self._rounds.get(self._closed + 1)
-        if current is None or current.announced_at is None:  # a response was lost and the report repeated
+        """Process that the parameter server has taken an outer step, which closes a round.
+
+        A parameter server that states its term has pushed the outer update before: then the commit has closed the
+        round (`step_committed`).
+        """
+        current = self._open
+        if self.closes_by_commit or current is None or not current.was_announced:  # or a repeated report
             return (self._after_step() if self._closed else ProgressError()), ()
+        return self._after_step_of(current, now)
+
+    def step_committed(self, number: int, now: float) -> tuple[Effect, ...]:
+        """Process that an outer update was recorded, which closes its round."""
+        self.closes_by_commit = True
+        current = self._rounds.get(number)
+        if current is None or number != self._closed + 1:
+            return ()
+        return self._after_step_of(current, now)[1]
+
+    def _after_step_of(self, current: Round, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         self._closed += 1
-        current.closed_at = now
+        if current.announced_at is None:
+            current.announced_at = now
+        elif current.announced:
+            self._settings.timeouts.observe_step(now - current.announced_at)
+            self._steps.append(now - current.announced_at)
+        current.closed_at, current.was_announced = now, True
+        self._roster.leave_out_unfinished(current, now)
+        missed = () if self.is_complete else self._roster.count_missed(current)
         before = self._rounds.get(self._closed - 1)
-        late = self._close_round(before, only_complete=False) if before else ()
-        return self._after_step(), late + self._close_round(current, only_complete=True)
+        late = before.close(only_complete=False) if before else ()
+        effects = (*late, *current.close(only_complete=True), *missed, *self._review(now))
+        return self._after_step(), effects
 
     def _after_step(self) -> ProgressResponse:
-        return Done() if self._closed >= self._settings.rounds else Acknowledged()
+        return Done() if self.is_complete else Acknowledged()
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
-        """Continue a round without a member whose update the parameter server refused."""
+        """Continue a round without a member whose update was refused, as long as there is another one."""
         current = self._rounds.get(number)
-        if current is None or peer not in self._members or number <= self._closed or peer in current.dropped:
+        if current is None or peer not in self._members or number <= self._closed or peer in current.refused:
             return ()
         current.dropped.add(peer)
-        return self._continue_without(current, f"the parameter server refused the update of {peer}: {reason}", now)
+        current.refused.add(peer)
+        current.withdraw(peer)
+        self._pauses.last_change = f"the update of {peer} was refused: {reason}"
+        return self._go_on(now)
 
-    def _continue_without(self, current: _Round, why: str, now: float) -> tuple[Effect, ...]:
-        remaining, least = len(self._expected(current)), self._settings.min_members
-        if remaining < least:
-            return (Fail(f"round {current.number}: {why}; {remaining} of at least {least} remain"),)
-        return self._announce_if_complete(current, now, again=True)
+    def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """Continue a round without a member whose update did not reach the parameter server.
+
+        A worker whose executor was started again since may still train in this round.
+        """
+        current, member = self._rounds.get(number), self._members.get(peer)
+        if current is None or member is None or number <= self._closed or not current.has_posted(peer):
+            return ()  # a repeated report: it may train again by now
+        if member.standing is not Standing.PREPARING:
+            return self.update_refused(number, peer, reason, now)
+        current.parts.pop(peer, None)
+        current.withdraw(peer)
+        self._pauses.last_change = f"the update of {peer} did not arrive: {reason}"
+        return self._go_on(now)
 
     # ----------------------------------------------------------------------------------------- draining, lost and late
 
@@ -394,67 +670,114 @@ class Rounds:
         """Remove a lost worker; its updates in rounds that are not closed are not used."""
         if self._members.pop(peer, None) is None:
             return ()
-        if len(self._members) < self._settings.min_members and self._closed < self._settings.rounds:
-            need = self._settings.min_members
-            return (Fail(f"worker {peer} was lost: {why}; {len(self._members)} of at least {need} remain"),)
-        effects: tuple[Effect, ...] = ()
-        for current in [r for r in self._rounds.values() if r.number > self._closed]:
+        self._pauses.last_change = f"worker {peer} was lost: {why}"
+        for current in self._unclosed():
             current.parts.pop(peer, None)
-            effects += self._announce_if_complete(current, now, again=current.announced_at is not None)
-        return effects
+            current.dropped.discard(peer)
+        return self._go_on(now)
 
     def deadline(self) -> float | None:
-        """Return the time at which the open round is overdue, or None when the job is complete."""
-        current = self._rounds.get(self._closed + 1)
-        if current is None:
-            last = self._rounds[self._closed]
-            timeout = max(self._settings.step_timeout, self._settings.evaluation)
-            return None if self.over else (last.closed_at or last.began_at) + timeout
-        if current.announced_at is not None:
-            updates, step = self._settings.timeout or 0.0, self._settings.step_timeout
-            return current.announced_at + updates + step
-        began = current.trains_at if current.number == self._first else current.began_at
-        if self._settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
-            return began + self._settings.timeout
-        if (until := self._evaluating_until(current)) is not None:
-            return until
-        starting = any(
-            not self._members[peer].throughput.observations and not current.part(peer).batches
-            for peer in self._expected(current)
-        )
-        if current.finish is None or starting:
-            return current.began_at + self._settings.step_timeout
-        return current.finish + max(self._settings.grace, current.finish - current.began_at)
+        """Return the time at which a worker or the parameter server is overdue or suspected; None if none can be."""
+        if self.is_complete:
+            return None if self.over else self._deadlines.of_merging(self._last)
+        times = list(self._deadlines.replacements(is_paused=self._pauses.reason is not None).values())
+        if self._pauses.reason is None:
+            due = self._round_deadline()
+            times += [*([] if due is None else [due]), *self._deadlines.suspicions(self._open).values()]
+        return min(times, default=None)
 
-    def _evaluating_until(self, current: _Round) -> float | None:
-        """Return the deadline of workers that may still be evaluating the last outer update, or None."""
-        before = self._rounds.get(current.number - 1)
-        if not self._settings.evaluation or before is None or before.closed_at is None:
-            return None
-        behind = any(self._members[peer].round < current.number for peer in self._expected(current))
-        return before.closed_at + self._settings.evaluation if behind else None
+    def _round_deadline(self) -> float | None:
+        current = self._open
+        if current is None:  # no worker has merged the last outer update yet
+            return self._deadlines.of_merging(self._last)
+        return self._deadlines.of_round(current)
+
+    def resume_round(
+        self,
+        posted: Mapping[PeerId, tuple[int, int]],
+        announced: Collection[PeerId] | None,
+        now: float,
+        refused: Collection[PeerId] = (),
+        away: Collection[PeerId] = (),
+    ) -> None:
+        """Go on with the round after the last closed one, in a scheduler that was started again.
+
+        Args:
+            posted: samples and batches of the workers whose updates are under way.
+            announced: its members, if they were announced; the round goes on without the others.
+            now: time of the restart.
+            refused: workers whose updates were refused in it; it goes on without them, too.
+            away: workers that were late in the round before, and have not come back.
+        """
+        self.closes_by_commit = True
+        current = self._rounds[self._first]
+        current.is_first, current.trains_at = False, now
+        for peer, (samples, batches) in posted.items():
+            if peer in self._members:
+                current.parts[peer] = Part(samples=samples, batches=batches, posted_at=now)
+        if announced is not None:
+            current.announced_at, current.was_announced = now, True
+            current.dropped |= self._members.keys() - set(announced)
+            for peer in current.dropped:
+                self._members[peer].change(Standing.AWAY, now)
+        for peer in self._members.keys() & set(away):
+            if not current.has_posted(peer):
+                self._members[peer].change(Standing.AWAY, now)
+        current.refused.update(refused)
+        current.dropped.update(refused)
+
+    def announce_again(self, now: float) -> tuple[Effect, ...]:
+        """Announce the members of the open round if it is complete, although they may have been announced before."""
+        for current in self._unclosed():
+            current.announced = ()
+        return self._go_on(now)
 
     def expire(self, now: float) -> tuple[Effect, ...]:
-        """Apply the deadline if it has passed: continue the round without late workers, or fail the job."""
+        """Apply the deadlines that have passed: suspect, leave out and replace workers or the parameter server."""
         due = self.deadline()
         if due is None or now < due:
             return ()
-        current = self._rounds.get(self._closed + 1)
-        if current is None:
-            waiting = sorted(str(peer) for peer, member in self._members.items() if not member.done)
-            return (Fail(f"the outer update of round {self._closed} was not merged by {', '.join(waiting)}"),)
+        if self.is_complete:
+            return self._stop_merging(now)
+        is_paused, current = self._pauses.reason is not None, self._open
+        effects: tuple[Effect, ...] = self._deadlines.replace_workers(now, is_paused=is_paused)
+        if current is not None and not is_paused:
+            effects = (*effects, *self._deadlines.suspect(current, now))
+        due = None if is_paused else self._round_deadline()
+        return effects if due is None or now < due else (*effects, *self._end_round(now))
+
+    def _end_round(self, now: float) -> tuple[Effect, ...]:
+        """Go on without a parameter server, or workers, that have exceeded the deadline of the open round."""
+        current = self._begin_open(now)
         if current.announced_at is not None:
             since = now - current.announced_at
-            return (Fail(f"round {current.number}: the parameter server took no outer step within {since:.0f} s"),)
-        late = [peer for peer in self._expected(current) if current.part(peer).posted_at is None]
-        current.dropped.update(late)
-        names = ", ".join(sorted(str(peer) for peer in late))
+            reason = f"round {current.number}: the parameter server took no outer step within {since:.0f} s"
+            return (StepOverdue(current.number, reason), *self.server_lost(reason, now))
+        late = self._roster.missing(current)
         waited = {peer: now - current.waited_from(peer) for peer in late}
-        reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
-        longest = max(waited.values(), default=0.0)
-        limit = self._settings.timeout
+        for peer in late:
+            self._leave_out(peer, current, now)
+        names = ", ".join(sorted(str(peer) for peer in late))
+        limit, longest = self._settings.timeout, max(waited.values(), default=0.0)
         remedy = "" if limit is None else f" (raise rounds.timeout, {limit:g} s, to wait for longer)"
-        return reports + self._continue_without(current, f"no update within {longest:.0f} s from {names}{remedy}", now)
+        self._pauses.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
+        reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
+        return (*reports, *self._go_on(now))
+
+    def _leave_out(self, peer: PeerId, current: Round, now: float) -> None:
+        member = self._members[peer]
+        waited = now - max(member.seen_at, current.began_at)
+        current.dropped.add(peer)
+        member.change(Standing.AWAY, now)
+        member.waited = waited
+
+    def _stop_merging(self, now: float) -> tuple[Effect, ...]:
+        """End the job without workers that have not merged the last outer update in time."""
+        last = self._last
+        reported = last.close(only_complete=False)
+        late = [peer for peer, member in self._members.items() if not member.done and not self.is_excused(peer)]
+        last.dropped.update(late)
+        return (*reported, *(Late(peer, last.number, now - (last.closed_at or now)) for peer in late))
 
     # ------------------------------------------------------------------------------------------------------- reporting
 
@@ -462,27 +785,5 @@ class Rounds:
         """Report the closed rounds that still wait for a worker's metrics."""
         effects: tuple[Effect, ...] = ()
         for current in list(self._rounds.values()):
-            effects += self._close_round(current, only_complete=False)
+            effects += current.close(only_complete=False)
         return effects
-
-    def _close_round(self, current: _Round, *, only_complete: bool) -> tuple[Effect, ...]:
-        """Report a closed round once: as soon as the loss of every contributor is known, or without `only_complete`."""
-        posted = {peer: part for peer, part in current.parts.items() if part.posted_at is not None}
-        parts = {peer: part for peer, part in posted.items() if peer not in current.dropped}
-        whole = all(part.loss is not None for part in parts.values())
-        if current.reported or current.closed_at is None or (only_complete and not whole):
-            return ()
-        current.reported = True
-        last = current.announced_at or 0.0
-        losses = [(part.loss, part.samples) for part in parts.values() if part.loss is not None and part.samples]
-        weight = sum(samples for _, samples in losses)
-        return (
-            RoundClosed(
-                round=current.number,
-                samples={peer: part.samples for peer, part in parts.items()},
-                batches={peer: part.batches for peer, part in parts.items()},
-                waits={peer: max(0.0, last - (part.posted_at or last)) for peer, part in parts.items()},
-                seconds=current.closed_at - current.counted_from,
-                loss=sum(loss * samples for loss, samples in losses) / weight if weight else None,
-            ),
-        )

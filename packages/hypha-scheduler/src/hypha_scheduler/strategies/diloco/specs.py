@@ -29,21 +29,31 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import AggregateExecutor, TrainExecutor
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.jobs.artifacts import hub_reference
+from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
 from hypha_scheduler.jobs.specs import descriptor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
+from hypha_scheduler.strategies.diloco.slots import Slot
+from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 TRAIN: Final = "train"
 AGGREGATE: Final = "aggregate"
 TRAIN_KIND: Final = "diloco-transformer"
 AGGREGATE_KIND: Final = "parameter-server"
+WEIGHTS: Final = "weights"
+"""Name under which the newest global weights are served."""
+MOMENTUM: Final = "momentum"
+"""Name under which the outer momentum is served."""
+LAST_UPDATE: Final = "outer-update"
+"""Name under which the outer update of the last committed round is served."""
+SETTLE: Final = 2.0
+"""Seconds for which a job waits for more than `min_workers` before it starts."""
 _EVALUATION: Final = 86400.0
 """Timeout in seconds for evaluating the model after a round; a lost worker is noticed earlier by its lease."""
 
 
-def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
-    """Return the job's demand for training workers and for a parameter server."""
+def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[RoleRequest, RoleRequest]:
+    """Return the job's demand for training workers and for a parameter server; once it `has_begun`, it grows."""
     resources = job.resources
     return (
         RoleRequest(
@@ -51,8 +61,10 @@ def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
             worker_spec(resources.worker, TrainExecutor(TRAIN_KIND)),
             bid=resources.worker_price.bid,
             max_price=resources.worker_price.max,
-            count=resources.num_workers,
+            count=resources.most_workers if has_begun else resources.num_workers,
             minimum=resources.least_workers,
+            starts_at_minimum=True,
+            settle=SETTLE,
         ),
         RoleRequest(
             AGGREGATE,
@@ -61,19 +73,25 @@ def role_requests(job: DilocoJobConfig) -> tuple[RoleRequest, RoleRequest]:
             max_price=resources.parameter_server_price.max,
             count=1,
             minimum=1,
+            starts_at_minimum=True,
+            settle=SETTLE,
         ),
     )
 
 
-def round_settings(job: DilocoJobConfig, workers: int) -> RoundSettings:
-    """Return the settings of the job's rounds with `workers` training workers."""
+def round_settings(job: DilocoJobConfig, workers: int, model_bytes: int = 0) -> RoundSettings:
+    """Return the settings of the job's rounds with `workers` training workers and a model of some size."""
+    table = job.rounds
     return RoundSettings(
-        rounds=job.rounds.update_rounds,
-        target=job.rounds.avg_samples_between_updates,
-        batch_size=job.rounds.batch_for(workers),
+        rounds=table.update_rounds,
+        target=table.avg_samples_between_updates,
+        batch_size=table.batch_for(workers),
         min_members=min(job.resources.least_workers, workers),
-        timeout=job.rounds.timeout,
-        evaluation=_EVALUATION if job.rounds.evaluate_every else 0.0,
+        timeout=table.timeout,
+        evaluation=_EVALUATION if table.evaluate_every else 0.0,
+        timeouts=Timeouts(
+            model_bytes, table.start_timeout, table.step_timeout, table.merge_timeout, job.resources.most_workers
+        ),
     )
 
 
@@ -94,14 +112,27 @@ class PlacedJob:
     scheduler: PeerId
     server: PeerId
     workers: tuple[PeerId, ...]
+    """Workers that send updates to the parameter server now."""
     model: Reference
     """Source of the start model."""
     preprocessor: Reference | None = None
     """Source of a preprocessor that this scheduler serves."""
-    evaluation: Mapping[PeerId, Reference] = field(default_factory=dict)
-    """Each worker's share of the evaluation samples."""
+    evaluation: Mapping[int, Reference] = field(default_factory=dict)
+    """Shares of the evaluation samples, by their numbers."""
     closed: int = 0
     """Last closed round of an earlier run."""
+    term: int = 1
+    """Term of the parameter server."""
+    has_momentum: bool = False
+    """Whether there is an outer momentum to begin with."""
+    batch: int | None = None
+    """Samples per batch; by the configuration if None."""
+    slots: Mapping[PeerId, Slot] | None = None
+    """Slot of each worker; None for its position in `workers`."""
+    scheduled_for: int | None = None
+    """Number of workers that the learning-rate schedule is made for; None for that of `workers`.
+
+    It stays the same when workers come and go: all that train in a job follow one schedule."""
 
     def aggregate_spec(self) -> JobSpec:
         """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
@@ -110,15 +141,25 @@ class PlacedJob:
             results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
             optimizer=outer_optimizer(self.job),
             members=True,
+            term=self.term,
+            momentum=self._served(MOMENTUM) if self.has_momentum else None,
         )
         descriptor = descriptor_of(self.job.resources.parameter_server, AGGREGATE_KIND)
         return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
 
-    def train_spec(self, worker: PeerId | None = None) -> JobSpec:
-        """Build a training worker's spec; specs of different workers differ in number and evaluation share only."""
-        job = self.job
-        batch_size = job.rounds.batch_for(len(self.workers))
-        schedule = schedule_spec(job.inner_optimizer, _steps(job, len(self.workers), batch_size))
+    def train_spec(
+        self, worker: PeerId | None = None, *, joins: bool = False, micro_batch: int | None = None
+    ) -> JobSpec:
+        """Build a training worker's spec; specs of different workers differ in number and evaluation share.
+
+        Args:
+            worker: the worker.
+            joins: whether its executor asks with which round it begins.
+            micro_batch: maximum number of samples that its executor computes at once.
+        """
+        job, workers = self.job, self.scheduled_for or len(self.workers)
+        batch_size = self.batch or job.rounds.batch_for(workers)
+        schedule = schedule_spec(job.inner_optimizer, _steps(job, workers, batch_size))
         config = TrainConfig(
             model=model_spec(job.model, self.model),
             data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
@@ -129,16 +170,34 @@ class PlacedJob:
             preprocessor=_preprocessor(job, self.preprocessor),
             scheduler=schedule,
             seed=job.seed,
-            member=self.workers.index(worker) if worker is not None else None,
-            round_steps=None if schedule is None else _round_steps(job, len(self.workers), batch_size),
+            member=None if worker is None else self._slot(worker).member,
+            round_steps=None if schedule is None else _round_steps(job, workers, batch_size),
             evaluation=self._evaluation(worker),
             first_round=self.closed + 1 if self.closed else None,
+            term=self.term,
+            weights=self._served(WEIGHTS),
+            join=joins or None,
+            micro_batch=micro_batch,
         )
         descriptor = descriptor_of(job.resources.worker, TRAIN_KIND)
         return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
 
+    def _slot(self, worker: PeerId) -> Slot:
+        if self.slots is not None:
+            return self.slots[worker]
+        position = self.workers.index(worker)
+        return Slot(position, position)
+
+    def _served(self, name: str) -> Reference:
+        """Return where a file of the job's newest weights is."""
+        resource = SliceAddress(dataset=artifact_dataset(self.job_id, name), index=0)
+        return PeersReference(
+            peers=(self.scheduler,), strategy=One(), resource=resource, filenames=(f"{name}.safetensors",)
+        )
+
     def _evaluation(self, worker: PeerId | None) -> Evaluation | None:
-        share = None if worker is None else self.evaluation.get(worker)
+        number = None if worker is None else self._slot(worker).share
+        share = None if number is None else self.evaluation.get(number)
         return None if share is None else Evaluation(data=share, every=self.job.rounds.evaluate_every)
 
 
@@ -151,15 +210,13 @@ def _preprocessor(job: DilocoJobConfig, artifact: Reference | None) -> Preproces
     return Preprocessor(task=job.preprocessor_task, artifact=artifact, input_names=table.input_names)
 
 
-def evaluation_shares(
-    workers: Sequence[PeerId], providers: Sequence[PeerId], dataset: str, slices: int
-) -> dict[PeerId, Reference]:
-    """Divide the slices of a dataset evenly among workers; with fewer slices than workers some get none."""
-    shares: dict[PeerId, Reference] = {}
-    for number, worker in enumerate(workers):
-        begin, end = number * slices // len(workers), (number + 1) * slices // len(workers)
+def evaluation_shares(workers: int, providers: Sequence[PeerId], dataset: str, slices: int) -> dict[int, Reference]:
+    """Divide the slices of a dataset evenly among workers; with fewer slices than workers some shares are empty."""
+    shares: dict[int, Reference] = {}
+    for number in range(workers):
+        begin, end = number * slices // workers, (number + 1) * slices // workers
         if begin < end:
-            shares[worker] = PeersReference(
+            shares[number] = PeersReference(
                 peers=tuple(providers), strategy=One(), resource=SliceAddress(dataset=dataset, index=begin),
                 filenames=tuple(f"evaluation-{index:05}.safetensors" for index in range(begin, end)),
             )  # fmt: skip

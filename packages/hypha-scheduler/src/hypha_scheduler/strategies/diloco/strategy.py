@@ -4,67 +4,175 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 
+from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted
+from hypha_proto.contributions import AWAIT_COMMIT, STATE_CONTRIBUTION, CommitStatus, ContributionKnown
 from hypha_proto.datasets import SAFETENSORS
+from hypha_proto.job_membership import JOIN_ROUND, RoundToJoin
+from hypha_proto.replay_plan import ReplayPlan
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
+from hypha_scheduler.audit import NoAuditError
+from hypha_scheduler.audit.diloco import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.operator import DilocoOperator, JobData
-from hypha_scheduler.strategies.diloco.restore import restore
+from hypha_scheduler.strategies.diloco.operator import DilocoOperator
+from hypha_scheduler.strategies.diloco.restore import Restored, restore
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.running_job import JobBuilder, JobData
 from hypha_scheduler.strategies.diloco.specs import outer_optimizer
+from hypha_scheduler.strategies.replayable import ReplayOptions
+
+_MANIFEST: Final = "manifest.json"
 
 
 class DilocoStrategy:
     """Implements `strategies.base.Strategy`."""
 
     job_table = DilocoJobConfig
-    rpc_methods: Sequence[StrategyMethod] = (StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown()),)
+    rpc_methods: Sequence[StrategyMethod] = (
+        StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown()),
+        StrategyMethod(
+            STATE_CONTRIBUTION,
+            unknown_job=ContributionKnown(accepted=False, reason="this scheduler runs no such task"),
+        ),
+        StrategyMethod(
+            REPORT_BATCHES, unknown_job=BatchesCounted(counted=0, reason="this scheduler runs no such task")
+        ),
+        StrategyMethod(AWAIT_COMMIT, unknown_job=CommitStatus(committed=False)),
+        StrategyMethod(
+            JOIN_ROUND, unknown_job=RoundToJoin(reason="this scheduler runs no such task"), pending=RoundToJoin()
+        ),
+    )
 
     def open(
         self, job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
     ) -> AbstractAsyncContextManager[Operator]:
-        """Find the dataset and make the start model available.
+        """Find the dataset and make the start model available; go on after the last recorded round of `journal`.
 
         Raises:
-            JobFailedError: the dataset or the model was not found, or the job is to be resumed.
+            JobFailedError: the dataset or the model was not found, or is another one than the journal's; or the weights
+                after its last round are missing or damaged.
         """
         return _open(job, context, journal)
+
+    def plan_replay(self, directory: Path, records: Sequence[Mapping[str, Any]], options: ReplayOptions) -> ReplayPlan:
+        """See `strategies.replayable.Replayable`."""
+        from hypha_scheduler.strategies.diloco.replay_plan import plan_replay  # imported late: jobs do not need it
+
+        return plan_replay(directory, records, options)
 
 
 @asynccontextmanager
 async def _open(
     job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
-    if journal:  # rounds can be restored, but not the model of the last one, nor what its workers begin with
-        raise JobFailedError("jobs of this type cannot be resumed yet; submit the job again")
     began = anyio.current_time()
     restored = restore(journal)
     await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
-    yield DilocoOperator(job, context, await _prepare(job, context, restored.closed), restored, began)
+    data = await _prepare(job, context, restored)
+    await anyio.to_thread.run_sync(data.result.restore, restored.closed, restored.weights)
+    yield DilocoOperator(job, context, data, restored, began)
 
 
-async def _prepare(job: DilocoJobConfig, context: JobContext, closed: int) -> JobData:
+async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored) -> JobData:
     timeout = job.resources.allocation_timeout
-    dataset = _check_tensors(await context.open_dataset(job.dataset.dataset, timeout=timeout))
-    result = ResultModel(context.directory / "model", outer_optimizer(job), job.rounds.checkpoint_every, closed)
-    model = await context.prepare_artifact(job.model, "model", result.directory)
+    dataset, manifest = await _open_dataset(job, context, restored)
+    preprocessor_dir = None if job.preprocessor is None else context.directory / "preprocessor"
+    result = ResultModel(
+        context.directory,
+        outer_optimizer(job),
+        keep_updates=job.rounds.keep_updates,
+        preprocessor=preprocessor_dir,
+        checkpoint_every=job.rounds.checkpoint_every,
+        evaluate_every=job.rounds.evaluate_every,
+    )
+    model = await context.prepare_artifact(job.start_model, "model", result.start_dir, unchanged=True)
     preprocessor = None
-    if job.preprocessor is not None:
+    if job.preprocessor is not None and preprocessor_dir is not None:
         preprocessor = await context.prepare_artifact(
-            job.preprocessor, "preprocessor", context.directory / "preprocessor"
+            job.preprocessor, "preprocessor", preprocessor_dir, unchanged=True
         )
     evaluation = None
     if job.dataset.evaluation is not None:
-        manifest = "evaluation-manifest.json"
         evaluation = _check_tensors(
-            await context.open_dataset(job.dataset.evaluation, timeout=timeout, manifest=manifest)
+            await context.open_dataset(job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json")
         )
-    return JobData(dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation)
+    digest = await anyio.to_thread.run_sync(_model_digest, result)
+    data = JobData(
+        dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
+        digest, partial(_prove, context.directory),
+    )  # fmt: skip
+    _check_unchanged(JobBuilder(job, context, data, restored))
+    return data
+
+
+async def _open_dataset(
+    job: DilocoJobConfig, context: JobContext, restored: Restored
+) -> tuple[DatasetView, str | None]:
+    """Open the training data; return them and the digest of their manifest.
+
+    Raises:
+        JobFailedError: they were not found, are no tensors, or have another manifest than in an earlier run.
+    """
+    name = _MANIFEST if restored.began is None else f"new-{_MANIFEST}"
+    path = context.directory / name
+    timeout = job.resources.allocation_timeout
+    dataset = _check_tensors(await context.open_dataset(job.dataset.dataset, timeout=timeout, manifest=name))
+    digest = await anyio.to_thread.run_sync(_file_digest, path)
+    if restored.began is not None:
+        await anyio.Path(path).unlink(missing_ok=True)
+        if digest != restored.began.manifest:
+            raise JobFailedError(
+                f"{context.directory}: the job cannot go on: the manifest of dataset {dataset.name!r} has the digest "
+                f"{digest}, and had {restored.began.manifest} when the job began; offer the dataset as it was"
+            )
+    return dataset, digest
+
+
+async def _prove(directory: Path) -> None:
+    """Audit a job whose rounds are all committed.
+
+    Raises:
+        JobFailedError: the audit has found something wrong.
+    """
+    try:
+        found = await anyio.to_thread.run_sync(audit, directory)
+    except NoAuditError as error:
+        raise JobFailedError(f"the audit of the rounds has failed: {error}") from None
+    if found.faults:
+        raise JobFailedError("\n".join([f"{directory}: the audit of the rounds has failed:", *found.faults]))
+
+
+def _file_digest(path: Path) -> str | None:
+    from hypha_proto.global_model import digest_file  # imported late: numpy takes 0.1 s
+
+    return digest_file(path) if path.exists() else None
+
+
+def _model_digest(result: ResultModel) -> str:
+    from hypha_proto.global_model import digest_directory
+
+    return digest_directory(result.start_dir)
+
+
+def _check_unchanged(builder: JobBuilder) -> None:
+    """Check that the job works with what it began with.
+
+    Raises:
+        JobFailedError: it does not.
+    """
+    was = builder.restored.began
+    if was is not None and (found := was.differences(builder.began(was.workers))):
+        raise JobFailedError(
+            f"{builder.context.directory}: the job cannot go on: {'; '.join(found)}. Resume it with what it began with"
+        )
 
 
 def _check_tensors(dataset: DatasetView) -> DatasetView:

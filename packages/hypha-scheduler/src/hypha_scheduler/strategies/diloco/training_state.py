@@ -1,20 +1,25 @@
 """Training state of a DiLoCo job: rounds, slices and totals, and the response to each report of an executor. Pure.
 
-Combines `slices` and `rounds`. `operator` asks it for a response and effects for each report, and for a slice for each
-request.
+Combines `slices`, `rounds` and `contributions`. `operator` asks it for a response and effects for each report, and for
+samples for each request.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from hypha_proto.batch_reports import BatchesCounted, ReportBatches
+from hypha_proto.contributions import ContributionKnown, StateContribution
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
+from hypha_proto.job_membership import RoundToJoin
 from hypha_proto.progress import (
+    MICRO_BATCH,
+    ROUND_SECONDS,
     Acknowledged,
     BatchDone,
     Done,
@@ -23,13 +28,38 @@ from hypha_proto.progress import (
     ProgressError,
     ProgressResponse,
     RoundMetrics,
+    ScheduleUpdate,
     SendingUpdate,
+    TrainedBatch,
 )
-from hypha_scheduler.strategies.diloco.rounds import Effect, Left, Measured, RoundClosed, Rounds
-from hypha_scheduler.strategies.diloco.slices import Assignment, SliceLedger
+from hypha_scheduler.strategies.diloco import rounds
+from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
+from hypha_scheduler.strategies.diloco.contributions import (
+    Contributed,
+    Contributions,
+    MemberUpdate,
+    Refused,
+    UnusedUpdate,
+    count_samples,
+    find_fault,
+    spans_of,
+)
+from hypha_scheduler.strategies.diloco.rounds import Left, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.slices import SampleSpan, SliceLedger
 
 _METRICS: Final = 64
 """Maximum number of metrics taken from one report."""
+_MAX_COUNT: Final = (1 << 32) - 1
+WEIGHTS_FETCHED: Final = "weights_fetched"
+"""Metric of a worker whose weights had another digest than the scheduler's, and which has fetched them anew."""
+_OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BATCH})
+"""Metrics that are reported before or after those of the round's training."""
+
+Effect = rounds.Effect | Contributed | Refused
+
+
+class NotJoinedError(Exception):
+    """A worker asks for samples before it has joined a round."""
 
 
 @dataclass(slots=True)
@@ -39,10 +69,15 @@ class TrainingState:
     rounds: Rounds
     slices: SliceLedger
     server: PeerId
+    contributions: Contributions = field(default_factory=Contributions)
     samples: Counter[PeerId] = field(default_factory=Counter)
-    """Samples of each worker in closed rounds."""
+    """Samples of each worker in committed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
-    """Batches of each worker in closed rounds."""
+    """Batches of each worker in committed rounds."""
+    seconds: dict[PeerId, Counter[str]] = field(default_factory=dict)
+    """Where the time of each worker has gone that states it, by `progress.ROUND_SECONDS`."""
+    micro_batches: dict[PeerId, int] = field(default_factory=dict)
+    """Largest number of samples that each worker computes at once, as far as they state it."""
     loss: float | None = None
     """Loss of the last closed round."""
     told_done: set[PeerId] = field(default_factory=set)
@@ -53,18 +88,33 @@ class TrainingState:
     """Why each lost worker was lost."""
     left: set[PeerId] = field(default_factory=set)
     """Draining workers that have left after a round."""
+    honours_ranges: set[PeerId] = field(default_factory=set)
+    """Workers whose executors have stated the samples of an update, and so use those only that they are given."""
+    taken_up: set[PeerId] = field(default_factory=set)
+    """Workers of an earlier run of the scheduler that have stated no update in this one.
 
-    def slice_for(self, peer: PeerId, now: float) -> Assignment | None:
-        """Assign the next slice to a worker; None if the peer is not (or no longer) a member.
+    Records of what was assigned to them last may be lost with the machine: then they begin anew."""
+    committed: int = 0
+    """Last round whose record was written."""
+    _late: dict[PeerId, tuple[int, str]] = field(default_factory=dict)
+    """Round and digest of the last update of each worker that may be sent, although it came late."""
+    _releasing: dict[PeerId, int] = field(default_factory=dict)
+    """Lost workers with the announced round in which their updates may still count: what they hold is not free yet."""
+
+    def slice_for(self, peer: PeerId, now: float) -> SampleSpan | None:
+        """Assign the next samples to a worker; None if the peer is not (or no longer) a member.
 
         Raises:
+            NotJoinedError: the worker has not joined a round.
             LedgerFullError: the worker holds too many unused slices.
             NoUsableSliceError: every slice was set aside.
         """
         if peer not in self.rounds.members:
             return None
+        if self.rounds.is_preparing(peer) and not self.rounds.join_at_once(peer, now):
+            raise NotJoinedError("this worker has to ask first with which round it begins")
         self.rounds.training_began(peer, now)
-        return self.slices.assign(peer)
+        return self.slices.assign(peer, whole=peer not in self.honours_ranges)
 
     def slice_unusable(self, peer: PeerId, report: UnusableSlice) -> bool:
         """Set a slice aside that a worker cannot get from any provider; return False if it was not assigned to it."""
@@ -73,10 +123,17 @@ class TrainingState:
         self.set_aside.setdefault(report.index, report)
         return True
 
-    def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """Process the report of an executor; return the response, and the effects to apply."""
+    def report(
+        self, peer: PeerId, progress: Progress, now: float, *, states: bool = False
+    ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        """Process the report of an executor; return the response, and the effects to apply.
+
+        `states` says that its worker states each update (`state_contribution`) before it sends it.
+        """
         if peer == self.server:
             answer, effects = self._server_report(progress, now)
+        elif isinstance(progress, SendingUpdate):
+            answer, effects = self._update_sending(peer, now, states)
         else:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
@@ -111,53 +168,308 @@ class TrainingState:
     ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
-            seconds = None if progress.batch_ms is None else progress.batch_ms / 1000
-            return self.rounds.batch_done(peer, progress.batch_size, now, seconds), ()
-        if isinstance(progress, SendingUpdate):
-            return Done() if self.rounds.is_excused(peer) else Acknowledged(), self.rounds.update_started(peer, now)
+            return self.rounds.batches_done(peer, (_measured(progress),), now), self.rounds.take_news(now)
         if isinstance(progress, RoundMetrics):
-            return Acknowledged(), self._measured(peer, progress)
+            return Acknowledged(), self._measured(peer, progress, now)
         if isinstance(progress, OuterStepTaken):
             return ProgressError(), ()
         return self._update_merged(peer, now)
 
+    def report_batches(
+        self, peer: PeerId, message: ReportBatches, now: float
+    ) -> tuple[BatchesCounted, tuple[Effect, ...]]:
+        """Process the report of several batches, some of which may have been reported before."""
+        count = len(message.batches)
+        fresh = message.batches[self.rounds.count_reported(peer, message.round, message.first, count) :]
+        for batch in fresh:
+            self.slices.report(peer, _slice_counts(batch.slices))
+        if fresh:
+            left = None if message.last is None else max(0, message.last - message.first - count)
+            answer = self.rounds.batches_done(peer, [_measured(batch) for batch in fresh], now, left)
+        else:
+            answer = self.rounds.batches_known(peer, now)
+        effects = self._count(self.rounds.take_news(now))
+        if isinstance(answer, ProgressError):
+            return BatchesCounted(counted=message.first, reason=self._refusal_reason(peer, SendingUpdate())), effects
+        counted = min(message.first + count, _MAX_COUNT)
+        if isinstance(answer, Done):
+            self.told_done.add(peer)
+            return BatchesCounted(counted=counted, done=True), effects
+        return BatchesCounted(counted=counted, last=self._last_batch(peer, message.round, counted, answer)), effects
+
+    def _last_batch(self, peer: PeerId, number: int, trained: int, answer: ProgressResponse) -> int | None:
+        """Return after how many batches of a round a worker sends its update; it has `trained` so many."""
+        is_over = self.rounds.round_of(peer) != number and not self.rounds.is_preparing(peer)
+        if is_over or answer == ScheduleUpdate(counter=0):  # the round goes on without it, or has no batches left
+            return trained
+        last = self.rounds.last_batch(peer, number)
+        return None if last is None else min(last, _MAX_COUNT)
+
+    def _update_sending(self, peer: PeerId, now: float, states: bool) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        number = self.rounds.round_of(peer)
+        if number is None or self.rounds.is_excused(peer):
+            return Acknowledged() if number is None else Done(), ()
+        if states or peer in self.honours_ranges:  # while it reconnects, nothing is known of what it speaks
+            self.rounds.update_sending(peer, now)
+            return Acknowledged(), ()
+        if self.contributions.get(peer, number) is not None:  # reported twice
+            return Acknowledged(), ()
+        return Acknowledged(), self._contribute(peer, number, None, now)
+
+    # ---------------------------------------------------------------------------------------------------- contributions
+
+    def state_contribution(
+        self, peer: PeerId, message: StateContribution, weights: str | None, now: float
+    ) -> tuple[ContributionKnown, tuple[Effect, ...]]:
+        """Process the statement of an update; `weights` is the digest with which its round began, if it is known."""
+        number = self.rounds.round_of(peer)
+        if number is None:
+            return ContributionKnown(accepted=False, reason=self._refusal_reason(peer, SendingUpdate())), ()
+        known = self.contributions.get(peer, message.round)
+        is_repeated = known is not None and known.update == message.update
+        if is_repeated or self._late.get(peer) == (message.round, message.update):
+            return ContributionKnown(accepted=True), ()
+        if self.rounds.is_preparing(peer) or (
+            self.rounds.joins(peer)
+            and self.rounds.goes_on_without(peer, message.round)
+            and not self.contributions.is_over(peer, message.round)
+        ):
+            return self._send_back(peer, message), self.rounds.take_news(now)
+        is_over = self.contributions.is_over(peer, message.round)
+        why = f"an update of this worker in round {message.round} was refused before" if is_over else None
+        if why is not None and (message.round != number or known is not None or self.rounds.is_dropped(peer, number)):
+            return ContributionKnown(accepted=False, reason=why), ()
+        fault = why or find_fault(message, number, weights)
+        if fault is None and (fault := self._sample_fault(peer, message, known)) and peer in self.taken_up:
+            self.taken_up.discard(peer)
+            return self._send_back(peer, message), self.rounds.take_news(now)
+        if fault is not None:
+            return ContributionKnown(accepted=False, reason=fault), self._refuse(peer, message, fault, now)
+        self.taken_up.discard(peer)
+        if message.contribution is not None:
+            self.honours_ranges.add(peer)
+        return ContributionKnown(accepted=True), self._contribute(peer, number, message, now)
+
+    def _send_back(self, peer: PeerId, message: StateContribution) -> ContributionKnown:
+        """Give back the samples of an update that comes too late, whose worker has to join again."""
+        if not self.rounds.is_preparing(peer) and self._sample_fault(peer, message, None) is None:
+            self.contributions.add(self._update_of(peer, message.round, message))
+            self._withdraw(peer, message.round, "it came late")
+        why = f"round {message.round} goes on without this update"
+        return ContributionKnown(accepted=False, reason=why, rejoin=self.rounds.joins(peer))
+
+    def _sample_fault(self, peer: PeerId, message: StateContribution, known: MemberUpdate | None) -> str | None:
+        if known is not None and known.update is not None:
+            return f"this worker has stated an update of round {message.round} with digest {known.update}"
+        spans = spans_of(message.contribution)
+        return None if spans is None or known is not None else self.slices.check(peer, spans)
+
+    def _contribute(
+        self, peer: PeerId, number: int, message: StateContribution | None, now: float
+    ) -> tuple[Effect, ...]:
+        """Take the update of a worker into its round, unless the round goes on without it."""
+        update = self._update_of(peer, number, message)
+        self.contributions.add(update)
+        stated = None if update.stated is None else update.samples
+        effects = self.rounds.update_started(peer, now, stated)
+        if self.rounds.is_dropped(peer, number):
+            self._withdraw(peer, number, "it came late")
+            if update.update is not None:
+                self._late[peer] = (number, update.update)
+            return effects
+        return (Contributed(update), *effects)
+
+    def _update_of(self, peer: PeerId, number: int, message: StateContribution | None) -> MemberUpdate:
+        contribution = None if message is None else message.contribution
+        digest = None if message is None else message.update
+        samples, batches = self.rounds.progress_of(peer, number)
+        if (known := self.contributions.get(peer, number)) is not None:  # it was taken for one that states nothing
+            return MemberUpdate(peer, number, known.samples, known.batches, known.spans, digest)
+        spans = self.slices.contribute(peer, number, spans_of(contribution))
+        if contribution is not None:
+            samples, batches = count_samples(spans), contribution.batches
+        return MemberUpdate(peer, number, samples, batches, spans, digest, contribution)
+
+    def _refuse(self, peer: PeerId, message: StateContribution, why: str, now: float) -> tuple[Effect, ...]:
+        """Count a refused statement; if it is of the worker's round, that goes on without the worker."""
+        number = message.round
+        count = self.contributions.refuse(peer, number)
+        refused = Refused(peer, number, why, count)
+        if number != self.rounds.round_of(peer) or self.contributions.get(peer, number) is not None:
+            return (refused,)
+        spans = spans_of(message.contribution)
+        if spans is not None and self.slices.check(peer, spans) is not None:
+            spans = None
+        taken = self.slices.contribute(peer, number, spans)
+        self.slices.withdraw(peer, number)
+        self.contributions.note_unused(UnusedUpdate(peer, why, taken, message.contribution))
+        return (refused, *self._count(self.rounds.update_refused(number, peer, why, now)))
+
+    def _withdraw(self, peer: PeerId, number: int, why: str) -> None:
+        self.slices.withdraw(peer, number)
+        self.contributions.discard(peer, number, why)
+
+    def members_agreed(self, number: int, members: Iterable[PeerId]) -> None:
+        """Process that the parameter server has agreed to a round's members: what lost others hold is free."""
+        kept = set(members)
+        for peer in [p for p, announced in self._releasing.items() if announced == number and p not in kept]:
+            self._release(peer, number)
+
+    def commit(self, number: int, members: Sequence[PeerId]) -> tuple[list[MemberUpdate], list[UnusedUpdate]]:
+        """Commit a round; return the updates of its members in their order, and those that count in none."""
+        self.committed = number
+        self.slices.commit(number, members)
+        updates = self.contributions.close(number, members, "it is not part of the outer update")
+        for update in updates:
+            self.samples[update.peer] += update.samples
+            self.batches[update.peer] += update.batches
+        for peer in [peer for peer, announced in self._releasing.items() if announced <= number]:
+            self._release(peer, number)
+        return updates, self.contributions.take_unused()
+
+    def _free(self, peer: PeerId, number: int) -> None:
+        """Let others use the samples of a worker that is gone: those of its updates once it is known which count."""
+        self.slices.give_back(peer)
+        open_rounds = [
+            n for n in self.contributions.rounds_of(peer) if n > self.committed and self.rounds.is_announced(n)
+        ]
+        if open_rounds:
+            self._releasing[peer] = max(open_rounds)
+        else:
+            self._release(peer, number)
+
+    def keep_until_commit(self, update: MemberUpdate) -> None:
+        """Keep the samples of a worker that was lost while its update may have been averaged."""
+        for span in update.spans:
+            self.slices.assigned(update.peer, span)
+        self.slices.contribute(update.peer, update.round, update.spans)
+        self._releasing[update.peer] = update.round
+
+    def _release(self, peer: PeerId, number: int) -> None:
+        self._releasing.pop(peer, None)
+        if peer in self.rounds.members and peer not in self.lost:  # it was found again since, and may train
+            self.slices.withdraw(peer, number)
+        else:
+            self.slices.release(peer)
+        self.contributions.discard(peer, number, "its worker was lost")
+
+    # --------------------------------------------------------------------------------------------------------- reports
+
     def _update_merged(self, peer: PeerId, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         number = self.rounds.round_of(peer)
         answer = self.rounds.update_merged(peer, now)
+        news = self.rounds.take_news(now)
         if number is None or peer in self.rounds.members:
-            return answer, ()
-        self.slices.release(peer)
+            return answer, news
+        self._free(peer, number)
         self.left.add(peer)
-        return answer, (Left(peer, number),)
+        return answer, (Left(peer, number), *news)
 
-    def _measured(self, peer: PeerId, report: RoundMetrics) -> tuple[Effect, ...]:
+    def _measured(self, peer: PeerId, report: RoundMetrics, now: float) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
-        if (
-            "evaluation_loss" in values and "loss" not in values
-        ):  # a second report of the round, with evaluation metrics
+        if (stated := values.get(MICRO_BATCH)) is not None and peer in self.rounds.members:
+            self.micro_batches[peer] = max(1, min(int(stated), self.rounds.batch_size))
+        if "loss" not in values and values.keys() & _OTHER_REPORTS:
             return (Measured(peer, report.round, values),)
+        self._add_seconds(peer, values)
         return (
             Measured(peer, report.round, values),
-            *self.rounds.metrics_reported(peer, report.round, values.get("loss")),
+            *self.rounds.metrics_reported(peer, report.round, values.get("loss"), now),
         )
+
+    def _add_seconds(self, peer: PeerId, values: Mapping[str, float]) -> None:
+        """Add the times that a worker states of a round; it may state any number."""
+        stated = {name: values[name] for name in ROUND_SECONDS if values.get(name, -1.0) >= 0}
+        if stated and peer in self.rounds.members:
+            self.seconds.setdefault(peer, Counter()).update(stated)
 
     def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         for effect in effects:
             if isinstance(effect, RoundClosed):
-                self.samples.update(effect.samples)
-                self.batches.update(effect.batches)
                 self.loss = effect.loss
         return effects
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
-        """Remove a lost worker; its unused slices are assigned to others."""
-        self.slices.release(peer)
+        """Remove a lost worker; its unused samples are assigned to others.
+
+        Where the parameter server was told that its update is part of a round, that may have been averaged by now.
+        """
+        number = self.rounds.round_of(peer)
         self.lost.setdefault(peer, why)
+        if number is not None:
+            self._free(peer, number)
         return self._count(self.rounds.worker_lost(peer, why, now))
+
+    def step_committed(self, number: int, now: float) -> tuple[Effect, ...]:
+        """Close a round whose record was written."""
+        return self._count(self.rounds.step_committed(number, now))
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update the parameter server refused."""
-        return self._count(self.rounds.update_refused(number, peer, reason, now))
+        counted = peer in self.rounds.members and not self.contributions.is_refused(peer, number)
+        refused = (Refused(peer, number, reason, self.contributions.refuse(peer, number)),) if counted else ()
+        if self._is_former(peer, number, reason):
+            return refused
+        self._withdraw(peer, number, reason)
+        return (*refused, *self._count(self.rounds.update_refused(number, peer, reason, now)))
+
+    def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
+        """Continue a round without a member whose update did not reach the parameter server in time."""
+        if self._is_former(peer, number, reason):
+            return ()
+        self._withdraw(peer, number, reason)
+        return self._count(self.rounds.update_missing(number, peer, reason, now))
+
+    def _is_former(self, peer: PeerId, number: int, reason: str) -> bool:
+        """Return whether an update is that of a lost worker, which may have been found again since, and drop it."""
+        if self._releasing.get(peer) != number:
+            return False
+        self._withdraw(peer, number, reason)
+        self._release(peer, number)
+        return True
+
+    # --------------------------------------------------------------------------------------------- members come and go
+
+    def worker_added(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
+        """Add a worker that was given a task; it trains when it has joined."""
+        self.lost.pop(peer, None)
+        for known in (self.left, self.told_done, self.honours_ranges):
+            known.discard(peer)
+        return self.rounds.add(peer, now)
+
+    def join_round(self, peer: PeerId, weights: str | None, now: float) -> tuple[RoundToJoin, tuple[Effect, ...]]:
+        """Answer with which round a worker begins; what it has trained and not stated goes back.
+
+        Args:
+            peer: the worker.
+            weights: digest of the committed weights; None before the first commit.
+            now: time of the question.
+        """
+        if peer not in self.rounds.members:
+            return RoundToJoin(reason=self._refusal_reason(peer, SendingUpdate())), ()
+        if self.rounds.is_complete:
+            self.told_done.add(peer)
+            return RoundToJoin(reason="the last round of the job is closed"), ()
+        if not self.rounds.may_begin(peer):
+            self.slices.give_back(peer)
+        # an update that it stated before it was lost may count in the open round still
+        number, effects = self.rounds.join(peer, now, waits=peer in self._releasing)
+        answer = RoundToJoin() if number is None else RoundToJoin(round=number, weights=weights)
+        return answer, self._count(effects)
+
+    def executor_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
+        """Go on without an executor that is to be started again; what it has trained and not stated goes back."""
+        self.slices.give_back(peer)
+        return self._count(self.rounds.restart(peer, why, now))
+
+    def server_changed(self, server: PeerId | None, now: float, why: str = "it was lost") -> tuple[Effect, ...]:
+        """Go on with another parameter server, once its task has started; None: the last one was lost for now."""
+        if server is None:
+            for peer, number in list(self._releasing.items()):  # no step that it has taken counts any more
+                self._release(peer, number)
+            return self._count(self.rounds.server_lost(why, now))
+        self.server = server
+        return self._count(self.rounds.server_ready(now))
 
     def expire(self, now: float) -> tuple[Effect, ...]:
         """Apply deadlines that have passed."""
@@ -166,6 +478,12 @@ class TrainingState:
     def finish(self) -> tuple[Effect, ...]:
         """Close the remaining rounds at the end of the job."""
         return self._count(self.rounds.finish())
+
+
+def _measured(batch: TrainedBatch) -> MeasuredBatch:
+    """Return the durations of a batch in seconds."""
+    seconds = None if batch.batch_ms is None else batch.batch_ms / 1000
+    return MeasuredBatch(batch.batch_size, seconds, (batch.wait_ms or 0.0) / 1000)
 
 
 def _slice_counts(slices: Mapping[str, int] | None) -> dict[int, int] | None:

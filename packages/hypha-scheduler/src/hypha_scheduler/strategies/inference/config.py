@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_scheduler.jobs.config import (
+    Budget,
     DatasetTable,
     JobTable,
     ModelTable,
@@ -147,6 +148,7 @@ class InferenceResourcesTable(Table):
     )
     worker: Requirements = Field(default=(), description="Requirements on a worker; kind names another executor.")
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a worker.")
+    budget: Budget = None
 
     @model_validator(mode="after")
     def _ordered(self) -> InferenceResourcesTable:
@@ -211,6 +213,16 @@ class InferenceJobConfig(JobTable):
                 "dataset's column"
             )
         return results
+
+    @property
+    def token_budget(self) -> float | None:
+        """Tokens that the job's leases may cost in all."""
+        return self.resources.budget
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Name of the dataset that is computed."""
+        return (self.dataset.dataset,)
 
     @property
     def copied_columns(self) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.job_spec import HuggingFaceReference, UriReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Artifact, TaskRef
 from hypha_scheduler.strategies.inference.part_check import PartCounts
@@ -61,11 +62,13 @@ class Restored:
 
 
 def describe_artifact(artifact: Artifact) -> dict[str, Any]:
-    """Return what identifies a model or preprocessor: its files' digests, or the commit in its hub."""
+    """Return what identifies a model or preprocessor: its files' digests, the commit in its hub, or its URI."""
     reference = artifact.origin or artifact.reference
     if isinstance(reference, HuggingFaceReference):
         files = sorted(reference.filenames)
         return {"repository": reference.repository, "revision": reference.revision, "files": files}
+    if isinstance(reference, UriReference):
+        return {"uri": redact_urls(reference.value)}  # a presigned URL has another signature after each start
     return {"files": {file.name: file.offered.digest for file in artifact.files}}
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from hypha_proto.datasets import JSONL, SAFETENSORS
-from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference
+from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, UriReference
 from hypha_proto.offers import WorkerSpec
-from hypha_proto.tasks import PeersSource, SlicesSource, TaskResource, TaskSpec, task_executor
+from hypha_proto.tasks import FileSource, PeersSource, SlicesSource, TaskResource, TaskSpec, UriSource, task_executor
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.config import amounts, kinds
 from hypha_scheduler.strategies.base import DatasetView
@@ -55,7 +56,17 @@ def _resource(name: str, reference: Reference) -> TaskResource:
         case PeersReference(resource=address) if address is not None:
             source = PeersSource(reference.peers, address.dataset, address.index, reference.filenames)
             return TaskResource(name=name, peers=source)
+        case UriReference(value=uri):
+            folder = _path_of(uri)
+            shared = None if folder is None else FileSource(folder)
+            return TaskResource(name=name, file=shared, uri=UriSource(uri) if shared is None else None)
     raise TypeError(f"{name}: a reference of type {type(reference).__name__} cannot be fetched by a task")
+
+
+def _path_of(uri: str) -> str | None:
+    """Return the path of a ``file:`` URL."""
+    parts = urlsplit(uri)
+    return unquote(parts.path) if parts.scheme == "file" else None
 
 
 def _settings(job: InferenceJobConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
-from hypha_scheduler.audit import audit
+from hypha_scheduler.audit.inference import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ModelTable

@@ -23,13 +23,13 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from hypha_net.node.config.models import is_web_url
 from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_FRAME, MAX_PATH, TASK_EXECUTOR_PREFIX
-from hypha_scheduler.jobs.config import JobTable, PriceTable, Table, token_warning
+from hypha_scheduler.jobs.config import Budget, JobTable, PriceTable, Table, token_warning
+from hypha_scheduler.jobs.source_tables import MAX_TEXT, S3Table, Sha256, Url
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
 
 MAX_INSTANCES: Final = 10_000
@@ -41,16 +41,14 @@ _MAX_RESOURCES: Final = 100
 _MAX_OUTPUTS: Final = 100
 _MAX_AMOUNT: Final = 1e9
 _MAX_SECONDS: Final = 31 * 86400.0
-_MAX_TEXT: Final = 2048
 _U64: Final = (1 << 64) - 1
 _NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _DRIVER: Final = re.compile(rf"{_NAME}(/{_NAME})?")
 _RESOURCE_FOLDER: Final = "resources"
 """Folder of the work directory in which resources are."""
-_SOURCES: Final = ("result", "dataset", "huggingface", "peers", "file", "uri")
-_LATER_SOURCES: Final = ("s3", "dht")
+_SOURCES: Final = ("result", "dataset", "huggingface", "peers", "file", "uri", "s3", "dht")
 
-_Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+_Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 _Amount = Annotated[float, Field(ge=0, le=_MAX_AMOUNT)]
 
 
@@ -101,12 +99,6 @@ def _absolute_path(text: str) -> str:
     return path.as_posix()
 
 
-def _url(text: str) -> str:
-    if not is_web_url(text) and not (text.startswith("file:///") and text.isprintable()):
-        raise ValueError("must be a URL that starts with https://, http:// or file:///")
-    return text
-
-
 def _peer(text: str) -> str:
     try:
         return str(PeerId.parse(text))
@@ -154,7 +146,7 @@ class PeersTable(Table):
 class FileTable(Table):
     """``[.resources.file]``."""
 
-    path: Annotated[str, Field(max_length=_MAX_TEXT), AfterValidator(_absolute_path)] = Field(
+    path: Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_absolute_path)] = Field(
         description="Absolute path at the worker, under a root that its owner allows."
     )
 
@@ -162,7 +154,13 @@ class FileTable(Table):
 class UriTable(Table):
     """``[.resources.uri]``."""
 
-    value: Annotated[str, Field(max_length=_MAX_TEXT), AfterValidator(_url)] = Field(description="URL.")
+    value: Url = Field(description="URL.")
+
+
+class DhtTable(Table):
+    """``[.resources.dht]``."""
+
+    sha256: Sha256 = Field(description="SHA-256 of the file, 64 hex digits; hypha-data provide announces it.")
 
 
 class ResourceTable(Table):
@@ -179,14 +177,16 @@ class ResourceTable(Table):
         default=None, description="A file or folder of a file system that workers share, or its path."
     )
     uri: Annotated[UriTable, _wrap("value")] | None = Field(default=None, description="A file at a URL, or the URL.")
+    s3: S3Table | None = Field(default=None, description="An object in an S3 bucket.")
+    dht: Annotated[DhtTable, _wrap("sha256")] | None = Field(
+        default=None, description="A file by its SHA-256, which data nodes provide, or the digest."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _one_source(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if later := [key for key in _LATER_SOURCES if key in value]:
-            raise ValueError(f"the source {later[0]} is not supported yet; use {', '.join(_SOURCES[1:])}")
         found = [key for key in _SOURCES if value.get(key) is not None]
         if len(found) != 1:
             said = f"has {len(found)} sources, {' and '.join(found)}" if found else "has no source"
@@ -350,6 +350,7 @@ class TasksJob(JobTable):
         default="pull", description="Whether workers pull results from those that have them, or these push them."
     )
     worker_price: PriceTable = Field(default=PriceTable(), description="Price of a worker.")
+    budget: Budget = None
 
     def warnings(self) -> list[str]:
         """Return a line for each resource whose token the workers get; see `JobTable.warnings`."""
@@ -359,6 +360,17 @@ class TasksJob(JobTable):
             for place, resource in enumerate(task.resources)
             if resource.huggingface is not None and resource.huggingface.token is not None
         ]
+
+    @property
+    def token_budget(self) -> float | None:
+        """Tokens that the job's leases may cost in all."""
+        return self.budget
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Names of the datasets whose slices tasks use."""
+        sources = (resource.dataset for task in self.tasks for resource in task.resources)
+        return tuple(dict.fromkeys(source.name for source in sources if source is not None))
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the job."""

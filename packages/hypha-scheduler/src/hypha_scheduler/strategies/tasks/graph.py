@@ -19,10 +19,12 @@ from hypha_proto.job_spec import HuggingFaceReference
 from hypha_proto.offers import WorkerSpec
 from hypha_proto.tasks import (
     DatasetSource,
+    DhtSource,
     FileSource,
     OutputPath,
     PeersSource,
     ResultSource,
+    S3Source,
     TaskResource,
     TaskSpec,
     UriSource,
@@ -110,6 +112,10 @@ def _source(table: ResourceTable) -> TaskResource:
         source["file"] = FileSource(path=table.file.path)
     elif table.uri is not None:
         source["uri"] = UriSource(value=table.uri.value)
+    elif table.s3 is not None:
+        source["s3"] = S3Source(bucket=table.s3.bucket, key=table.s3.key)
+    elif table.dht is not None:
+        source["dht"] = DhtSource(sha256=table.dht.sha256)
     return TaskResource(name=table.name, **source)
 
 

@@ -110,6 +110,8 @@ class TasksOperator(base.Operator):
     graph: TaskGraph
     context: base.JobContext
     earlier: records.Earlier = field(default_factory=lambda: records.Earlier(0, ()))
+    definition: str | None = None
+    """Digest of the tasks as their owner has defined them; that of `graph` if None. URLs in `graph` may be signed."""
     instances: Instances = field(init=False)
     ledger: OutputLedger = field(default_factory=OutputLedger)
     exclusions: Exclusions = field(default_factory=lambda: Exclusions(MAX_FAILURES_OF_WORKER))
@@ -201,7 +203,7 @@ class TasksOperator(base.Operator):
 
     def on_start(self, now: float) -> Effects:
         """Begin the job, or go on with it."""
-        self._records.append(records.begun(self.graph.digest(), self.earlier.runs))
+        self._records.append(records.begun(self.definition or self.graph.digest(), self.earlier.runs))
         return self._settle(now)
 
     def role_requests(self) -> Sequence[RoleRequest]:

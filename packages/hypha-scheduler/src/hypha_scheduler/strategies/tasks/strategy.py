@@ -14,7 +14,7 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.collection import remove_copies, remove_incomplete
-from hypha_scheduler.strategies.tasks.config import TasksJob
+from hypha_scheduler.strategies.tasks.config import TasksJob, UriTable
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
 
@@ -39,11 +39,30 @@ class TasksStrategy:
 @asynccontextmanager
 async def _open(job: TasksJob, context: JobContext, journal: Sequence[Mapping[str, Any]]) -> AsyncIterator[Operator]:
     graph = TaskGraph(job)
-    earlier = records.read(journal, graph.digest())
+    definition = graph.digest()
+    earlier = records.read(journal, definition)
     await anyio.to_thread.run_sync(remove_incomplete, context.directory)
     await _open_datasets(job, context)
-    yield TasksOperator(graph, context, earlier)
+    yield TasksOperator(await _with_presigned_urls(graph, context), context, earlier, definition)
     await anyio.to_thread.run_sync(remove_copies, context.directory)
+
+
+async def _with_presigned_urls(graph: TaskGraph, context: JobContext) -> TaskGraph:
+    """Return a graph whose tasks name objects by URLs that need no keys, where the job wants it.
+
+    Raises:
+        JobFailedError: a URL cannot be signed.
+    """
+    tables = []
+    for task in graph.job.tasks:
+        resources = []
+        for resource in task.resources:
+            if resource.s3 is not None and resource.s3.presigned:
+                uri = UriTable.model_construct(value=await context.presign(resource.s3))
+                resource = resource.model_copy(update={"s3": None, "uri": uri})
+            resources.append(resource)
+        tables.append(task.model_copy(update={"resources": tuple(resources)}))
+    return TaskGraph(graph.job.model_copy(update={"tasks": tuple(tables)}))
 
 
 async def _open_datasets(job: TasksJob, context: JobContext) -> None:

@@ -7,6 +7,7 @@ refuses that. Paths inside equal paths outside.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -23,7 +24,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.rlimits import process_limit
 from hypha_worker.executors.isolation.seccomp import seccomp_filter
-from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS
+from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS, current_period
 from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.leasing.capacity import Allocation
 
@@ -131,12 +132,12 @@ def _file_system(confinement: Confinement, private: Sequence[Path]) -> list[str]
         *_parents(
             [*map(Path, ETC), _CPUS, *(path for path, _ in shown), confinement.work_dir, confinement.socket_path]
         ),
-        *_system_folders(),
+        *_system_folders(current_period()),
         *_gpu_options(confinement.allocation),
     ]
     for path, option in sorted(shown):
         options += [option, str(path), str(path)]
-    options += _covers(private, [path for path, _ in shown])
+    options += _covers(tuple(private), tuple(path for path, _ in shown), current_period())
     for path in (confinement.work_dir, confinement.socket_path):
         options += ["--bind", str(path), str(path)]
     return options
@@ -155,7 +156,8 @@ def _parents(paths: Iterable[Path]) -> list[str]:
     return [word for parent in missing for word in ("--perms", "0755", "--dir", str(parent))]
 
 
-def _system_folders() -> list[str]:
+@functools.lru_cache(maxsize=1)
+def _system_folders(_period: int) -> list[str]:
     options: list[str] = []
     for folder in SYSTEM_FOLDERS:
         if os.path.islink(folder):
@@ -168,7 +170,8 @@ def _system_folders() -> list[str]:
     return options
 
 
-def _covers(private: Sequence[Path], shown: Sequence[Path]) -> list[str]:
+@functools.lru_cache(maxsize=64)
+def _covers(private: Sequence[Path], shown: Sequence[Path], _period: int) -> list[str]:
     """Return options that cover private files and folders in what is shown, also where a link leads to them."""
     found: dict[Path, Path] = {}
     for path in filter(Path.exists, private):

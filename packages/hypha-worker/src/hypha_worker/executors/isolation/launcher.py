@@ -1,8 +1,9 @@
 """Runs first in an executor's process: limits the process, and then replaces itself by the executor's command.
 
-Started by `process.spawn` as a script of its own, so that no Python code runs between fork and exec in the worker. It
-imports little of the standard library, and the costly `ctypes` only where a step needs it: each start of an executor
-waits for it. The steps are a dictionary of plain values, as `marshal` writes it, in hexadecimal digits:
+Called in a process that `fork_server` has forked, and where there is none started by `process.spawn` as a script of its
+own: no Python code runs between fork and exec in the worker. It imports little of the standard library, and the costly
+`ctypes` only where a step needs it: a start without `fork_server` waits for it. The steps are a dictionary of plain
+values; as an argument of the script, what `marshal` writes of it, in hexadecimal digits:
 
 - ``cgroups``: paths of `cgroup.procs` files that the process joins.
 - ``rlimits``: soft and hard limits by the name of the resource.
@@ -76,8 +77,11 @@ class _Suppressed:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Carry out the steps, the first argument, and run the command after ``--``."""
-    steps: dict[str, Any] = marshal.loads(bytes.fromhex(arguments[0]))
-    command = list(arguments[2:])
+    carry_out(marshal.loads(bytes.fromhex(arguments[0])), list(arguments[2:]), os.environ)
+
+
+def carry_out(steps: dict[str, Any], command: list[str], env: Mapping[str, str]) -> NoReturn:
+    """Carry out the steps and become the command, or end with a line on standard error."""
     try:
         os.umask(_UMASK)
         if (owners := steps.pop("owners", None)) is not None:
@@ -91,9 +95,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
             _restrict(rules)
         if steps:
             raise ValueError(f"unknown steps {', '.join(steps)}")
-        os.execv(command[0], command)
+        os.execve(command[0], command, env)
     except (OSError, ValueError) as error:
-        print(f"the executor cannot be started: {error}", file=sys.stderr, flush=True)
+        give_up(error)
+
+
+def give_up(error: Exception) -> NoReturn:
+    """End the process because it cannot become the command."""
+    print(f"the executor cannot be started: {error}", file=sys.stderr, flush=True)
+    os._exit(_FAILED)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when the thread that has started it ends, or end now if its process has ended."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(_FAILED)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hypha_worker.errors import ExecutorStartError
 from hypha_worker.executors.isolation.bubblewrap import BubblewrapLayer
 from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.executors.isolation.landlock import LandlockLayer
@@ -42,16 +43,22 @@ class IsolationStack:
         """Prepare one run in all layers, and clean up after it.
 
         Raises:
-            ExecutionError: a layer cannot be prepared.
+            ExecutorStartError: a layer cannot be prepared.
         """
         async with AsyncExitStack() as entered:
-            parts = [await entered.enter_async_context(layer.confine(confinement)) for layer in self.layers]
-            yield ConfinedRun(parts)
+            yield ConfinedRun([await _enter(layer, confinement, entered) for layer in self.layers])
 
     def sweep(self) -> None:
         """Remove what a killed worker's runs have left."""
         for layer in self.layers:
             layer.sweep()
+
+
+async def _enter(layer: Layer, confinement: Confinement, entered: AsyncExitStack) -> Confined:
+    try:
+        return await entered.enter_async_context(layer.confine(confinement))
+    except OSError as error:
+        raise ExecutorStartError(f"the layer {layer.name} cannot be prepared: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ Called by `process.process_runner`, which lists them in a `Confinement`, and by 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -28,10 +30,14 @@ ETC: Final = tuple(
 """Entries of /etc that programs need and that hold no secrets; what else is there stays hidden."""
 _SHEBANG: Final = re.compile(rb"#!\s*(\S+)(?:\s+(\S+))?")
 _LINK_LIMIT: Final = 40
+LOOK_AGAIN: Final = 2.0
+"""Seconds for which what was found in the file system may be used again: small tasks start many times a second."""
 
 
 def program_paths(program: Path, writable: Sequence[Path] = ()) -> list[Path]:
     """Return what a program needs beside the system's folders: itself, its Python environment, its interpreter.
+
+    Looks again `LOOK_AGAIN` seconds after it has looked last.
 
     Args:
         program: absolute path. Symbolic links, the ``home`` of ``pyvenv.cfg``, folders in ``.pth`` files (editable
@@ -39,6 +45,16 @@ def program_paths(program: Path, writable: Sequence[Path] = ()) -> list[Path]:
         writable: folders that jobs may change. They are shown in any case; what is in them names nothing further, since
             a job may have put it there for the next one.
     """
+    return list(_find_program_paths(program, tuple(writable), current_period()))
+
+
+def current_period() -> int:
+    """Return a number that is another one every `LOOK_AGAIN` seconds: a part of the key of what is kept so long."""
+    return int(time.monotonic() / LOOK_AGAIN)
+
+
+@functools.lru_cache(maxsize=64)
+def _find_program_paths(program: Path, writable: Sequence[Path], _period: int) -> list[Path]:
     shown = _with_targets(writable)
     found: dict[Path, None] = {}
     waiting = [program]
@@ -158,6 +174,11 @@ def not_yet_shown(paths: Iterable[Path], shown: Sequence[Path]) -> list[Path]:
 
     A sandbox cannot show a symbolic link once more that lies in a folder which it shows read-only.
     """
+    return list(_find_not_yet_shown(tuple(paths), tuple(shown)))
+
+
+@functools.lru_cache(maxsize=64)
+def _find_not_yet_shown(paths: Sequence[Path], shown: Sequence[Path]) -> list[Path]:
     return [path for path in _outermost(paths) if not _lies_in(path, shown)]
 
 

@@ -2,7 +2,8 @@
 
 Pure: the clock is passed in, and files are only named. Called by `server`. A round is complete when every member's
 update has arrived, or at its deadline with those that have. Older schedulers announce no members: then every permitted
-sender counts with equal weight, and there is no deadline.
+sender counts with equal weight, and there is no deadline. Newer ones announce the digest of each member's update, too,
+and only an update with this digest counts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from hypha_proto.ids import PeerId
+from hypha_proto.job_membership import JobWorkers, JobWorkersKnown
 from hypha_proto.round_membership import MembersKnown, RoundMembers
 
 MAX_ROUNDS_AHEAD: Final = 4
 """Largest number of rounds whose members may be announced before the current round is complete."""
+_MAX_REFUSED: Final = 1024
+"""Largest number of refusals that are kept; before the first round nothing else bounds them."""
 
 
 class UpdateRefusedError(Exception):
@@ -38,12 +42,29 @@ class CompleteRound:
     """Members whose updates did not arrive in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedUpdate:
+    """An update that had arrived before its round's members were announced, and does not count."""
+
+    peer: PeerId
+    path: Path
+    reason: str
+
+
 @dataclass(slots=True)
 class _Membership:
     """Members of a round with their weights, and its deadline on the local clock."""
 
     weights: Mapping[PeerId, float]
     deadline: float | None
+    digests: Mapping[PeerId, str | None] = field(default_factory=dict)
+    """Digests of the updates, where they are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    path: Path
+    digest: str
 
 
 @dataclass(slots=True)
@@ -51,26 +72,52 @@ class RoundCollector:
     """Collects the updates of one job, round by round.
 
     Attributes:
-        senders: peers that may send updates, by the job's spec; members that the scheduler announces are added.
-        named: whether the scheduler announces each round's members.
+        senders: peers that may send updates, by the job's spec or the newest `JobWorkers`; members that the scheduler
+            announces are added.
+        members_announced: whether the scheduler announces each round's members.
+        term: term of this parameter server; None if the scheduler counts none.
     """
 
     senders: set[PeerId]
     members_announced: bool
+    term: int | None = None
     round: int | None = None
     """The current round; None until the members of the first round are announced."""
+    workers: frozenset[PeerId] | None = None
+    """The job's workers by the newest `JobWorkers`; None before the first one."""
+    _workers_version: int = -1
     _members: dict[int, _Membership] = field(default_factory=dict)
-    _updates: dict[tuple[int, PeerId], Path] = field(default_factory=dict)
+    _updates: dict[tuple[int, PeerId], _Update] = field(default_factory=dict)
+    _refused: set[tuple[int, PeerId]] = field(default_factory=set)
+    """Senders of which an update was refused, with its round."""
+    _used: dict[PeerId, set[str]] = field(default_factory=dict)
+    """Digests of the updates in earlier rounds, by sender."""
 
     def __post_init__(self) -> None:
         if not self.members_announced:
             self.round = 1
+
+    def set_workers(self, message: JobWorkers) -> JobWorkersKnown:
+        """Replace the job's workers; an older list than the last changes nothing."""
+        if self.term is None or message.term != self.term:
+            reason = f"term: {message.term} is not {self.term}, the term of this parameter server"
+            return JobWorkersKnown(accepted=False, reason=reason)
+        if message.version < self._workers_version:
+            reason = f"version: {message.version} is older than {self._workers_version}, which is known"
+            return JobWorkersKnown(accepted=False, reason=reason)
+        self._workers_version = message.version
+        self.workers = frozenset(message.workers)
+        self.senders = set(self.workers)
+        return JobWorkersKnown(accepted=True)
 
     def set_round_members(self, message: RoundMembers, now: float) -> tuple[MembersKnown, list[Path]]:
         """Set the members of a round; also return the files of peers that are not members any more, to be deleted."""
         number = message.round
         if not self.members_announced:
             return MembersKnown(accepted=False, reason="the job's spec does not enable announced members"), []
+        if self.term is not None and message.term != self.term:
+            reason = f"term: {message.term} is not {self.term}, the term of this parameter server"
+            return MembersKnown(accepted=False, reason=reason), []
         if self.round is not None and number < self.round:
             return MembersKnown(accepted=False, reason=f"round {number} is over, the current round is {self.round}"), []
         if self.round is not None and number >= self.round + MAX_ROUNDS_AHEAD:
@@ -80,14 +127,29 @@ class RoundCollector:
         weights = {member.peer: float(member.samples) for member in message.members}
         if len(weights) < len(message.members):
             return MembersKnown(accepted=False, reason="a member is listed twice"), []
-        self._members[number] = _Membership(weights, now + message.deadline_ms / 1000)
+        digests = {member.peer: member.update for member in message.members}
+        self._members[number] = _Membership(weights, now + message.deadline_ms / 1000, digests)
         self.senders |= weights.keys()
         if self.round is None:
             self.round = number
         return MembersKnown(accepted=True), self._drop_nonmembers(number, weights.keys())
 
-    def admit(self, peer: PeerId, round_number: int | None) -> int:
+    def drop_mismatched(self, round_number: int) -> list[DroppedUpdate]:
+        """Drop the updates of a round that are not those that the announcement of its members names."""
+        dropped = []
+        for (number, peer), update in list(self._updates.items()):
+            reason = self._mismatch(number, peer, update.digest) if number == round_number else None
+            if reason is not None:
+                dropped.append(DroppedUpdate(peer, self._updates.pop((number, peer)).path, reason))
+        return dropped
+
+    def admit(self, peer: PeerId, round_number: int | None, digest: str = "") -> int:
         """Return the round of an update that `peer` is about to send; without a number, the current round.
+
+        Args:
+            peer: its sender.
+            round_number: the round that it is for.
+            digest: its digest; empty if it is not known yet.
 
         Raises:
             UpdateRefusedError: the update is not expected.
@@ -108,18 +170,60 @@ class RoundCollector:
             raise UpdateRefusedError(f"round {round_number} is too far ahead of round {self.round}")
         if self.round is None and any(sender == peer and number != round_number for number, sender in self._updates):
             raise UpdateRefusedError("an update of this peer for another round is already waiting")
+        if (round_number, peer) in self._refused:
+            raise UpdateRefusedError(f"an update of {peer} was refused in round {round_number} before")
+        if digest:
+            self._check_digest(round_number, peer, digest)
         return round_number
 
-    def add(self, peer: PeerId, round_number: int, path: Path) -> Path | None:
+    def refuse(self, peer: PeerId, round_number: int) -> Path | None:
+        """Let nothing of a peer count in a round any more; return its file that had arrived, to be deleted.
+
+        A scheduler with terms goes on without the member when it hears of the refusal, and records the round so.
+        """
+        if self.term is None:
+            return None
+        is_near = self.round is None or self.round <= round_number <= self.round + MAX_ROUNDS_AHEAD
+        if is_near and len(self._refused) < _MAX_REFUSED:
+            self._refused.add((round_number, peer))
+        dropped = self._updates.pop((round_number, peer), None)
+        return None if dropped is None else dropped.path
+
+    def _check_digest(self, round_number: int, peer: PeerId, digest: str) -> None:
+        reason = self._mismatch(round_number, peer, digest) or self._replay(round_number, peer, digest)
+        if reason is not None:
+            raise UpdateRefusedError(reason)
+
+    def _mismatch(self, round_number: int, peer: PeerId, digest: str) -> str | None:
+        """Return why an update is not the one that its worker has stated to the scheduler; None if it may be."""
+        members = self._members.get(round_number)
+        stated = None if members is None else members.digests.get(peer)
+        if stated is None or stated == digest:
+            return None
+        return f"update: the digest {digest} is not {stated}, which its worker has stated for round {round_number}"
+
+    def _replay(self, round_number: int, peer: PeerId, digest: str) -> str | None:
+        """Return why an update is one that its sender has sent for another round; None if it is not."""
+        if self.term is None:  # executors of the older network may send the same more than once
+            return None
+        waits = any(
+            sender == peer and number != round_number and update.digest == digest
+            for (number, sender), update in self._updates.items()
+        )
+        if not waits and digest not in self._used.get(peer, ()):
+            return None
+        return f"update: {peer} has sent {digest} for another round already: send the update of round {round_number}"
+
+    def add(self, peer: PeerId, round_number: int, path: Path, digest: str = "") -> Path | None:
         """Add an update that has arrived; return the file that it replaces, if a lost receipt made the peer send twice.
 
         Raises:
-            UpdateRefusedError: the round ended during the transfer.
+            UpdateRefusedError: the round ended during the transfer, or its members were announced with another digest.
         """
-        self.admit(peer, round_number)
+        self.admit(peer, round_number, digest)
         replaced = self._updates.get((round_number, peer))
-        self._updates[round_number, peer] = path
-        return replaced
+        self._updates[round_number, peer] = _Update(path, digest)
+        return None if replaced is None else replaced.path
 
     def seconds_until_due(self, now: float) -> float | None:
         """Return the seconds until the current round is complete (0: now); None: not before another message."""
@@ -132,6 +236,17 @@ class RoundCollector:
             return 0.0
         return None if members.deadline is None else max(0.0, members.deadline - now)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no member's update of the current round has arrived."""
+        members = self._current_membership()
+        return members is None or not any((self.round, peer) in self._updates for peer in members.weights)
+
+    def drop_members(self) -> tuple[PeerId, ...]:
+        """Forget the members of the current round, of which none has sent an update; return them."""
+        members = None if self.round is None else self._members.pop(self.round, None)
+        return () if members is None else tuple(members.weights)
+
     def close_round(self) -> CompleteRound:
         """End the current round with the updates that have arrived, and begin the next.
 
@@ -143,7 +258,7 @@ class RoundCollector:
             raise EmptyRoundError("no round has begun")
         number = self.round
         updates = tuple(
-            (peer, self._updates.pop((number, peer)), weight)
+            (peer, self._use(number, peer), weight)
             for peer, weight in members.weights.items()
             if (number, peer) in self._updates
         )
@@ -153,8 +268,15 @@ class RoundCollector:
             )
         missing = tuple(peer for peer in members.weights if peer not in {sender for sender, _, _ in updates})
         self._members.pop(number, None)
+        self._refused = {refused for refused in self._refused if refused[0] > number}
         self.round = number + 1
         return CompleteRound(number, updates, missing)
+
+    def _use(self, number: int, peer: PeerId) -> Path:
+        update = self._updates.pop((number, peer))
+        if self.term is not None:
+            self._used.setdefault(peer, set()).add(update.digest)
+        return update.path
 
     def is_late(self, peer: PeerId, round_number: int | None) -> bool:
         """Return whether this is an update for a round that is over, or that continues without its sender.
@@ -175,4 +297,4 @@ class RoundCollector:
     def _drop_nonmembers(self, number: int, members: Iterable[PeerId]) -> list[Path]:
         keep = set(members)
         removed = [key for key in self._updates if key[0] == number and key[1] not in keep]
-        return [self._updates.pop(key) for key in removed]
+        return [self._updates.pop(key).path for key in removed]

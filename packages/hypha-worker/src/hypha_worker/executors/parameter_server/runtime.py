@@ -23,10 +23,14 @@ class ParameterServerRuntime:
     @property
     def task_methods(self) -> tuple[TaskMethod[Any, Any], ...]:
         """See `Runtime.task_methods`."""
+        from hypha_proto.job_membership import JOB_WORKERS, JobWorkersKnown
         from hypha_proto.round_membership import ROUND_MEMBERS, MembersKnown
         from hypha_worker.jobs.execution import TaskMethod
 
-        return (TaskMethod(ROUND_MEMBERS, lambda reason: MembersKnown(accepted=False, reason=reason)),)
+        return (
+            TaskMethod(ROUND_MEMBERS, lambda reason: MembersKnown(accepted=False, reason=reason)),
+            TaskMethod(JOB_WORKERS, lambda reason: JobWorkersKnown(accepted=False, reason=reason)),
+        )
 
     def check(self, settings: ExecutorSettings) -> None:
         """See `Runtime.check`."""
@@ -55,7 +59,7 @@ class ParameterServerRuntime:
 
     def preload(self) -> None:
         """See `Runtime.preload`."""
-        import hypha_worker.executors.parameter_server.outer_step  # noqa: F401
+        import hypha_proto.outer_step  # noqa: F401
 
 
 RUNTIME: Final[Runtime] = ParameterServerRuntime()

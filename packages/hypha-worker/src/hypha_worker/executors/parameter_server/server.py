@@ -7,31 +7,33 @@ to their bridges and to the scheduler, which adds it to its own copy of the mode
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.abc
 
-from hypha_net import instrumentation, transfer
-from hypha_net.errors import NetError, TransferRefusedError
+from hypha_net import backoff, instrumentation, transfer
+from hypha_net.errors import NetError, NoSpaceError, TransferRefusedError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import AggregateJob
+from hypha_proto.job_membership import JOB_WORKERS, JobWorkers, JobWorkersKnown
+from hypha_proto.job_spec import AggregateJob, PeersReference
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
-from hypha_worker.connectors.rpc_retry import REPORT_DELAYS, call_with_retries
-from hypha_worker.errors import ExecutionError
+from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
+from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
+from hypha_worker.executors.parameter_server import outer_push
+from hypha_worker.executors.parameter_server.outer_push import OuterPush
 from hypha_worker.executors.parameter_server.round_collector import (
     CompleteRound,
     EmptyRoundError,
@@ -42,13 +44,25 @@ from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandl
 from hypha_worker.jobs.references import reference_peers
 
 if TYPE_CHECKING:
-    from hypha_worker.executors.parameter_server.outer_step import TensorLayout
+    from hypha_proto.outer_step import TensorLayout
+    from hypha_proto.safetensors_io import TensorInfo
 
 _log = logging.getLogger(__name__)
 
 _MAX_QUEUED_REFUSALS: Final = 64
+ANNOUNCEMENT_WAIT: Final = 5.0
+"""Seconds that the first update of a new worker may come before the scheduler's announcement of the worker."""
+_MAX_UNANNOUNCED: Final = 16
+"""Largest number of updates that wait for it."""
+MAX_PUSHES: Final = 3
+"""Largest number of outer updates of a job with a term that are being pushed; with a further one, the oldest ends."""
 _HEADER_ALLOWANCE: Final = 1 << 20
+SCHEDULER_PAUSES: Final = (0.5, 1.0, 2.0, 4.0)
+"""Seconds before the outer update of a job with a term is pushed to the scheduler again; the last repeats."""
+MAX_REFUSALS: Final = 3
+"""Refusals of an outer update by the scheduler after which it is not pushed again, unless its disk is full."""
 _CODECS: Final = ("fp32",)
+_OTHER_LAYOUT: Final = "the update does not match the first one of this job"
 _STEP_SECONDS: Final = instrumentation.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
@@ -60,6 +74,14 @@ class _ReferenceLayout:
     size: int = 0
 
 
+@dataclass(slots=True)
+class _Candidate:
+    """An update that arrived before the layout was known."""
+
+    layout: TensorLayout
+    size: int
+
+
 class ParameterServer:
     """An `Execution` in this process; outer steps are computed on files, in a thread."""
 
@@ -69,11 +91,28 @@ class ParameterServer:
         config = context.spec.executor.config
         self._context = context
         self._config = config
-        self._collector = RoundCollector(set(reference_peers([config.updates])), members_announced=bool(config.members))
+        senders = set(reference_peers([config.updates]))
+        self._collector = RoundCollector(senders, members_announced=bool(config.members), term=config.term)
         self._reference = _ReferenceLayout()
+        self._candidates: dict[Path, _Candidate] = {}
+        """In order of arrival; only of jobs with a term."""
+        self._momentum: Mapping[str, TensorInfo] | None = None
+        """Tensors of the momentum that the job begins with."""
+        self._has_begun = anyio.Event()
+        """Set when the momentum is known, or the job is over."""
         self._files = PeerFiles(context.endpoint, context.storage, context.traffic)
         self._changed = anyio.Event()
         self._count = 0
+        self._pushes: list[OuterPush] = []
+        """Outer updates that are being pushed, the oldest first."""
+        self._announced = anyio.Event()
+        """Set when workers or members are announced, then replaced."""
+        self._unannounced = 0
+        """Number of updates that wait for that."""
+        self._stopped = anyio.CancelScope()
+        self._disk_fault: str | None = None
+        self._has_empty_round = False
+        """Whether the last round ended without an update."""
         self._refusals: deque[UpdateRefused] = deque()
         self._refused = anyio.Event()
         self._is_over = False
@@ -91,7 +130,7 @@ class ParameterServer:
     @property
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """See `Execution.message_handlers`."""
-        return {ROUND_MEMBERS.name: self._set_round_members}
+        return {ROUND_MEMBERS.name: self._set_round_members, JOB_WORKERS.name: self._set_workers}
 
     @property
     def trace(self) -> ExecutionTrace:
@@ -102,24 +141,61 @@ class ParameterServer:
 
     async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
+        if self._is_over:
+            return Refusal(reason=f"{NO_JOB} of job {self._context.spec.job_id}: it is over")
         self._count += 1
-        if header is not None and self._collector.is_late(peer, header.round):
-            return self._accept_late_update(peer, header)
+        if header is not None and self._config.term is not None:
+            if header.term is not None and header.term != self._config.term:  # it may be sent again under this term
+                reason = f"term: {header.term} is not {self._config.term}, the term of this parameter server"
+                return Refusal(reason=reason)
+            await self._wait_until_announced(peer)
+            if self._collector.workers is not None and peer not in self._collector.senders:
+                return Refusal(reason=f"{peer} is not a worker of this job")
+        return self._accept_update(peer, header)
+
+    async def _wait_until_announced(self, peer: PeerId) -> None:
+        """Wait for the announcement of a new worker, which its first update may overtake."""
+        if self._collector.workers is None or self._unannounced >= _MAX_UNANNOUNCED:
+            return
+        self._unannounced += 1
         try:
+            with anyio.move_on_after(ANNOUNCEMENT_WAIT):
+                while peer not in self._collector.senders:
+                    await self._announced.wait()
+        finally:
+            self._unannounced -= 1
+
+    def _accept_update(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+        try:
+            if header is not None:
+                self._check_statement(header)
+                if self._collector.is_late(peer, header.round):
+                    return self._accept_late_update(peer, header)
             number = self._admit(peer, header)
         except UpdateRefusedError as error:
             self._report_refusal(peer, header.round if header else self._collector.round or 0, str(error))
             return Refusal(reason=str(error))
         path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
 
-        async def on_complete(size: int, _digest: str) -> None:
-            await self._on_update_received(peer, number, path, size)
+        async def on_complete(size: int, digest: str) -> None:
+            await self._on_update_received(peer, number, path, size, digest)
 
         return self._target(path, on_complete)
 
     def _target(self, path: Path, on_complete: Callable[[int, str], Awaitable[None]]) -> FilePushTarget:
         slot, quota = str(self._context.work_dir), self._context.storage
-        return FilePushTarget(path, self._max_size(), on_complete, slot=slot, quota=quota)
+        return FilePushTarget(
+            path, self._max_size(), on_complete, slot=slot, quota=quota, on_disk_error=self._stop_for_disk_error
+        )
+
+    def _stop_for_disk_error(self, error: NoSpaceError | OSError) -> None:
+        if isinstance(error, NoSpaceError):
+            self._disk_fault = self._disk_fault or str(error)
+        elif is_disk_fault(error):
+            self._disk_fault = self._disk_fault or describe_disk_fault(error, self._context.work_dir)
+        else:
+            return
+        self._stopped.cancel()
 
     def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
@@ -143,15 +219,30 @@ class ParameterServer:
             raise UpdateRefusedError(f"{header.kind[:40]!r} is not accepted here, only {PSEUDO_GRADIENT}")
         if header is not None and header.codec not in _CODECS:
             raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
-        return self._collector.admit(peer, header.round if header is not None else None)
+        if header is None:
+            return self._collector.admit(peer, None)
+        return self._collector.admit(peer, header.round, header.digest)
 
-    async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int) -> None:
+    def _check_statement(self, header: PushHeader) -> None:
+        """Check what the header of an update states besides its round; older workers state nothing.
+
+        Raises:
+            UpdateRefusedError: its statement is meant for another file.
+        """
+        stated = header.contribution
+        if stated is not None and (stated.round, stated.update) != (header.round, header.digest):
+            raise UpdateRefusedError(
+                f"contribution: it is of round {stated.round} with update {stated.update}, and the file is of round "
+                f"{header.round} with {header.digest}"
+            )
+
+    async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int, digest: str) -> None:
         try:
             await self._check_layout(path, size)
             if self._collector.is_late(peer, number):  # the round continued without it during the transfer
                 self._drop_late(peer, number, path)
                 return
-            replaced = self._collector.add(peer, number, path)
+            replaced = self._collector.add(peer, number, path, digest)
         except (TensorFileError, UpdateRefusedError, OSError) as error:
             _remove(path)
             self._report_refusal(peer, number, str(error))
@@ -161,17 +252,26 @@ class ParameterServer:
         self._changed.set()
 
     async def _check_layout(self, path: Path, size: int) -> None:
-        from hypha_worker.executors.parameter_server.outer_step import TensorLayout, inspect_update
+        from hypha_proto.outer_step import TensorLayout, inspect_update
 
+        await self._has_begun.wait()
         layout = await self._context.storage.run(inspect_update, path, abandon=True)
+        if self._momentum is not None and (difference := layout.momentum_difference(self._momentum)):
+            raise UpdateRefusedError(f"the update does not match the momentum of this job: {difference}")
         first = self._reference.first
-        if not isinstance(first, TensorLayout):
+        if isinstance(first, TensorLayout):
+            if difference := first.difference(layout):
+                raise UpdateRefusedError(f"{_OTHER_LAYOUT}: {difference}")
+        elif self._config.term is None:
             self._reference = _ReferenceLayout(layout, size)
-        elif difference := first.difference(layout):
-            raise UpdateRefusedError(f"the update does not match the first one of this job: {difference}")
+        else:  # a single sender does not decide what the model is
+            self._candidates[path] = _Candidate(layout, size)
 
     def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
         _log.warning("update from %s for round %d refused: %s", peer, number, reason)
+        if (dropped := self._collector.refuse(peer, number)) is not None:
+            self._candidates.pop(dropped, None)
+            _remove(dropped)
         message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
         if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
             _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
@@ -184,39 +284,104 @@ class ParameterServer:
         for path in dropped:
             _remove(path)
         if answer.accepted:
+            for update in self._collector.drop_mismatched(message.round):
+                _remove(update.path)
+                self._report_refusal(update.peer, message.round, update.reason)
             self._changed.set()
+            self._notify_announced()
         else:
-            _log.warning("members of round %d refused: %s", message.round, answer.reason)
+            settled = self._collector.round is not None and message.round < self._collector.round
+            level = logging.INFO if settled else logging.WARNING  # they cross the step of a round that loses a member
+            _log.log(level, "members of round %d refused: %s", message.round, answer.reason)
         return answer
+
+    async def _set_workers(self, _scheduler: PeerId, message: JobWorkers) -> JobWorkersKnown:
+        before = self._collector.workers or reference_peers([self._config.results])
+        answer = self._collector.set_workers(message)
+        if answer.accepted:
+            gone = before - set(message.workers) - {self._context.scheduler}
+            for push in self._pushes:
+                push.stop(gone)
+            self._notify_announced()
+        return answer
+
+    def _notify_announced(self) -> None:
+        self._announced.set()
+        self._announced = anyio.Event()
 
     # -------------------------------------------------------------------------------------------------------- stepping
 
     async def run(self) -> None:
         """See `Execution.run`."""
+        with self._stopped:
+            await self._run()
+        if self._disk_fault is not None:
+            raise WorkReturnedError(self._disk_fault)
+
+    async def _run(self) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_refusals)
             try:
+                await self._fetch_momentum()
                 while not await self._run_round(tasks):
                     pass
             except (TensorFileError, EmptyRoundError, OSError, NetError) as error:
+                if isinstance(error, OSError) and is_disk_fault(error):
+                    raise WorkReturnedError(describe_disk_fault(error, self._context.work_dir)) from error
                 raise ExecutionError(str(error)) from error
             finally:
                 self._is_over = True
+                self._has_begun.set()
                 self._refused.set()
                 tasks.cancel_scope.deadline = anyio.current_time() + 1.0
+
+    async def _fetch_momentum(self) -> None:
+        """Fetch the momentum that the job begins with, if there is one.
+
+        Raises:
+            ExecutionError: it cannot be fetched, or is no momentum.
+        """
+        from hypha_proto.outer_step import inspect_momentum
+
+        reference, storage = self._config.momentum, self._context.storage
+        if reference is not None:
+            if not isinstance(reference, PeersReference) or reference.resource is None:
+                raise ExecutionError("momentum: the reference names no file of a peer")
+            path = self._momentum_path
+            try:
+                await self._files.pull(reference.peers, reference.resource, path)
+                self._momentum = await storage.run(inspect_momentum, path, abandon=True)
+            except (BridgeError, TensorFileError) as error:
+                raise ExecutionError(f"momentum: {error}") from error
+            _log.info("the outer momentum of %d tensors comes from the scheduler", len(self._momentum))
+        self._has_begun.set()
+
+    @property
+    def _momentum_path(self) -> Path:
+        folder = self._context.work_dir / "outer"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / "momentum.safetensors"
 
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
         """Run one round; return whether it was the last."""
         await self._wait_for_updates()
+        if self._config.term is not None and self._collector.is_empty and not self._has_empty_round:
+            self._has_empty_round = True  # all of its members may be gone; the scheduler announces others
+            await self._report_missing(self._collector.round or 0, self._collector.drop_members())
+            return False
         done = self._collector.close_round()
-        await self._report_missing(done)
+        self._has_empty_round = False
+        await self._report_missing(done.round, done.missing)
+        done = await self._leave_out_other_layouts(done)
         result = await self._step(done)
         if self._reports_before_pushing():
             is_last = await self._report_step(done)
             await self._push_outer_update(done, result, tasks)
         else:
-            await self._push_outer_update(done, result, tasks)
+            push = await self._push_outer_update(done, result, tasks)
             is_last = await self._report_step(done)
+            if is_last:
+                await push.wait(self._recorder, outer_push.LAST_PATIENCE)
         return is_last
 
     def _reports_before_pushing(self) -> bool:
@@ -229,14 +394,44 @@ class ParameterServer:
             return False
         return not speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
 
-    async def _report_missing(self, done: CompleteRound) -> None:
+    async def _report_missing(self, number: int, missing: Iterable[PeerId]) -> None:
         """Report missing members, before the step: until then the scheduler counts their samples."""
-        for peer in done.missing:
-            _log.warning("round %d continues without the update of %s, which did not arrive in time", done.round, peer)
+        for peer in missing:
+            _log.warning("round %d continues without the update of %s, which did not arrive in time", number, peer)
             message = UpdateRefused(
-                job_id=self._context.spec.job_id, round=done.round, peer=peer, reason="it did not arrive in time"
+                job_id=self._context.spec.job_id,
+                round=number,
+                peer=peer,
+                reason="it did not arrive in time",
+                missing=True,
             )
             await self._send_to_scheduler(message)
+
+    async def _leave_out_other_layouts(self, done: CompleteRound) -> CompleteRound:
+        """Refuse the updates of the first round whose tensors are not those of most samples."""
+        if self._reference.first is None:
+            self._reference = _choose_layout([(self._candidates[path], weight) for _, path, weight in done.updates])
+        kept = []
+        for peer, path, weight in done.updates:
+            difference = self._difference(self._candidates.pop(path, None))
+            if difference:
+                _remove(path)
+                _log.warning("update from %s for round %d refused: %s", peer, done.round, difference)
+                reason = f"{_OTHER_LAYOUT}: {difference}"
+                message = UpdateRefused(job_id=self._context.spec.job_id, round=done.round, peer=peer, reason=reason)
+                await self._send_to_scheduler(message)
+            else:
+                kept.append((peer, path, weight))
+        if not kept:
+            raise EmptyRoundError(f"no update of round {done.round} matches the first one of this job")
+        return replace(done, updates=tuple(kept))
+
+    def _difference(self, candidate: _Candidate | None) -> str:
+        """Return how the tensors of an update differ from those of the job; empty if they do not."""
+        from hypha_proto.outer_step import TensorLayout
+
+        first = self._reference.first
+        return first.difference(candidate.layout) if candidate is not None and isinstance(first, TensorLayout) else ""
 
     async def _wait_for_updates(self) -> None:
         while (due := self._collector.seconds_until_due(anyio.current_time())) != 0.0:
@@ -245,7 +440,7 @@ class ParameterServer:
                 await self._changed.wait()
 
     async def _step(self, done: CompleteRound) -> Path:
-        from hypha_worker.executors.parameter_server.outer_step import TensorLayout
+        from hypha_proto.outer_step import TensorLayout
 
         layout = self._reference.first
         if not isinstance(layout, TensorLayout):
@@ -255,18 +450,18 @@ class ParameterServer:
             return await self._compute_step(done, layout)
 
     async def _compute_step(self, done: CompleteRound, layout: TensorLayout) -> Path:
+        from hypha_proto.outer_step import OuterOptimizer, outer_step
         from hypha_proto.update_file import UpdateMetadata
-        from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, outer_step
 
         settings, started = self._config.optimizer, anyio.current_time()
-        storage, folder = self._context.storage, self._context.work_dir / "outer"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        storage, momentum = self._context.storage, self._momentum_path
+        folder = momentum.parent
         await storage.run(storage.reserve, folder, 3 * layout.float32_size(self._reference.size))
         result = folder / f"outer-{done.round}.safetensors"
         await storage.run(
             outer_step,
             [(path, weight) for _, path, weight in done.updates],
-            folder / "momentum.safetensors",
+            momentum,
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
             UpdateMetadata(round=done.round, statistics=layout.statistics),
@@ -280,8 +475,11 @@ class ParameterServer:
         _log.info("round %d: outer step over %d updates in %.3f s", done.round, len(done.updates), took)
         return result
 
-    async def _push_outer_update(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> None:
-        """Push the outer update to all receivers concurrently; wait only for those that take part in the round."""
+    async def _push_outer_update(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> OuterPush:
+        """Push the outer update to all receivers concurrently; wait for those that take part in the round.
+
+        In a job with a term, only the scheduler must have it: the members may be gone, and are not waited for long.
+        """
         size, digest = await transfer.describe(result)
         header = PushHeader(
             job_id=self._context.spec.job_id,
@@ -292,30 +490,75 @@ class ParameterServer:
             digest=digest,
             lease=self._context.lease,
             scheduler=self._context.scheduler,
+            term=self._config.term,
+            samples=int(sum(weight for _, _, weight in done.updates)) if self._config.members else 0,
         )
         participants, others = self._receivers(done)
-        if others:
-            copy = result.with_name(f"{result.name}.others")
-            os.link(result, copy)
-            tasks.start_soon(self._push_and_remove, others, copy, header)
-        if not await self._push_and_remove(participants, result, header):
+        push = OuterPush(result, header, participants, others, repeats=self._recorder is not None)
+        tasks.start_soon(self._run_push, push)
+        await push.wait(self._recorder, outer_push.PATIENCE)
+        if self._recorder is None and push.reached.isdisjoint(participants):
             raise ExecutionError(f"the outer update of round {done.round} reached none of {len(participants)} peers")
+        return push
 
-    async def _push_and_remove(self, peers: Sequence[PeerId], path: Path, header: PushHeader) -> bool:
-        with instrumentation.span("send outer update", {"hypha.round": header.round, "hypha.peers": len(peers)}):
-            sent, failed = await self._files.push_each(peers, path, header)
-        for peer, error in failed.items():
-            _log.warning("outer update of round %d did not reach %s: %s", header.round, peer, error)
-        _remove(path)
-        return bool(sent)
+    @property
+    def _recorder(self) -> PeerId | None:
+        """The scheduler, if the job goes on when it alone has an outer update."""
+        is_recorded = self._config.term is not None and self._context.scheduler in reference_peers(
+            [self._config.results]
+        )
+        return self._context.scheduler if is_recorded else None
+
+    async def _run_push(self, push: OuterPush) -> None:
+        self._pushes.append(push)
+        if self._config.term is not None and len(self._pushes) > MAX_PUSHES:
+            self._pushes[0].stop()
+        try:
+            await push.run(self._push_to)
+        finally:
+            self._pushes.remove(push)
+
+    async def _push_to(self, peer: PeerId, path: Path, header: PushHeader) -> int:
+        """Push an outer update to a receiver, with retries; return the bytes sent. Raises `NetError`."""
+        if peer == self._context.scheduler:
+            return await self._push_to_scheduler(path, header)
+        return await self._files.push_to(peer, path, header)
+
+    async def _push_to_scheduler(self, path: Path, header: PushHeader) -> int:
+        """Push an outer update to the scheduler; return the bytes sent.
+
+        A job with a term cannot go on without: its push is repeated until the scheduler has the update or the job ends,
+        for example when its disk is full. What becomes of the job if it refuses the update for another reason, which
+        it does when it has it already, it says when it hears of the step.
+
+        Raises:
+            NetError: without a term, it was not sent; with one, it was refused `MAX_REFUSALS` times for other reasons.
+        """
+        scheduler, failures, refusals = self._context.scheduler, 0, 0
+        while True:
+            try:
+                return await self._context.contact.retry(
+                    f"push of {header.name} to {scheduler}",
+                    lambda: self._files.push_to(scheduler, path, header),
+                    delays=(0.0,),  # each is repeated itself
+                )
+            except NetError as error:
+                refusals += isinstance(error, TransferRefusedError) and not error.reason.startswith(NO_ROOM)
+                if self._config.term is None or refusals == MAX_REFUSALS:
+                    raise
+                _log.warning("outer update of round %d did not reach the scheduler: %s", header.round, error)
+            await anyio.sleep(backoff.jittered(SCHEDULER_PAUSES, failures))
+            failures += 1
 
     def _receivers(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
         """Return the receivers of the outer update: the scheduler and members whose updates count; then all others."""
-        listed = sorted(reference_peers([self._config.results]))
-        members = [peer for peer, _, _ in done.updates]
-        scheduler = [peer for peer in listed if peer == self._context.scheduler]
-        participants = list(dict.fromkeys([*members, *scheduler]))
-        return participants, [peer for peer in listed if peer not in participants]
+        listed, scheduler = reference_peers([self._config.results]), self._context.scheduler
+        workers = self._collector.workers
+        if workers is not None:
+            listed = workers | (listed & {scheduler})
+        members = [peer for peer, _, _ in done.updates if workers is None or peer in workers]
+        participants = dict.fromkeys([*members, *(listed & {scheduler})])
+        return list(participants), sorted(listed - participants.keys())
 
     async def _report_step(self, done: CompleteRound) -> bool:
         """Report an outer step to the scheduler; return whether it was the last."""
@@ -323,8 +566,8 @@ class ParameterServer:
         request = ProgressRequest(
             job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
-        answer = await call_with_retries(
-            context.endpoint, context.scheduler, REPORT, request, timeout=30.0, delays=REPORT_DELAYS
+        answer = await context.contact.call(
+            REPORT, request, is_refusal=lambda answer: isinstance(answer, ProgressError)
         )
         if isinstance(answer, ProgressError):
             why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
@@ -341,9 +584,26 @@ class ParameterServer:
 
     async def _send_to_scheduler(self, message: UpdateRefused) -> None:
         try:
-            await call_with_retries(self._context.endpoint, self._context.scheduler, UPDATE_REFUSED, message)
+            # one that does not know the job yet acknowledges it, too
+            await self._context.contact.call(
+                UPDATE_REFUSED, message, is_refusal=lambda _answer: True, timeout=10.0, delays=RETRY_DELAYS
+            )
         except NetError as error:
             _log.warning("an update that does not count could not be reported to the scheduler: %s", error)
+
+
+def _choose_layout(candidates: Sequence[tuple[_Candidate, float]]) -> _ReferenceLayout:
+    """Return the layout of the updates with the largest weight together; the first of equal ones."""
+    groups: list[tuple[_Candidate, float]] = []
+    for candidate, weight in candidates:
+        for number, (known, total) in enumerate(groups):
+            if known.layout == candidate.layout:
+                groups[number] = known, total + weight
+                break
+        else:
+            groups.append((candidate, weight))
+    chosen, _ = max(groups, key=lambda group: group[1])
+    return _ReferenceLayout(chosen.layout, chosen.size)
 
 
 def _remove(path: Path) -> None:

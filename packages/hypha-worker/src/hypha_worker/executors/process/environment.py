@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
+from hypha_proto.bridge_api import MEMORY_VARIABLE
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
+from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Allocation
 
 PASSED: Final = (
@@ -55,7 +57,7 @@ def make_environment(
     Args:
         configured: the executor's own variables.
         values: the value of each placeholder in them.
-        allocation: what the lease has allocated: the number of threads, and the devices.
+        allocation: what the lease has allocated: the number of threads, main memory, and the devices.
         token: marks the processes of one run.
         work_dir: the process's folder, which is also its home.
         traceparent: span that the process's own spans belong to.
@@ -63,12 +65,14 @@ def make_environment(
         has_devices: whether the worker offers GPUs, so that a job sees only those of its lease.
     """
     own = {name: substitute(value, values) for name, value in configured.items()}
-    threads = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
+    amounts = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
+    if memory := int(allocation.resources.memory * GIGABYTE):
+        amounts[MEMORY_VARIABLE] = str(memory)
     devices = visibility_variables(allocation.visible_devices) if has_devices else {}
     trace = {"TRACEPARENT": traceparent} if traceparent else {}
     passed = _passed(os.environ)
     own_files = _own_files(work_dir) | _uv_folders(os.environ, writable)
-    return {**threads, **passed, **own_files, **own, **devices, **trace, TOKEN_VARIABLE: token}
+    return {**amounts, **passed, **own_files, **own, **devices, **trace, TOKEN_VARIABLE: token}
 
 
 def _passed(environment: Mapping[str, str]) -> dict[str, str]:

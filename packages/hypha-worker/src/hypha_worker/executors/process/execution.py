@@ -15,14 +15,25 @@ from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.codec import to_json
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec
+from hypha_proto.job_membership import SERVER_CHANGED
+from hypha_proto.job_spec import JobSpec, TrainJob
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.round_commits import RoundCommits
 from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.server_changes import ServerChanges
+from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
+from hypha_worker.errors import (
+    ExecutionError,
+    ExecutorExitError,
+    ExecutorStartError,
+    WorkReturnedError,
+    describe_disk_fault,
+    is_disk_fault,
+)
 from hypha_worker.executors.process.placeholders import make_placeholders
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
@@ -37,6 +48,8 @@ class ProcessExecution:
         self._context = context
         self._settings = settings
         self._disk_fault: str | None = None
+        self._failure: ExecutionError | None = None
+        """With what the process has failed by itself."""
         self._stopped = anyio.CancelScope()
         self._runner = ProcessRunner(settings, _place(context, settings.logs))
         self._queue = DeliveryQueue(
@@ -47,7 +60,10 @@ class ProcessExecution:
             storage=context.storage,
             kind=self.accepted_push_kind,
             on_disk_error=self._stop_for_disk_error,
+            uncommitted=_uncommitted_updates(context),
         )
+        self._backend = self._make_backend()
+        self._changes = ServerChanges(self._backend, self._queue)
 
     @property
     def senders(self) -> Set[PeerId]:
@@ -62,7 +78,7 @@ class ProcessExecution:
     @property
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """See `Execution.message_handlers`."""
-        return {}
+        return {} if self._backend.server.term is None else {SERVER_CHANGED.name: self._changes.handle}
 
     @property
     def trace(self) -> ExecutionTrace:
@@ -76,20 +92,38 @@ class ProcessExecution:
     async def run(self) -> None:
         """See `Execution.run`."""
         place = choose_place(self._context.work_dir, self._settings.socket_folder)
-        backend = self._make_backend()
-        async with open_bridge(backend, place):
+        backend = self._backend
+        async with open_bridge(backend, place) as was_used, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._queue.run)
+            tasks.start_soon(self._changes.run)
             try:
                 await self._run_until_disk_fault(place.path)
             finally:
                 self._queue.close()
                 backend.close()
+                tasks.cancel_scope.cancel()
+                self._note_start(was_used())
+
+    def _note_start(self, has_used_bridge: bool) -> None:
+        """Note whether the executor has started: it has used its bridge, or ended without an error.
+
+        A signal, a limit of the lease, or a job that the executor does not support says nothing about its start.
+        """
+        starts, exit_code = self._settings.starts, self._runner.trace.exit_code
+        if starts is None:
+            return
+        if has_used_bridge or exit_code == 0:
+            starts.note_success()
+        elif isinstance(self._failure, ExecutorStartError | ExecutorExitError):
+            starts.note_failure(str(self._failure))
 
     async def _run_until_disk_fault(self, socket_path: Path) -> None:
         with self._stopped:
             try:
                 specification = _specification(self._context.spec)
                 await self._runner.run(make_placeholders(self._context.storage.files, socket_path, specification))
-            except ExecutionError:
+            except ExecutionError as error:
+                self._failure = None if isinstance(error, WorkReturnedError) else error
                 if self._disk_fault is None:
                     raise
         if self._disk_fault is not None:
@@ -117,6 +151,7 @@ class ProcessExecution:
             access=self._settings.access,
             files=PeerFiles(context.endpoint, context.storage, context.traffic),
             traceparent=context.traceparent,
+            contact=context.contact,
             on_disk_fault=self._stop_for_disk_fault,
         )
 
@@ -131,10 +166,20 @@ def _place(context: JobContext, logs: LogFolder | None) -> ProcessPlace:
         scope=context.scope,
         log_name=f"{job:.8}/{lease:.4}",
         attributes={"hypha.job.id": job, "hypha.lease.id": lease},
-        log=None if logs is None else logs.new_log(context.spec.job_id, lease),
+        log=None if logs is None else logs.new_log(context.spec.job_id, lease, context.scheduler),
         traceparent=context.traceparent,
         keep_resources=context.keep_resources,
     )
+
+
+def _uncommitted_updates(context: JobContext) -> UncommittedUpdates | None:
+    """Return what keeps a job's outer updates until they are committed; None if its scheduler commits none."""
+    executor = context.spec.executor
+    if not isinstance(executor, TrainJob) or executor.config.term is None:
+        return None
+    commits = RoundCommits(context.endpoint, context.scheduler, context.spec.job_id, context.lease, context.contact)
+    config = executor.config
+    return UncommittedUpdates(commits, executor.config.term, config.first_round or 1, joins=bool(config.join))
 
 
 def _specification(spec: JobSpec) -> str:

@@ -6,6 +6,7 @@ Called by the executions of this folder, which know what the command is for; it 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -21,7 +22,8 @@ import anyio.abc
 
 from hypha_net import instrumentation
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.errors import ExecutionError, WorkReturnedError
+from hypha_worker.errors import ExecutionError, ExecutorExitError, ExecutorStartError, WorkReturnedError
+from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.executors.isolation.layers import Confinement, Launch
 from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
 from hypha_worker.executors.isolation.visible_paths import (
@@ -31,6 +33,7 @@ from hypha_worker.executors.isolation.visible_paths import (
     without_ancestors,
 )
 from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
+from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.output_log import OutputLog
 from hypha_worker.executors.process.placeholders import JOB_JSON, SOCKET_PATH
 from hypha_worker.executors.process.process_tree import (
@@ -40,7 +43,7 @@ from hypha_worker.executors.process.process_tree import (
     make_token,
     terminate_tree,
 )
-from hypha_worker.executors.process.spawn import SpawnedProcess, spawn
+from hypha_worker.executors.process.spawn import SpawnedProcess, signal_status, spawn
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
@@ -53,6 +56,9 @@ _ARGUMENT_LIMIT: Final = 128 << 10
 """Largest number of bytes in one argument (Linux)."""
 _OUTPUT_DRAIN: Final = 1.0
 """Seconds in which remaining output is read after the processes have ended."""
+_NO_START_FAILURE: Final = (2, os.EX_TEMPFAIL)
+"""Exit codes of executors for a job that is not supported, and for exhausted memory."""
+_VMSTAT: Final = Path("/proc/vmstat")
 _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active", "{executor}", "Executors that run.")
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
@@ -81,6 +87,10 @@ class ProcessSettings:
     """Where the output of processes is stored."""
     has_devices: bool = False
     """Whether the worker offers GPUs, so that a job sees only those of its lease."""
+    fork_server: ForkServer | None = None
+    """Starts processes sooner."""
+    starts: ExecutorStarts | None = None
+    """Notes how the executor has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,8 @@ class ProcessRunner:
         self._token = make_token(place.work_dir.parent)
         self._output = OutputLog(place.log, place.log_name)
         self._exit_code: int | None = None
+        self._oom_kills = 0
+        """Processes that the kernel had ended for want of memory when this one was started."""
 
     @property
     def trace(self) -> ExecutionTrace:
@@ -130,7 +142,10 @@ class ProcessRunner:
             on_start: called when the process runs.
 
         Raises:
-            ExecutionError: it cannot be started, or its exit code is not 0.
+            ExecutionError: it cannot be started for this job, or its exit code is not 0.
+            ExecutorExitError: its exit code is not 0, and neither a signal nor a layer, nor the job or want of memory
+                as its code says, has ended it.
+            ExecutorStartError: it cannot be started at all.
             WorkReturnedError: it exited with `os.EX_IOERR`, which asks for the work to be done elsewhere.
         """
         if job := values.get(JOB_JSON):
@@ -169,14 +184,17 @@ class ProcessRunner:
 
     def _check_exit_code(self, confined: ConfinedRun) -> None:
         how = exit_text(self._exit_code)
-        if self._exit_code and (reason := confined.describe_end(self._exit_code)) is not None:
+        reason = confined.describe_end(self._exit_code) if self._exit_code else None
+        if reason is not None:
             how = reason
+        elif self._exit_code == -signal.SIGKILL and count_oom_kills() > self._oom_kills:
+            how = f"{how}, while this machine ended processes because it had no memory left"
         what = f"executor {self._settings.cmd} {how}"
         _log.info("[%s] executor %s", self._place.log_name, how)
         if self._exit_code == os.EX_IOERR:
             raise WorkReturnedError(self._output.error or what)
         if self._exit_code != 0:
-            raise ExecutionError(what)
+            raise (ExecutorExitError if reason is None and _is_start_failure(self._exit_code) else ExecutionError)(what)
 
     def _start_measuring(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
         """Start measuring the process's use, if metrics are exported; cancel the returned scope to stop."""
@@ -196,10 +214,12 @@ class ProcessRunner:
         command = self._command(values)
         launch = Launch(command, self._environment(values))
         confined.apply(launch)
+        self._oom_kills = count_oom_kills()
         try:
-            return spawn(launch, self._place.work_dir)
+            return spawn(launch, self._place.work_dir, self._settings.fork_server)
         except OSError as error:
-            raise ExecutionError(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
+            kind = ExecutionError if error.errno == errno.E2BIG else ExecutorStartError  # the job may be too large
+            raise kind(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
 
     def _command(self, values: Mapping[str, str]) -> list[str]:
         command = [self._executable(), *(substitute(arg, values) for arg in self._settings.args)]
@@ -244,7 +264,7 @@ class ProcessRunner:
         path = self._settings.env.get("PATH", os.environ.get("PATH"))
         found = shutil.which(self._settings.cmd, path=path)
         if found is None:
-            raise ExecutionError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
+            raise ExecutorStartError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())
 
     async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
@@ -263,9 +283,23 @@ def _make_writable_folder(path: Path) -> None:
         if not path.exists():
             path.mkdir(mode=0o755, parents=True)
     except OSError as error:
-        raise ExecutionError(
+        raise ExecutorStartError(
             f"executors.writable: {path} cannot be created: {error.strerror}; create it, or remove it from writable"
         ) from error
+
+
+def _is_start_failure(code: int | None) -> bool:
+    """Return whether a code, of a process that has not used its bridge yet, means that its start has failed."""
+    return code is not None and signal_status(code) > 0 and code not in _NO_START_FAILURE
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the kernel has ended for want of memory since it started; 0 where it does not say."""
+    try:
+        lines = _VMSTAT.read_text().splitlines()
+    except OSError:  # there is no procfs, as on macOS
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def exit_text(code: int | None) -> str:

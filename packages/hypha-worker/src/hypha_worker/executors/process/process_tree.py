@@ -13,9 +13,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -89,12 +89,17 @@ class ProcessTree:
     token: str
     """Value of `TOKEN_VARIABLE` in the environment of the run's processes."""
     killer: Killer | None = None
+    found: set[psutil.Process] = field(default_factory=set)
+    """Processes seen before: one that is exiting has no environment any more, but still holds memory and files."""
 
     async def find(self) -> list[psutil.Process]:
         """Return every live process; also reap the leader."""
         with anyio.move_on_after(0):
             await self.leader.wait()
-        return await _in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer))
+        survivors = await _in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer, self.found))
+        self.found.clear()
+        self.found.update(survivors)
+        return survivors
 
     async def pids(self) -> Sequence[int]:
         """Return the ids of all live processes."""
@@ -209,18 +214,19 @@ async def _in_own_thread(function: Callable[[], T]) -> T:
     return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
 
 
-def _scan(group: int, token: str, killer: Killer | None) -> list[psutil.Process]:
-    """Return the live processes among those of the group, those with the token, and those that the layers know.
+def _scan(group: int, token: str, killer: Killer | None, seen: Set[psutil.Process]) -> list[psutil.Process]:
+    """Return the live processes among those of the group, those with the token, those that the layers know, and `seen`.
 
     Those of other users count for root alone, who may end them.
     """
     uid = os.getuid()
     known = () if killer is None else killer.pids() or ()
     pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
+    opened = {found for pid in {*pids, *known} if (found := _open(pid)) is not None}
     return [
         found
-        for pid in {*pids, *known}
-        if (found := _open(pid)) is not None and _belongs(found, group, token, uid, is_known=pid in known)
+        for found in opened | {each for each in seen if each.is_running()}
+        if _belongs(found, group, token, uid, is_known=found.pid in known or found in seen)
     ]
 
 

@@ -20,7 +20,14 @@ class ProcessRuntime:
 
     job_class: ExecutorClass = "train"
     runs_tasks = True
-    task_methods: tuple[TaskMethod[Any, Any], ...] = ()
+
+    @property
+    def task_methods(self) -> tuple[TaskMethod[Any, Any], ...]:
+        """See `Runtime.task_methods`."""
+        from hypha_proto.job_membership import SERVER_CHANGED, ServerKnown
+        from hypha_worker.jobs.execution import TaskMethod
+
+        return (TaskMethod(SERVER_CHANGED, lambda reason: ServerKnown(accepted=False, reason=reason)),)
 
     def check(self, settings: ExecutorSettings) -> None:
         """See `Runtime.check`."""
@@ -71,6 +78,8 @@ def _process_settings(settings: ExecutorSettings, host: HostSettings) -> Process
         socket_folder=host.socket_folder,
         logs=host.logs,
         has_devices=host.has_devices,
+        fork_server=host.fork_server,
+        starts=host.starts,
     )
 
 

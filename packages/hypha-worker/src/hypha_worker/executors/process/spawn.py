@@ -1,18 +1,21 @@
-"""Starts an executor's process from the calling thread, and waits for its end by a pidfd.
+"""Starts an executor's process, and waits for its end without a thread.
 
 Called by `process_runner`. anyio and trio start processes in a worker thread, and the kernel sends the signal that a
 process asks for by PR_SET_PDEATHSIG, as ``bwrap --die-with-parent`` does, when the *thread* that started it ends: after
-10 s without work. So the process is started in the thread of the event loop, which lives as long as the worker.
+10 s without work. So the process is started in the thread of the event loop, which lives as long as the worker, or by
+`isolation.fork_server`, which was started there and has one thread.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
 import anyio.abc
@@ -21,6 +24,9 @@ import anyio.to_thread
 
 from hypha_worker.executors.isolation import launcher
 from hypha_worker.executors.isolation.layers import Launch
+from hypha_worker.executors.process.fork_server_client import ForkServer
+
+_log = logging.getLogger(__name__)
 
 
 class _OutputPipe(anyio.abc.ByteReceiveStream):
@@ -50,36 +56,123 @@ class _OutputPipe(anyio.abc.ByteReceiveStream):
             os.close(descriptor)
 
 
+class _Child(Protocol):
+    """A started process, as `SpawnedProcess` waits for it."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is not used again before `poll` has returned its exit code."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal, or None while it runs."""
+        ...
+
+    async def changed(self) -> None:
+        """Wait until `poll` may return another value."""
+        ...
+
+    def close(self) -> None:
+        """Release what is needed to wait for it."""
+        ...
+
+
+class _DirectChild:
+    """A child of this process."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self._pidfd = _open_pidfd(popen.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    async def changed(self) -> None:
+        if self._pidfd is None:
+            limiter = anyio.CapacityLimiter(1)
+            await anyio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True, limiter=limiter)
+        else:
+            await anyio.wait_readable(self._pidfd)
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            descriptor, self._pidfd = self._pidfd, None
+            anyio.notify_closing(descriptor)
+            os.close(descriptor)
+
+
+class _ForkedChild:
+    """A child of the fork server."""
+
+    def __init__(self, server: ForkServer, pid: int, status: int) -> None:
+        os.set_blocking(status, False)
+        self._server = server
+        self._pid = pid
+        self._status: int | None = status
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def poll(self) -> int | None:
+        if self._code is None and self._status is not None:
+            try:
+                text = os.read(self._status, 16)
+            except BlockingIOError:
+                return None
+            if text:
+                self._server.reap(self._pid)
+            else:  # the server was killed, and nobody else knows
+                _log.error("how process %d has ended is not known: what had started it has ended", self._pid)
+            self._code = int(text) if text else -signal.SIGKILL
+        return self._code
+
+    async def changed(self) -> None:
+        if self._status is not None:
+            await anyio.wait_readable(self._status)
+
+    def close(self) -> None:
+        if self._status is not None:
+            descriptor, self._status = self._status, None
+            anyio.notify_closing(descriptor)
+            os.close(descriptor)
+
+
 class SpawnedProcess(anyio.abc.Process):
     """A process that was started by `spawn`: the leader of its own session, without standard input."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], output: int, exit_code: Callable[[int], int]) -> None:
-        self._popen = popen
+    def __init__(self, child: _Child, output: int, exit_code: Callable[[int], int]) -> None:
+        self._child = child
         self._exit_code = exit_code
-        self._pidfd = _open_pidfd(popen.pid)
+        self._code: int | None = None
         self._stdout = _OutputPipe(output)
 
     async def wait(self) -> int:
         """Wait for the end, and return `returncode`."""
-        while self._popen.poll() is None:
-            if self._pidfd is None:
-                await anyio.to_thread.run_sync(
-                    self._popen.wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
-                )
-            else:
-                await anyio.wait_readable(self._pidfd)
+        while (code := self._poll()) is None:
+            await self._child.changed()
         await anyio.lowlevel.checkpoint()
-        return self._exit_code(self._popen.returncode)
+        return code
+
+    def _poll(self) -> int | None:
+        if self._code is None and (code := self._child.poll()) is not None:
+            self._code = self._exit_code(code)
+        return self._code
 
     @property
     def pid(self) -> int:
         """Process id; also the id of its process group."""
-        return self._popen.pid
+        return self._child.pid
 
     @property
     def returncode(self) -> int | None:
         """Exit code, negative for a signal, or None while nobody has seen it end."""
-        return None if self._popen.returncode is None else self._exit_code(self._popen.returncode)
+        return self._code
 
     @property
     def stdin(self) -> None:
@@ -98,55 +191,69 @@ class SpawnedProcess(anyio.abc.Process):
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._popen.terminate()
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        self._popen.kill()
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, signal: int) -> None:
-        """Send a signal to this process alone."""
-        self._popen.send_signal(signal)
+        """Send a signal to this process alone, unless it has ended."""
+        if self._poll() is None:
+            os.kill(self.pid, signal)
 
     async def aclose(self) -> None:
         """Release the descriptors, after the process has ended."""
         await self._stdout.aclose()
-        if self._pidfd is not None:
-            descriptor, self._pidfd = self._pidfd, None
-            anyio.notify_closing(descriptor)
-            os.close(descriptor)
+        self._child.close()
 
 
 _SIGNAL_BASE: Final = 128
 
 
-def spawn(launch: Launch, cwd: Path) -> SpawnedProcess:
+def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> SpawnedProcess:
     """Start a process as `launch` says, with `launcher` in front.
+
+    Args:
+        launch: what it becomes.
+        cwd: its working directory.
+        server: starts it sooner; without one, or where it does not work, the process is a child of this one.
 
     Raises:
         OSError: it cannot be started.
     """
     reader, writer = os.pipe()  # before the start: a process whose output cannot be read would run unwatched
     try:
-        popen = subprocess.Popen(
+        child = _start(launch, cwd, writer, server)
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return SpawnedProcess(child, reader, signal_status if launch.reports_signals_as_status else int)
+
+
+def _start(launch: Launch, cwd: Path, output: int, server: ForkServer | None) -> _Child:
+    if server is not None and sys.platform == "linux":
+        try:
+            return _ForkedChild(server, *server.start(launch, cwd, output))
+        except OSError as error:
+            _log.warning("executors start more slowly: the process that starts them does not work: %s", error)
+    return _DirectChild(
+        subprocess.Popen(
             [*launcher.launcher_command(launch.steps), *launch.command],
             stdin=subprocess.DEVNULL,
-            stdout=writer,
+            stdout=output,
             stderr=subprocess.STDOUT,
             cwd=cwd,
             env=launch.env,
             start_new_session=True,
             pass_fds=launch.descriptors,
         )
-    except BaseException:
-        os.close(reader)
-        raise
-    finally:
-        os.close(writer)
-    return SpawnedProcess(popen, reader, _signal_status if launch.reports_signals_as_status else int)
+    )
 
 
-def _signal_status(code: int) -> int:
+def signal_status(code: int) -> int:
     """Return the exit code of a command whose parent reports a signal as 128 plus its number, as a shell does."""
     return _SIGNAL_BASE - code if _SIGNAL_BASE < code < _SIGNAL_BASE + 65 else code
 

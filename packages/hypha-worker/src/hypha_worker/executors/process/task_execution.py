@@ -15,7 +15,7 @@ import anyio
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.task_backend import TaskBridgeBackend
 from hypha_worker.bridge.unix_socket import choose_place
-from hypha_worker.errors import ExecutionError, WorkReturnedError
+from hypha_worker.errors import ExecutionError, ExecutorStartError, WorkReturnedError
 from hypha_worker.executors.process.placeholders import make_placeholders
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.jobs.execution import ExecutionTrace
@@ -47,11 +47,23 @@ class TaskProcess:
             with self._stopped:
                 try:
                     await self._run_in_time(place.path)
-                except ExecutionError:
+                    self._note_start(None)
+                except ExecutionError as error:
+                    self._note_start(error)
                     if self._disk_fault is None:
                         raise
             if self._disk_fault is not None:
                 raise WorkReturnedError(self._disk_fault)
+
+    def _note_start(self, failure: ExecutionError | None) -> None:
+        """Note whether the executor has started. How its process ends may depend on the task, so only 0 counts."""
+        starts = self._settings.starts
+        if starts is None:
+            return
+        if failure is None:
+            starts.note_success()
+        elif isinstance(failure, ExecutorStartError):
+            starts.note_failure(str(failure))
 
     async def _run_in_time(self, socket_path: Path) -> None:
         timeout = self._context.spec.timeout_ms
@@ -77,7 +89,7 @@ def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
         scope=context.scope,
         log_name=f"{job:.8}/{context.task}",
         attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
-        log=None if logs is None else logs.new_log(context.job_id, context.task),
+        log=None if logs is None else logs.new_log(context.job_id, context.task, context.scheduler),
         traceparent=context.traceparent,
         keep_resources=context.keep_resources,
     )

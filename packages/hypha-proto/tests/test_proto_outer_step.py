@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hypha_proto.errors import TensorFileError
+from hypha_proto.outer_step import BLOCK, PART, OuterOptimizer, inspect_update, outer_step
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
-from hypha_worker.executors.parameter_server.outer_step import OuterOptimizer, inspect_update, outer_step
 
 Arrays = dict[str, NDArray[np.float32]]
 SHAPES = {"layer.weight": (300, 700), "layer.bias": (700,), "norm.mean": (5,), "scale": (), "none": (0, 3)}
@@ -31,6 +36,24 @@ def write(path: Path, arrays: Arrays, metadata: UpdateMetadata = LAYOUT) -> Path
 def read(path: Path) -> Arrays:
     with TensorFile(path) as file:
         return {name: file.tensor(name) for name in file.tensors}
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """Return numbers in ±1/64 that depend on no version of a random generator."""
+    count = np.arange(np.prod(shape, dtype=np.int64), dtype=np.uint64)
+    mixed = (count + np.uint64(1 + 1_000_003 * seed)) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(40)).astype("f4") / np.float32(1 << 29) - np.float32(1 / 64)).reshape(shape)
+
+
+@contextmanager
+def limited(kind: int, size: int) -> Iterator[None]:
+    """Set a soft limit of this process while the context is open."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def sgd(gradients: list[NDArray[np.float64]], rate: float, momentum: float, nesterov: bool) -> NDArray[np.float64]:
@@ -71,6 +94,52 @@ def test_the_weighted_mean_is_exact_to_float32_rounding(tmp_path: Path) -> None:
     for name, values in read(tmp_path / "result").items():
         exact = sum(w * u[name].astype(np.float64) for w, u in zip(weights, updates, strict=True)) / 8.0
         np.testing.assert_array_equal(values, np.asarray(exact, dtype=np.float32), err_msg=name)
+
+
+GOLDEN = {
+    (True, 0.7): "2011c8df363b40a0dbd5ed0079ae935cb6b1df539dd49b25da0737d14ab4fb9b",
+    (False, 0.7): "8486c7bd46c4041c8d14f56153d10f7622f6c30e0a94810885858efd34bf8df9",
+    (True, 0.0): "f9026b939d1157919617c1d729d4c2567b4a225d3652916e1c66f143748a66f4",
+}
+"""SHA-256 of the files of three rounds, by Nesterov and learning rate, as one thread computed them."""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("nesterov", "rate"), GOLDEN)
+def test_results_are_those_of_earlier_versions_to_the_bit(
+    tmp_path: Path, nesterov: bool, rate: float, threads: int
+) -> None:
+    """Jobs that were recorded with an earlier version are computed again with this one, and must give the same."""
+    shapes = {"weight": (3, 90_001), "bias": (7,), "scale": (), "mean": (5,), "none": (0, 3)}
+    digest, metadata = hashlib.sha256(), UpdateMetadata(statistics=frozenset({"mean"}))
+    for number in range(3):
+        files = []
+        for worker, weight in enumerate((3.0, 5.0, 7.0, 0.0)):
+            seed = 97 * number + 11 * worker
+            update = {name: numbers(shape, seed + place) for place, (name, shape) in enumerate(shapes.items())}
+            files.append((write(tmp_path / f"{worker}", update, metadata), weight))
+        optimizer = OuterOptimizer(rate, 0.9, nesterov)
+        about = UpdateMetadata(number, None, metadata.statistics)
+        outer_step(files, tmp_path / "momentum", tmp_path / "result", optimizer, about, threads=threads)
+        digest.update((tmp_path / "result").read_bytes() + (tmp_path / "momentum").read_bytes())
+    assert digest.hexdigest() == GOLDEN[nesterov, rate]
+
+
+@pytest.mark.parametrize("threads", [2, 5, None])
+def test_the_number_of_threads_does_not_change_the_result(tmp_path: Path, threads: int | None) -> None:
+    shapes = {"a": (2 * PART + 3,), "b": (BLOCK + 1,), "c": (1,)}
+    files = []
+    for worker, weight in enumerate((3.0, 1.0)):
+        update = {name: numbers(shape, worker) for name, shape in shapes.items()}
+        files.append((write(tmp_path / f"{worker}", update, UpdateMetadata()), weight))
+    for _ in range(2):
+        found = []
+        for folder, count in ((tmp_path / "one", 1), (tmp_path / "several", threads)):
+            folder.mkdir(exist_ok=True)
+            step = folder / "m", folder / "result", OuterOptimizer(0.7, 0.9), UpdateMetadata()
+            outer_step(files, *step, threads=count)
+            found.append((folder / "result").read_bytes() + (folder / "m").read_bytes())
+        assert found[0] == found[1]
 
 
 COUNTS = UpdateMetadata(statistics=frozenset({"mean", "count"}), integers=frozenset({"count"}))
@@ -134,12 +203,83 @@ def test_a_failed_step_leaves_the_momentum_unchanged(tmp_path: Path) -> None:
         outer_step([(good, -1.0)], tmp_path / "m", tmp_path / "r", OuterOptimizer(1.0, 0.9), LAYOUT)
 
 
+def test_the_momentum_is_replaced_only_after_the_result(tmp_path: Path) -> None:
+    """Otherwise the step could not be taken again: its updates would enter the momentum twice."""
+    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
+    optimizer = OuterOptimizer(1.0, 0.9)
+    outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", optimizer, UpdateMetadata())
+    before = (tmp_path / "m").read_bytes()
+    (tmp_path / "folder").mkdir()  # no file can be moved there
+    with pytest.raises(OSError, match="folder"):
+        outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "folder", optimizer, UpdateMetadata())
+    assert (tmp_path / "m").read_bytes() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_full_disk_fails_the_step_and_leaves_nothing_of_it(
+    tmp_path: Path, threads: int, reserves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the file size stands in for the disk.
+
+    Where space cannot be reserved, it is reached in the middle, in whichever thread comes first.
+    """
+    if not reserves:
+        monkeypatch.delattr(os, "posix_fallocate")
+    update = write(tmp_path / "u", {"a": numbers((2 * PART + 3,), 0)}, UpdateMetadata())
+    step = [(update, 1.0)], tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata()
+    outer_step(*step)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with limited(resource.RLIMIT_FSIZE, 3 * PART), pytest.raises(OSError, match="File too large"):
+        outer_step(*step, threads=threads)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_a_step_needs_memory_for_a_few_blocks_only(tmp_path: Path) -> None:
+    """Private memory is limited to less than a tensor more than there is; a thread's stack may take 8 MiB of it."""
+    elements = 12 << 20
+    files = []
+    for name in ("1", "2"):  # of zeros, as sparse files
+        header = json.dumps({"a": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()
+        header += b" " * (-len(header) % 8)
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(tmp_path / name, 8 + len(header) + 4 * elements)
+        files.append((tmp_path / name, 1.0))
+    [used] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
+    with limited(resource.RLIMIT_DATA, (int(used.split()[1]) << 10) + (40 << 20)):
+        step = tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata()
+        outer_step(files, *step, threads=2)
+    with TensorFile(tmp_path / "result") as result:
+        assert result.tensors == {"a": TensorInfo("F32", (elements,))}
+
+
+def test_a_momentum_of_another_model_is_refused(tmp_path: Path) -> None:
+    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
+    optimizer = OuterOptimizer(1.0, 0.9)
+    cases = [((2,), "a", "m and u differ in the shape of 'a'"), ((3,), "b", "m holds no tensor 'a'")]
+    for shape, name, message in cases:
+        momentum = write(tmp_path / "m", {name: np.ones(shape, np.float32)}, UpdateMetadata()).read_bytes()
+        with pytest.raises(TensorFileError, match=message):
+            outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", optimizer, UpdateMetadata())
+        assert (tmp_path / "m").read_bytes() == momentum
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_an_update_with_nan_or_infinity_is_refused(tmp_path: Path, poison: float) -> None:
     values = np.zeros(300_000, np.float32)
     values[299_999] = poison
     with pytest.raises(TensorFileError, match="NaN or infinity"):
         inspect_update(write(tmp_path / "bad", {"a": values}, UpdateMetadata()))
+
+
+@pytest.mark.parametrize("huge", [3e38, -3e38, 1.1e30])
+def test_an_update_whose_outer_step_would_overflow_is_refused(tmp_path: Path, huge: float) -> None:
+    """A step of 3e38 with momentum is infinite in float32, though the number itself is finite."""
+    values = np.zeros(300_000, np.float32)
+    values[299_999] = huge
+    with pytest.raises(TensorFileError, match=r"tensor 'a' holds a number beyond 1e\+30"):
+        inspect_update(write(tmp_path / "huge", {"a": values}, UpdateMetadata()))
+    inspect_update(write(tmp_path / "large", {"a": np.full(4, 9e29, np.float32)}, UpdateMetadata()))
 
 
 def test_layouts_differ_by_name_shape_dtype_and_statistics(tmp_path: Path) -> None:

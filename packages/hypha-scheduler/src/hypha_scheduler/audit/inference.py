@@ -1,37 +1,31 @@
 """Audit of an inference job: proves from its files that each row of the dataset has exactly one result.
 
-It reads the journal, the manifest of the dataset, the parts and the manifest of the results, and shares no code with
-what wrote them: `strategies.inference` calls it at the end of a job, `cli` for the command ``audit``.
+It reads the journal, the manifest of the dataset, the parts and the manifest of the results. `strategies.inference`
+calls it at the end of a job.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hypha_net.transfer.io.integrity import ContentVerifier
-from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.audit.job_directory import MANIFEST, Findings, NoAuditError, read_records, read_samples
+from hypha_scheduler.jobs.journal import JOURNAL
 
 _TYPE: Final = "inference"
-_MANIFEST: Final = "manifest.json"
 _RESULTS: Final = "results"
 _INCOMING: Final = "incoming"
 _MAX_LINE: Final = 64 << 20
-_MAX_FAULTS: Final = 100
-
-
-class NoAuditError(Exception):
-    """A directory is none of an inference job that can be audited."""
 
 
 @dataclass(slots=True)
-class Findings:
-    """Outcome of an audit."""
+class InferenceFindings(Findings):
+    """Outcome of the audit of an inference job."""
 
     slices: int = 0
     """Slices of the dataset."""
@@ -43,13 +37,6 @@ class Findings:
     """Those of them that could not be computed."""
     is_complete: bool = False
     """Whether the job has written the manifest of its results."""
-    faults: list[str] = field(default_factory=list)
-    """What is wrong, one line each."""
-
-    def add(self, fault: str) -> None:
-        """Add a fault; of very many only the first are kept."""
-        if len(self.faults) < _MAX_FAULTS:
-            self.faults.append(fault)
 
     def __str__(self) -> str:
         state = "complete" if self.is_complete else "no manifest of the results yet"
@@ -57,22 +44,23 @@ class Findings:
         return f"{found}, {self.errors} of them an error; {state}"
 
 
-def audit(directory: Path) -> Findings:
-    """Audit the files of a job; a slice without a part is a fault, too.
+def audit(directory: Path) -> InferenceFindings:
+    """Audit the files of an inference job; a slice without a part is a fault, too.
 
     Raises:
         NoAuditError: the directory holds no journal of an inference job, or a file cannot be read.
     """
+    records, kind = read_records(directory)
+    if kind != _TYPE:
+        raise NoAuditError(f"{directory}: the job is of type {kind!r}, not {_TYPE!r}")
+    findings = InferenceFindings()
     try:
-        records = read_journal(directory / JOURNAL)
-        _check_type(directory, records)
-        findings = Findings()
         begin = next((record for record in records if record.get("record") == _TYPE), {})
         expected = _expected_rows(directory, begin, findings)
         parts = _parts(records, len(expected), findings)
         found = {index: _audit_part(directory, record, expected, findings) for index, record in parts.items()}
         _audit_results(directory, expected, parts, findings)
-    except (OSError, JobFailedError) as error:
+    except OSError as error:
         raise NoAuditError(str(error)) from None
     for index, rows in expected.items():
         if index not in parts:
@@ -82,35 +70,17 @@ def audit(directory: Path) -> Findings:
     return findings
 
 
-def _check_type(directory: Path, records: list[dict[str, Any]]) -> None:
-    if not records:
-        raise NoAuditError(f"{directory}: there is no {JOURNAL} with a record; name a job's directory")
-    job = records[0].get("job")
-    kind = job.get("type") if isinstance(job, dict) else None
-    if kind != _TYPE:
-        raise NoAuditError(f'{directory}: the job is of type {kind!r}; only those of type "{_TYPE}" can be audited')
-
-
-def _expected_rows(directory: Path, begin: Mapping[str, Any], findings: Findings) -> dict[int, int]:
+def _expected_rows(directory: Path, begin: Mapping[str, Any], findings: InferenceFindings) -> dict[int, int]:
     """Return the number of rows of each slice, by the dataset's manifest that the journal names."""
-    path = directory / _MANIFEST
     if not begin:
         findings.add(f"{directory / JOURNAL}: it does not say which dataset the job computes; the job had not begun")
         return {}
-    text = path.read_bytes()
-    if (digest := _digest(text)) != begin.get("manifest"):
-        findings.add(f"{path}: the digest is {digest}, and the journal has {begin.get('manifest')}")
-    try:
-        entries = json.loads(text)["slices"]
-        expected = {index: int(entry["samples"]) for index, entry in enumerate(entries)}
-    except (ValueError, TypeError, KeyError) as error:
-        findings.add(f"{path}: it is malformed: {error!r}")
-        return {}
+    expected = read_samples(directory, begin.get("manifest"), findings)
     findings.slices, findings.rows = len(expected), sum(expected.values())
     return expected
 
 
-def _parts(records: list[dict[str, Any]], slices: int, findings: Findings) -> dict[int, dict[str, Any]]:
+def _parts(records: list[dict[str, Any]], slices: int, findings: InferenceFindings) -> dict[int, dict[str, Any]]:
     """Return the record of each slice's part."""
     parts: dict[int, dict[str, Any]] = {}
     for record in records:
@@ -127,7 +97,7 @@ def _parts(records: list[dict[str, Any]], slices: int, findings: Findings) -> di
 
 
 def _audit_part(
-    directory: Path, record: Mapping[str, Any], expected: Mapping[int, int], findings: Findings
+    directory: Path, record: Mapping[str, Any], expected: Mapping[int, int], findings: InferenceFindings
 ) -> tuple[int, int]:
     """Audit the part of a slice; return the numbers of its rows and of those that are errors."""
     index = record["slice"]
@@ -150,7 +120,7 @@ def _audit_part(
     return len(counted), sum(counted)
 
 
-def _read_part(path: Path, index: int, findings: Findings) -> tuple[dict[int, bool], str]:
+def _read_part(path: Path, index: int, findings: InferenceFindings) -> tuple[dict[int, bool], str]:
     """Return whether each row of a part is an error, by its number, and the digest of the part."""
     seen: dict[int, bool] = {}
     content, size = ContentVerifier(None, None), 0
@@ -162,7 +132,7 @@ def _read_part(path: Path, index: int, findings: Findings) -> tuple[dict[int, bo
     return seen, content.verify(size)
 
 
-def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findings: Findings) -> None:
+def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findings: InferenceFindings) -> None:
     try:
         row = json.loads(line.decode())
         position = row["slice"], row["row"]
@@ -179,31 +149,25 @@ def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findi
 
 
 def _audit_results(
-    directory: Path, expected: Mapping[int, int], parts: Mapping[int, Mapping[str, Any]], findings: Findings
+    directory: Path, expected: Mapping[int, int], parts: Mapping[int, Mapping[str, Any]], findings: InferenceFindings
 ) -> None:
     """Audit the folder of the results: its manifest, and files that do not belong there."""
     folder = directory / _RESULTS
     found = folder.iterdir() if folder.is_dir() else ()
     names = {entry.name for entry in found if not entry.name.startswith(".")}  # a data node keeps digests there
-    for name in sorted(names - {f"part-{index}.jsonl" for index in parts} - {_MANIFEST}):
+    for name in sorted(names - {f"part-{index}.jsonl" for index in parts} - {MANIFEST}):
         findings.add(f"{folder / name}: the journal does not know this file")
-    findings.is_complete = _MANIFEST in names
+    findings.is_complete = MANIFEST in names
     if not findings.is_complete:
         return
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         listed = {entry["file"]: (entry["samples"], entry["digest"]) for entry in manifest["slices"]}
     except (ValueError, TypeError, KeyError) as error:
-        findings.add(f"{folder / _MANIFEST}: it is malformed: {error!r}")
+        findings.add(f"{folder / MANIFEST}: it is malformed: {error!r}")
         return
     known = {f"part-{index}.jsonl": (expected[index], record.get("digest")) for index, record in parts.items()}
     for name in sorted(listed.keys() | known.keys()):
         if listed.get(name) != known.get(name):
             what = f"{listed.get(name)!r}, and by the journal {known.get(name)!r}"
-            findings.add(f"{folder / _MANIFEST}: rows and digest of {name} are {what}")
-
-
-def _digest(text: bytes) -> str:
-    content = ContentVerifier(None, None)
-    content.update(memoryview(text))
-    return content.verify(len(text))
+            findings.add(f"{folder / MANIFEST}: rows and digest of {name} are {what}")

@@ -1,0 +1,249 @@
+"""Training jobs over a network of real processes, against plain loops of torch and transformers.
+
+Two workers of one thread train the digits demo's model, in turns with two plain processes of one thread that take as
+many steps on batches of the same slices. Then, on links that delay every byte, how long steps of the text demo's model
+wait for the network or for data; and how long workers stand still of which one is twice and one four times slower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.job_network import JOB_TIMEOUT, JobNetwork, job_network
+from benchmarks.run import BenchmarkRun
+from benchmarks.tables import Row
+from hypha.accelerate_executor.environment import DELAY_VARIABLE
+from hypha_local.demo_tasks import DIGITS, TEXT, Task
+from hypha_local.processes import script
+
+TRAINER: Final = "diloco-transformer"
+SERVER: Final = "parameter-server"
+WORKERS: Final = 2
+SLICES_PER_WORKER: Final = 4
+"""As in the demo."""
+STEPS: Final = {DIGITS.name: 100, TEXT.name: 15}
+"""Batches of each worker in a round, on average."""
+LINK: Final = 0.05
+"""Seconds that a byte takes from one node to the other."""
+DELAYS: Final = (0.05, 0.1, 0.2)
+"""Seconds that a batch of each uneven worker takes longer than its computation, so that this hardly matters."""
+UNEVEN_SAMPLES: Final = 140 * DIGITS.batch_size
+"""Samples of a round of the uneven workers: about 4 s."""
+PLAIN_STEPS: Final = 1500
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """What a worker did in one round, or in several."""
+
+    samples: float
+    compute_seconds: float
+    data_wait_seconds: float
+    report_wait_seconds: float
+
+    @property
+    def waited(self) -> float:
+        """Seconds that steps waited for data or for the network."""
+        return self.data_wait_seconds + self.report_wait_seconds
+
+    @property
+    def trained(self) -> float:
+        """Seconds between two synchronisations: computing, and waiting for data and the network."""
+        return self.compute_seconds + self.waited
+
+
+def worker_times(events: Iterable[Event], first: int = 2) -> dict[str, WorkerTime]:
+    """Sum up what each worker has done from round `first` on, from the events of a job.
+
+    Raises:
+        KeyError: a worker does not state one of the numbers.
+    """
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        if event["event"] == "metric" and event["round"] >= first:
+            sums[event["worker"]][event["name"]] += event["value"]
+    names = [field.name for field in fields(WorkerTime)]
+    return {worker: WorkerTime(**{name: dict(values)[name] for name in names}) for worker, values in sums.items()}
+
+
+def rounds_span(events: Iterable[Event]) -> tuple[float, int]:
+    """Return the seconds from the end of the first round to that of the last, and the samples of these rounds."""
+    rounds = [event for event in events if event["event"] == "round"]
+    return rounds[-1]["time"] - rounds[0]["time"], sum(event["samples"] for event in rounds[1:])
+
+
+def idle_share(events: Sequence[Event]) -> float:
+    """Return the share of their time, from the end of the first round to that of the last, that workers compute not."""
+    seconds, _ = rounds_span(events)
+    times = worker_times(events)
+    return 1.0 - sum(time.compute_seconds for time in times.values()) / (len(times) * seconds)
+
+
+def measure(run: BenchmarkRun) -> list[Row]:
+    """Measure rates, waits on slow links, and idle time of uneven workers."""
+    data = _prepare(run, DIGITS) + _prepare(run, TEXT)
+    rounds = max(4, run.count // 25)
+    with job_network([_trainer()] * WORKERS + [_server()], data=data) as network:
+        bench = _Bench(run.folder, network)
+        pairs = [(bench.plain_rate(), bench.rates(rounds)) for _ in range(run.repeat)]
+    with job_network([_trainer()] * WORKERS + [_server()], data=data, delay=LINK) as network:
+        waits = _Bench(run.folder, network).waits(max(4, run.count // 80))
+    with job_network([*map(_trainer, DELAYS), _server()], data=data) as network:
+        idle = _Bench(run.folder, network).idle(max(4, run.count // 60))
+    return [*_rate_rows(pairs), _waits_row(waits), _idle_row(idle)]
+
+
+def _prepare(run: BenchmarkRun, task: Task) -> str:
+    """Create a task's model and dataset; return TOML of the data node."""
+    model = ("--arch", task.arch, "--task", task.wire)
+    _command("hypha-accelerate-executor", "create-model", *model, "--out", str(_model(run.folder, task)))
+    source, folder = run.folder / f"{task.name}.safetensors", run.folder / task.name
+    task.write(source, run.folder / f"{task.name}-test.safetensors")
+    slices = str(SLICES_PER_WORKER * WORKERS)
+    _command("hypha-data", "prepare", str(source), "--out", str(folder), "--slices", slices)
+    return f'[[datasets]]\nname = "{task.name}"\npath = {json.dumps(str(folder))}\n'
+
+
+def _model(folder: Path, task: Task) -> Path:
+    return folder / f"model-{task.name}"
+
+
+def _command(program: str, *words: str) -> None:
+    subprocess.run([script(program), *words], check=True, capture_output=True, timeout=JOB_TIMEOUT)
+
+
+def _trainer(delay: float = 0.0) -> str:
+    """Return TOML of a worker of one thread whose batches take `delay` seconds longer."""
+    args = ["-m", "hypha.accelerate_executor.training"]
+    args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
+    executor = f'class = "train"\nname = "{TRAINER}"\nruntime = "process"\ncmd = {json.dumps(sys.executable)}\n'
+    slowed = f'env = {{ {DELAY_VARIABLE} = "{delay}" }}\n'
+    return f"{_resources(4)}\n[[executors]]\n{executor}args = {json.dumps(args)}\n{slowed}"
+
+
+def _server() -> str:
+    executor = f'class = "aggregate"\nname = "{SERVER}"\nruntime = "parameter-server"\n'
+    return f"{_resources(1)}\n[[executors]]\n{executor}"
+
+
+def _resources(memory: int) -> str:
+    return f"drain_timeout = 0\n[resources]\ncpu = 1\nmemory = {memory}\nstorage = 4\n"
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is measured, on a running network."""
+
+    folder: Path
+    network: JobNetwork
+
+    def rates(self, rounds: int) -> tuple[float, float]:
+        """Return samples/s of two workers between synchronisations, summed, and with rounds included."""
+        events = self._events(DIGITS, rounds, WORKERS)
+        seconds, samples = rounds_span(events)
+        return sum(time.samples / time.trained for time in worker_times(events).values()), samples / seconds
+
+    def plain_rate(self) -> float:
+        """Return samples/s of two plain processes that train at the same time, on half of the slices each."""
+        slices = sorted((self.folder / DIGITS.name).glob("slice-*"))
+        with ExitStack() as running:
+            processes = [running.enter_context(self._start_plainly(slices[half::2])) for half in range(2)]
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+            return sum(map(_rate, processes))
+
+    def waits(self, rounds: int) -> tuple[float, float]:
+        """Return the seconds that a step of the text task waits on average, and those of the whole step."""
+        events = self._events(TEXT, rounds, WORKERS)
+        times = worker_times(events).values()
+        steps = sum(time.samples for time in times) / TEXT.batch_size
+        return sum(time.waited for time in times) / steps, sum(time.trained for time in times) / steps
+
+    def idle(self, rounds: int) -> float:
+        """Return the share of their time in which uneven workers do not compute."""
+        return idle_share(self._events(DIGITS, rounds, len(DELAYS), UNEVEN_SAMPLES))
+
+    def _events(self, task: Task, rounds: int, workers: int, samples: int | None = None) -> list[Event]:
+        process, directory = self.network.start(self._job(task, rounds, workers, samples))
+        self.network.result(process, directory)
+        return [json.loads(line) for line in (directory / "metrics.jsonl").read_bytes().splitlines()]
+
+    def _job(self, task: Task, rounds: int, workers: int, samples: int | None) -> dict[str, Any]:
+        price = {"bid": 100.0, "max": 120.0}
+        return {
+            "type": "diloco",
+            "dataset": task.name,
+            "model": {"path": str(_model(self.folder, task)), "type": task.type},
+            "inner_optimizer": {"learning_rate": task.learning_rate},
+            "outer_optimizer": {"learning_rate": task.outer_learning_rate, "momentum": task.outer_momentum},
+            "rounds": {
+                "update_rounds": rounds,
+                "avg_samples_between_updates": samples or task.batch_size * STEPS[task.name] * workers,
+                "batch_size": task.batch_size,
+                "checkpoint_every": rounds,
+            },
+            "resources": {
+                "num_workers": workers,
+                "worker": {"cpu": 1, "kind": TRAINER},
+                "parameter_server": {"cpu": 1, "kind": SERVER},
+                "worker_price": price,
+                "parameter_server_price": price,
+            },
+        }
+
+    def _start_plainly(self, slices: Sequence[Path]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "benchmarks.programs.plain_training", str(_model(self.folder, DIGITS))]
+        command += [str(DIGITS.batch_size), str(DIGITS.learning_rate), str(PLAIN_STEPS), *map(str, slices)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def _rate(process: subprocess.Popen[str]) -> float:
+    """Wait for a plain process; return its samples/s."""
+    output, _ = process.communicate(timeout=JOB_TIMEOUT)
+    if process.returncode != 0:
+        raise RuntimeError(f"the plain script exited with status {process.returncode}")
+    seconds, samples = output.split()
+    return int(samples) / float(seconds)
+
+
+def _rate_rows(pairs: Sequence[tuple[float, tuple[float, float]]]) -> list[Row]:
+    what = f"digits, two workers of one thread, rounds of {STEPS[DIGITS.name]} batches each"
+    return [
+        _rate_row(f"{what}: between synchronisations", [(plain, ours[0]) for plain, ours in pairs], ">= 0.9"),
+        _rate_row(f"{what}: rounds included", [(plain, ours[1]) for plain, ours in pairs], ">= 0.7"),
+    ]
+
+
+def _rate_row(what: str, pairs: Sequence[tuple[float, float]], bound: str) -> Row:
+    plain, ours = map(statistics.median, zip(*pairs, strict=True))
+    ratio = statistics.median(one / other for other, one in pairs)
+    return Row(what, "samples/s", ours, plain, "two plain loops of one thread", ratio, bound)
+
+
+def _waits_row(waits: tuple[float, float]) -> Row:
+    waited, step = (1000 * seconds for seconds in waits)
+    what = f"text, two workers, {1000 * LINK:.0f} ms from node to node: a step's wait for network and data"
+    return Row(what, "ms", waited, step, "the step", waited / step, "< 0.01")
+
+
+def _idle_row(idle: float) -> Row:
+    speeds = ":".join(f"{delay / min(DELAYS):.0f}" for delay in DELAYS)
+    what = f"digits, three workers whose batches take {speeds}: share of their time without computing, rounds included"
+    return Row(what, "%", 100 * idle, bound="<= 10 %")

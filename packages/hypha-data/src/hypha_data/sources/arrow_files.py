@@ -1,0 +1,160 @@
+"""Rows of Parquet files, and of Arrow files as the library datasets writes them. Needs the extra ``formats``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_data.errors import DatasetError
+from hypha_data.sources.reader import import_extra, quote
+from hypha_data.sources.table import RowBlock
+
+_ROWS: Final = 8192
+"""Largest number of rows of a block."""
+_BLOCK_BYTES: Final = 4 << 20
+"""Size of a block, about, if more than one row fits."""
+_BUFFER: Final = 1 << 20
+
+
+class ArrowFiles:
+    """Rows of several files with the same columns; a `hypha_data.sources.table.RowSource`."""
+
+    is_typed = True
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        class_names: Mapping[str, Sequence[str]] | None = None,
+        descriptions: Sequence[Path] = (),
+    ) -> None:
+        """Read the names and types of the columns.
+
+        Args:
+            paths: ``*.parquet``, or Arrow files.
+            class_names: names of the classes of columns of numbers.
+            descriptions: files from which paths and names of classes were taken.
+
+        Raises:
+            DatasetError: a file cannot be read, or has other columns than the first one.
+        """
+        self._data_files = tuple(paths)
+        self.paths: Sequence[Path] = (*paths, *descriptions)
+        self._classes = class_names or {}
+        self._arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
+        self._types: dict[str, Any] = {}
+        for path in self._data_files:
+            with _map_errors(path), _open(path) as file:
+                schema = file.schema_arrow if _is_parquet(path) else file.schema
+                found = dict(zip(schema.names, schema.types, strict=True))
+            if len(found) < len(schema.names):
+                raise DatasetError(f"{path}: the name of a column occurs twice; rename it")
+            self._types = self._types or found
+            if found.keys() != self._types.keys():
+                raise DatasetError(f"{path}: has other columns than {self.paths[0]}; prepare them one by one")
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the columns."""
+        return tuple(self._types)
+
+    def classes(self, column: str) -> Sequence[str] | None:
+        """Return the names of a column's classes, if the dataset has them."""
+        return self._classes.get(column)
+
+    def _check_types(self, columns: Sequence[str]) -> None:
+        types = self._arrow.types
+        for name in columns:
+            kind = self._types[name]
+            kind = kind.value_type if types.is_dictionary(kind) else kind
+            known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
+            if not any(is_kind(kind) for is_kind in (*known, types.is_null)):
+                fault = "nested" if types.is_nested(kind) else "not text, a number or a boolean"
+                raise DatasetError(
+                    f"{self.paths[0]}, column {quote(name)}: its type {quote(str(kind))} is {fault}; leave it out by "
+                    "--columns, or write it as columns of numbers or text"
+                )
+
+    def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
+        """Yield all rows; see `hypha_data.sources.table.RowSource`.
+
+        Raises:
+            DatasetError: a column is nested, or a file is damaged.
+        """
+        self._check_types(columns)
+        for path in self._data_files:
+            first = 1
+            with _map_errors(path), _open(path) as file:
+                for batch in _batches(path, file, columns):
+                    most = _rows_of_block(batch.nbytes, batch.num_rows)
+                    for begin in range(0, batch.num_rows, most):
+                        part = batch.slice(begin, most)
+                        values = {name: part.column(name) for name in columns}
+                        yield RowBlock(values, partial(_place, path, first), part.num_rows)
+                        first += part.num_rows
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1" or path.suffix.lower() == ".parquet"
+
+
+def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
+    if _is_parquet(path):
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        most = min((_rows_of_block(group.total_byte_size, group.num_rows) for group in groups), default=_ROWS)
+        return iter(file.iter_batches(batch_size=most, columns=list(columns), use_threads=False))
+    return iter(file)
+
+
+def _rows_of_block(size: int, rows: int) -> int:
+    """Return how many of these rows make a block, by their average size in bytes."""
+    return max(1, min(_ROWS, _BLOCK_BYTES * rows // max(1, size)))
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Open a file; of a Parquet file a buffer is read at a time, an Arrow file is memory-mapped."""
+    arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
+    if _is_parquet(path):
+        parquet = import_extra("pyarrow.parquet", "reading Parquet files")
+        with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+            yield file
+        return
+    ipc = import_extra("pyarrow.ipc", "reading Arrow files")
+    with arrow.memory_map(str(path)) as mapped:
+        try:
+            opened = ipc.open_stream(mapped)
+        except arrow.ArrowInvalid:  # the format for random access
+            mapped.seek(0)
+            whole = ipc.open_file(mapped)
+            yield _RandomAccess(whole)
+            return
+        yield opened
+
+
+class _RandomAccess:
+    """An Arrow file for random access, read from front to back."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.schema = file.schema
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._file.get_batch(number) for number in range(self._file.num_record_batches))
+
+
+@contextmanager
+def _map_errors(path: Path) -> Iterator[None]:
+    """Convert pyarrow's errors."""
+    arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
+    try:
+        yield
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise DatasetError(f"{path}: damaged, or another format: {quote(reason)}; write the file again") from None
+
+
+def _place(path: Path, first: int, row: int) -> str:
+    return f"{path}, row {first + row}"

@@ -1,0 +1,122 @@
+"""Hugging Face datasets: a folder that ``save_to_disk`` wrote, or a folder or repository of data files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hypha_data.errors import DatasetError
+from hypha_data.sources.reader import import_extra, quote
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError
+
+_SUFFIXES: Final = (".parquet", ".jsonl", ".csv")
+
+
+_SPLIT_NAMES: Final = re.compile(r"(?:^|[^a-z])(?:train|test|validation|valid|val|dev)(?:[^a-z]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """Files of one split of a dataset."""
+
+    paths: tuple[Path, ...]
+    """Files with rows, which have one format."""
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the classes by column."""
+    descriptions: tuple[Path, ...] = ()
+    """Files that list those with rows, or name the classes."""
+
+
+def find_data_files(place: str, split: str) -> DataFiles:
+    """Return the files of one split of a dataset.
+
+    Args:
+        place: a folder, or the name of a repository of the hub, which is downloaded into the hub's cache.
+        split: name of the split.
+
+    Raises:
+        DatasetError: there are none, or the dataset cannot be reached.
+    """
+    folder = Path(place)
+    if not folder.is_dir():
+        folder = _download(place)
+    if (folder / "dataset_dict.json").is_file():
+        names = _read_object(folder / "dataset_dict.json").get("splits")
+        if not isinstance(names, list) or split not in names:
+            raise DatasetError(f"{folder}: has no split {quote(split)}; there are {names!s:.200}: name one by --split")
+        folder = folder / split
+    if (folder / "state.json").is_file():
+        info = folder / "dataset_info.json"
+        descriptions = (folder / "state.json", *([info] if info.is_file() else []))
+        return DataFiles(tuple(_saved_files(folder)), _class_names(info), descriptions)
+    return DataFiles(tuple(_split_files(folder, split)))
+
+
+def _saved_files(folder: Path) -> Sequence[Path]:
+    """Return the Arrow files that the state of a saved dataset lists."""
+    listed = _read_object(folder / "state.json").get("_data_files")
+    names = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DatasetError(f"{folder / 'state.json'}: lists no data files of its folder; save the dataset again")
+    return [folder / name for name in names if isinstance(name, str)]
+
+
+def _class_names(path: Path) -> Mapping[str, Sequence[str]]:
+    features = _read_object(path).get("features") if path.is_file() else None
+    found: dict[str, Sequence[str]] = {}
+    for name, feature in features.items() if isinstance(features, dict) else ():
+        names = feature.get("names") if isinstance(feature, dict) else None
+        if isinstance(names, list) and all(isinstance(each, str) for each in names):
+            found[name] = names
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, DecodeError) as error:
+        raise DatasetError(f"{path}: {error}; save the dataset again") from None
+    if not isinstance(found, dict):
+        raise DatasetError(f"{path}: is not a JSON object; save the dataset again")
+    return found
+
+
+def _split_files(folder: Path, split: str) -> Sequence[Path]:
+    """Return the data files whose name or folder names the split, or the only one if it names no split."""
+    named_split = re.compile(rf"(?:^|[^A-Za-z0-9_]){re.escape(split)}(?:[^A-Za-z0-9_]|$)")
+    for suffix in _SUFFIXES:
+        files = sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file())
+        names = [str(path.relative_to(folder).with_suffix("")) for path in files]
+        named = [path for path, name in zip(files, names, strict=True) if named_split.search(name)]
+        folders = sorted({str(path.parent) for path in named})
+        if len(folders) > 1:
+            raise DatasetError(
+                f"{folder}: the split {quote(split)} is in several folders: {', '.join(folders[:5])}; name one of them"
+            )
+        if named:
+            return named
+        if len(files) == 1 and not _SPLIT_NAMES.search(names[0].lower()):
+            return files
+        if files:
+            shown = ", ".join(path.name for path in files[:5])
+            raise DatasetError(f"{folder}: no file of the split {quote(split)} among {shown}; name one by --split")
+    raise DatasetError(
+        f"{folder}: holds no dataset of save_to_disk and no *{', *'.join(_SUFFIXES)}; name another folder"
+    )
+
+
+def _download(name: str) -> Path:
+    hub = import_extra("huggingface_hub", "a dataset by its name")
+    try:
+        patterns = [f"*{suffix}" for suffix in _SUFFIXES]
+        return Path(hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's errors are OSError, those of names ValueError
+        reason = " ".join(str(error).split())
+        raise DatasetError(
+            f"{name}: neither a folder nor a dataset of the hub that can be reached: {quote(reason)}; download it and "
+            "name its folder"
+        ) from None

@@ -1,0 +1,130 @@
+"""The running job of a demo: what is started and killed when, with programs that are simulated."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+from rich.console import Console
+
+from hypha_local.display import Display
+from hypha_local.errors import ProcessFailedError
+from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim
+from hypha_local.network_layout import Folders, plan_nodes
+from hypha_local.processes import Child, Processes
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "placement", "workers": [], "seconds": 0.3},
+    *({"event": "round", "round": number} for number in range(1, 5)),
+    {"event": "worker_lost", "worker": "12D3a", "reason": "its lease was not renewed"},
+    {"event": "worker_joined", "worker": "12D3b", "round": 6, "member": 3, "reason": "it replaces 12D3a"},
+    *({"event": "round", "round": number} for number in range(5, 11)),
+]
+
+
+class FakeScheduler:
+    """Process that writes the next event of a job whenever somebody looks whether it runs, and ends after the last."""
+
+    def __init__(self, events: Path) -> None:
+        self._events, self._left = events, list(EVENTS)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if not self._left:
+            self.returncode = 0
+            return 0
+        with self._events.open("a") as file:
+            file.write(json.dumps(self._left.pop(0) | {"time": time.time()}) + "\n")
+        return None
+
+
+class FakeProcesses:
+    """Notes what is started and killed."""
+
+    def __init__(self, folders: Folders) -> None:
+        self.folders = folders
+        self.noted: list[str] = []
+        (folders.runs / "job").mkdir()
+
+    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> Child:
+        self.noted.append(f"start {name}")
+        process = FakeScheduler(self.folders.runs / "job" / "metrics.jsonl")
+        return Child(name, cast("subprocess.Popen[bytes]", process), self.folders.logs / f"{name}.log")
+
+    async def watch(self, names: Sequence[str]) -> None:
+        self.noted.append(f"watch {' '.join(sorted(names))}")
+        await anyio.sleep_forever()
+
+    async def kill(self, name: str) -> None:
+        self.noted.append(f"kill {name}")
+
+    def kill_descendant(self, name: str, word: str) -> bool:
+        self.noted.append(f"kill {word} of {name}")
+        return True
+
+
+def run_job(tmp_path: Path, kill: Victim | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], JobRun, str]:
+    """Run the events of `EVENTS`; return what was done to processes, the run, and what was shown."""
+    monkeypatch.setattr("hypha_local.job_run._POLL", 0.001)
+    folders = Folders(tmp_path / "run")
+    folders.make()
+    processes, out = FakeProcesses(folders), io.StringIO()
+    kind = JobKind(
+        "rounds",
+        lambda event: event["round"] / 10 if event["event"] == "round" else None,
+        "a.module",
+        lambda: processes.start("scheduler", []),
+    )
+    nodes = plan_nodes(2, spare=kill in REPLACED)
+    job = JobRun(cast("Processes", processes), folders, nodes, kind, kill, Display(Console(file=out, width=500), 10))
+    anyio.run(job.run, backend="trio")
+    return processes.noted, job, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("victim", "killed", "watched"),
+    [
+        ("worker", "kill worker-1", "data gateway parameter-server worker-2"),
+        ("executor", "kill a.module of worker-1", "data gateway parameter-server worker-1 worker-2"),
+        ("parameter-server", "kill parameter-server", "data gateway worker-1 worker-2"),
+    ],
+)
+def test_a_spare_is_started_with_the_job_and_replaces_what_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Victim, killed: str, watched: str
+) -> None:
+    noted, job, shown = run_job(tmp_path, victim, monkeypatch)
+    done = [each for each in noted if not each.startswith("watch ")]
+    assert done == ["start scheduler", "start spare", killed]
+    assert sorted(set(noted) - set(done)) == [f"watch {watched}", "watch spare"]
+    lost, joined = job.changes
+    assert lost.startswith("after ")
+    assert lost.endswith("s worker lost: 12D3a: its lease was not renewed")
+    assert joined.endswith("s worker joined: 12D3b, round 6: it replaces 12D3a")
+    assert "killed after 40% of the rounds" in shown
+
+
+def test_nothing_is_killed_and_no_spare_started_without_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted, job, shown = run_job(tmp_path, None, monkeypatch)
+    assert noted == ["start scheduler", "watch data gateway parameter-server worker-1 worker-2"]
+    assert job.changes == []
+    assert "worker lost: 12D3a" in shown
+
+
+def test_a_data_node_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, _, _ = run_job(tmp_path, "data", monkeypatch)
+    assert noted[2:] == ["kill data", "start data"]
+
+
+def test_a_job_that_ends_before_the_kill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_local.job_run.KILL_AFTER", 2.0)
+    with pytest.raises(ProcessFailedError, match="--kill worker: the job had ended before"):
+        run_job(tmp_path, "worker", monkeypatch)

@@ -1,0 +1,290 @@
+"""Content of one file from any source: streamed to disk, resumed where it breaks off, hashed, and bounded in bytes.
+
+Each kind of source (`http_source`, `s3_source`) opens its content at a byte; `fetch_content` does the
+rest for all of them. Peers' files come by `hypha_net.transfer`, which does the same for its protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from hypha_net.connectors.errors import FetchError, source_failed
+from hypha_net.error_causes import first_leaf_error
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BLOCK: Final = 1 << 20
+"""Bytes that are written at once."""
+IDLE_TIMEOUT: Final = 60.0
+"""Seconds after which a source that sends nothing has failed."""
+RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before each further attempt at a download that broke off; counted anew when an attempt brings `BLOCK`."""
+
+
+class SourceInterruptedError(Exception):
+    """Content broke off, and another attempt may bring the rest.
+
+    Attributes:
+        reason: what is reported if no further attempt is made.
+        restart: whether the next attempt is to begin at the first byte.
+    """
+
+    def __init__(self, reason: FetchError, *, restart: bool = False) -> None:
+        super().__init__(reason.detail)
+        self.reason = reason
+        self.restart = restart
+
+
+@dataclass(frozen=True, slots=True)
+class ContentStream:
+    """Content that a source has opened."""
+
+    blocks: AsyncGenerator[bytes]
+    """The bytes from `offset` on; raises `SourceInterruptedError` or `FetchError`."""
+    offset: int
+    """Position of the first byte; 0 if the source cannot begin later."""
+    size: int | None
+    """Bytes of the whole content, if known."""
+    version: str
+    """Identifies the content, so that parts of two versions are never joined; empty if the source states nothing."""
+    digest: str | None = None
+    """``sha256:…`` of the whole content, if the source states it."""
+    unchanged: bool = False
+    """Whether the source still has the version that was asked for from the first byte on; then there are no blocks."""
+
+
+class Source(Protocol):
+    """Where one file is."""
+
+    @property
+    def name(self) -> str:
+        """How errors name it: without secrets."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Kind of source, for the cache."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """What identifies it among those of its kind, for the cache; may be secret."""
+        ...
+
+    def open(self, offset: int, version: str) -> AbstractAsyncContextManager[ContentStream]:
+        """Open the content at a byte, or at the first one if it cannot be opened there.
+
+        Args:
+            offset: number of bytes that are here.
+            version: version of which these are; with an offset of 0, one of which the cache has all bytes.
+
+        Raises:
+            SourceInterruptedError: it failed in a way that another attempt may not.
+            FetchError: there is none, or it is not allowed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CachedVersion:
+    """What a source had when it was fetched."""
+
+    digest: str
+    version: str
+
+
+class ContentStorage(Protocol):
+    """Where content is stored: counts its bytes, has threads for writing, and may have a cache."""
+
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call a blocking function in a thread."""
+        ...
+
+    def reserve(self, path: Path, size: int) -> None:
+        """Announce the bytes of a file, in a thread; raise an error, which is passed on, if they are too many."""
+        ...
+
+    def release(self, path: Path) -> None:
+        """End the announcement of a file, which is complete or given up."""
+        ...
+
+    def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
+        """Return what a source had when it was fetched, if that is still in the cache."""
+        ...
+
+    async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
+        """Copy what a source had from the cache to a new file; return its size, or None if it is not there."""
+        ...
+
+    async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
+        """Add a complete file to the cache as what a source has now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedContent:
+    """Content that is on disk."""
+
+    size: int
+    digest: str
+    """``sha256:…``"""
+
+
+async def fetch_content(source: Source, path: Path, storage: ContentStorage) -> FetchedContent:
+    """Write all content of a source to `path`, which is a staged file: it is incomplete until this returns.
+
+    Raises:
+        FetchError: it is not there, is not what the source stated, or broke off too often.
+        OSError: it cannot be written.
+    """
+    known = storage.find_cached_version(source.kind, source.key)
+    try:
+        return await _Fetch(source, path, storage, known).run()
+    finally:
+        storage.release(path)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    source: Source
+    path: Path
+    storage: ContentStorage
+    known: CachedVersion | None = None
+    """What the source had when it was fetched before, which the cache has."""
+    _received: int = 0
+    _version: str = ""
+    _most: int = 0
+    """Largest number of bytes that an attempt has got to."""
+    _began: bool = False
+    """Whether the source has opened the content once, so that another attempt may succeed."""
+    _sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    async def run(self) -> FetchedContent:
+        delays = iter(RESUME_DELAYS)
+        while True:
+            before = self._most
+            try:
+                return await self._attempt()
+            except SourceInterruptedError as error:
+                if self._most >= before + BLOCK:
+                    delays = iter(RESUME_DELAYS)
+                delay = next(delays, None)
+                if not self._began or delay is None:
+                    raise error.reason from error
+                if error.restart:
+                    self._restart("")
+                _log.info("%s at byte %d: %s; trying again in %g s", self.source.name, self._received, error, delay)
+            await anyio.sleep(delay)
+
+    def _restart(self, version: str) -> None:
+        self._received, self._version, self._sha256 = 0, version, hashlib.sha256()
+
+    async def _attempt(self) -> FetchedContent:
+        in_cache = "" if self.known is None else self.known.version
+        asked = self._version if self._received else in_cache
+        async with self.source.open(self._received, asked) as content:
+            if content.unchanged:
+                return await self._take_cached()
+            self._check_start(content)
+            self._began = True
+            with FileIO(self.path, "r+" if self._received else "w") as file:
+                file.seek(self._received)
+                await self._store(content, file)
+        fetched = self._finish(content)
+        if content.version:
+            found = CachedVersion(fetched.digest, content.version)
+            await self.storage.put_cached_version(self.source.kind, self.source.key, self.path, found)
+        return fetched
+
+    async def _take_cached(self) -> FetchedContent:
+        known, self.known = self.known, None
+        if known is None:
+            raise source_failed(f"{self.source.name}: the source says that nothing has changed, which was not asked")
+        self._began = True
+        size = await self.storage.take_cached_version(self.source.kind, self.source.key, self.path)
+        if size is None:
+            gone = source_failed(f"{self.source.name}: the cache has lost it")
+            raise SourceInterruptedError(gone, restart=True)
+        return FetchedContent(size, known.digest)
+
+    def _check_start(self, content: ContentStream) -> None:
+        if content.offset == 0:
+            self._restart(content.version)
+        elif content.offset != self._received or content.version != self._version:
+            changed = source_failed(f"{self.source.name}: it changed while it was downloaded")
+            raise SourceInterruptedError(changed, restart=True)
+
+    async def _store(self, content: ContentStream, file: FileIO) -> None:
+        """Write all blocks to a file; each is hashed and written while the next one comes."""
+        send, receive = anyio.create_memory_object_stream[bytearray](1)
+        interruption: SourceInterruptedError | None = None
+        try:
+            with receive:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._write_all, file, content.size, receive)
+                    with send:
+                        interruption = await self._read_all(content, send)
+        except ExceptionGroup as errors:
+            raise first_leaf_error(errors) from None
+        if interruption is not None:
+            raise interruption
+
+    @staticmethod
+    async def _read_all(
+        content: ContentStream, send: MemoryObjectSendStream[bytearray]
+    ) -> SourceInterruptedError | None:
+        """Pass all blocks on, joined to `BLOCK`; return why they broke off, if they did."""
+        pending = bytearray()
+        async with aclosing(content.blocks) as blocks:
+            try:
+                async for block in blocks:
+                    pending += block
+                    if len(pending) >= BLOCK:
+                        await send.send(pending)
+                        pending = bytearray()
+            except SourceInterruptedError as error:
+                await send.send(pending)
+                return error
+        await send.send(pending)
+        return None
+
+    async def _write_all(self, file: FileIO, size: int | None, receive: MemoryObjectReceiveStream[bytearray]) -> None:
+        async for block in receive:
+            await self._write(file, size, block)
+
+    async def _write(self, file: FileIO, size: int | None, block: bytearray) -> None:
+        if size is not None and self._received + len(block) > size:
+            raise source_failed(f"{self.source.name}: more came than the {size} bytes that were announced")
+        await self.storage.run(self._append, file, size or 0, block)
+        self._received += len(block)
+        self._most = max(self._most, self._received)
+
+    def _append(self, file: FileIO, size: int, block: bytearray) -> None:
+        self.storage.reserve(self.path, max(size, self._received + len(block)))
+        rest = memoryview(block)
+        self._sha256.update(rest)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+    def _finish(self, content: ContentStream) -> FetchedContent:
+        if content.size is not None and self._received != content.size:
+            cut = source_failed(f"{self.source.name}: {self._received} bytes came of {content.size}")
+            raise SourceInterruptedError(cut)
+        digest = f"sha256:{self._sha256.hexdigest()}"
+        if content.digest is not None and digest != content.digest:
+            raise source_failed(
+                f"{self.source.name}: the digest of the content is {digest}, not {content.digest} as stated"
+            )
+        return FetchedContent(self._received, digest)

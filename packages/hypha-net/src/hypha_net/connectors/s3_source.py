@@ -1,0 +1,173 @@
+"""Objects of S3 buckets, streamed by obstore, whose blocking calls `s3_client` runs in threads.
+
+obstore is imported when the first download needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from urllib.parse import quote
+
+import anyio
+
+from hypha_net.connectors.content import BLOCK, IDLE_TIMEOUT, ContentStream, SourceInterruptedError
+from hypha_net.connectors.errors import bad_request, not_allowed, not_found, source_failed, timed_out
+from hypha_net.connectors.s3_client import S3Client
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
+
+T = TypeVar("T")
+
+_CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
+_MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_MAX_KEY: Final = 1024
+
+
+class _UnchangedError(Exception):
+    """The object still has the version that was asked for."""
+
+
+class S3Access(Protocol):
+    """Decides which buckets may be read, and reads them."""
+
+    @property
+    def s3(self) -> S3Client:
+        """Reads buckets with the owner's endpoint and credentials."""
+        ...
+
+    def check_bucket(self, bucket: str) -> None:
+        """Refuse a bucket that may not be read: raise an error, which is passed on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class S3Source:
+    """One object."""
+
+    bucket: str
+    object_key: str
+    access: S3Access
+
+    @property
+    def name(self) -> str:
+        """See `Source.name`."""
+        return s3_uri(self.bucket, self.object_key)[:200]
+
+    @property
+    def kind(self) -> str:
+        """See `Source.kind`."""
+        return "s3"
+
+    @property
+    def key(self) -> str:
+        """See `Source.key`."""
+        return f"{self._client.settings.url}\n{self.bucket}\n{self.object_key}"
+
+    @property
+    def _client(self) -> S3Client:
+        return self.access.s3
+
+    @asynccontextmanager
+    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
+        """See `Source.open`."""
+        self.access.check_bucket(self.bucket)
+        if not 0 < len(self.object_key.encode()) <= _MAX_KEY:
+            raise bad_request(f"key: {self.object_key[:80]!r} has not 1 to {_MAX_KEY} bytes: write the object's key")
+        try:
+            found = await self._run(lambda: self._get(offset, version))
+        except _UnchangedError:
+            yield ContentStream(self._blocks(None), 0, None, version, unchanged=True)
+            return
+        etag = found.meta["e_tag"] or ""
+        stream = iter(found.stream(min_chunk_size=BLOCK))
+        yield ContentStream(self._blocks(stream), found.range[0], found.meta["size"], etag)
+
+    def _get(self, offset: int, version: str) -> GetResult:
+        import obstore
+
+        options: GetOptions = {}
+        if offset and version:
+            options = {"range": {"offset": offset}, "if_match": version}
+        elif version:
+            options = {"if_none_match": version}
+        with self._s3_errors():
+            return obstore.get(self._client.open_bucket(self.bucket), self.object_key, options=options)
+
+    async def _blocks(self, stream: Iterator[bytes] | None) -> AsyncGenerator[bytes]:
+        while stream is not None and (block := await self._run(lambda: self._next(stream))):
+            yield block
+
+    def _next(self, stream: Iterator[bytes]) -> bytes:
+        with self._s3_errors():
+            return bytes(next(stream, b""))
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        try:
+            with anyio.fail_after(IDLE_TIMEOUT + 15):  # for a place among the threads, too
+                return await self._client.run(function)
+        except TimeoutError:
+            raise SourceInterruptedError(
+                timed_out(f"{self.name}: no answer from {self._client.settings.url}")
+            ) from None
+
+    @contextmanager
+    def _s3_errors(self) -> Iterator[None]:
+        """Translate the errors of obstore, whose texts have the service's answer and no credentials."""
+        from obstore import exceptions
+
+        try:
+            yield
+        except exceptions.NotModifiedError:
+            raise _UnchangedError from None
+        except FileNotFoundError as error:
+            code = _reason(error)
+            remedy = "check the bucket's name" if "NoSuchBucket" in code else "check bucket and key"
+            raise not_found(f"{self.name}: {code}: {remedy}") from None
+        except exceptions.PreconditionError:
+            changed = source_failed(f"{self.name}: it changed while it was downloaded")
+            raise SourceInterruptedError(changed, restart=True) from None
+        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise not_allowed(
+                f"{self.name}: {_reason(error)}: this node's owner may set connectors.s3_access_key and "
+                "s3_secret_key of somebody who may read it"
+            ) from None
+        except (ValueError, exceptions.InvalidPathError):
+            raise bad_request(
+                f"key: {self.object_key[:120]!r} has empty parts, '.' or '..', which are not supported"
+            ) from None
+        except exceptions.BaseError as error:
+            raise self._other_error(error) from None
+
+    def _other_error(self, error: Exception) -> Exception:
+        reason, where = _reason(error), self._client.settings.url
+        if found := re.search(r"\b([345]\d\d)\b [A-Z]", str(error)):
+            told = source_failed(f"{self.name}: {where} answered {reason}: check connectors.s3_endpoint and s3_region")
+            return SourceInterruptedError(told) if found[1].startswith("5") else told
+        return SourceInterruptedError(
+            source_failed(f"{self.name}: {where} cannot be used ({reason}): check connectors.s3_endpoint")
+        )
+
+
+def s3_uri(bucket: str, key: str) -> str:
+    """Return the URI of an object: ``s3://bucket/key``."""
+    return f"s3://{bucket}/{quote(key)}"
+
+
+def is_bucket_name(text: str) -> bool:
+    """Return whether text may be the name of a bucket."""
+    return _BUCKET.fullmatch(text) is not None
+
+
+def _reason(error: Exception) -> str:
+    """Return what the service says, on one line."""
+    text = str(error)
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if code is not None:
+        return f"{code[1]}{f', {message[1]}' if message is not None else ''}"
+    return " ".join(text.partition("\n")[0].rpartition(" - ")[2].split())[:200].rstrip(": ")

@@ -1,0 +1,81 @@
+"""Files by their SHA-256, in the DHT: the publisher of a record is a holder of the content.
+
+Called by data nodes (`announce_content`) and workers (`find_holders`); built on `Endpoint.put_record` and
+`find_records`. A holder serves the content as the pull request `content_request` names it, and the one who pulls it
+verifies the digest: a record proves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_net.dataset_directory import RECORD_TTL
+from hypha_net.endpoint import Endpoint
+from hypha_proto.codec import from_json, to_json
+from hypha_proto.datasets import ContentRecord
+from hypha_proto.errors import DecodeError
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest
+
+_log = logging.getLogger(__name__)
+
+MAX_RECORD: Final = 1 << 10
+MAX_HOLDERS: Final = 64
+"""Holders that are returned."""
+_HEX: Final = re.compile(r"[0-9a-f]{64}")
+_PREFIX: Final = "hypha-content:"
+
+
+@dataclass(frozen=True, slots=True)
+class ContentHolder:
+    """A peer that says that it has some content, and how many bytes that has."""
+
+    peer: PeerId
+    size: int
+
+
+def is_sha256(text: str) -> bool:
+    """Return whether text is a SHA-256 as it is written here: 64 lower-case hex digits."""
+    return _HEX.fullmatch(text) is not None
+
+
+def content_key(sha256: str) -> bytes:
+    """Return the key of the records of some content."""
+    return f"{_PREFIX}sha256:{sha256}".encode()
+
+
+def content_request(sha256: str) -> PullRequest:
+    """Return the request by which a holder is asked for some content."""
+    return PullRequest(dataset=f"sha256:{sha256}", index=0)
+
+
+async def announce_content(endpoint: Endpoint, sha256: str, size: int) -> None:
+    """Publish that this endpoint holds some content; the endpoint renews the record while it is open.
+
+    Raises:
+        UnreachableError: no gateway stored the record.
+    """
+    record = to_json(ContentRecord, ContentRecord(size=size))
+    await endpoint.put_record(content_key(sha256), record, ttl=RECORD_TTL)
+
+
+async def find_holders(endpoint: Endpoint, sha256: str, *, timeout: float = 5.0) -> list[ContentHolder]:
+    """Find the holders of some content; empty when none is known.
+
+    Raises:
+        UnreachableError: no gateway answered.
+    """
+    found: dict[PeerId, ContentHolder] = {}
+    for record in await endpoint.find_records(content_key(sha256), timeout=timeout):
+        if record.publisher is None or record.publisher in found or len(found) >= MAX_HOLDERS:
+            continue
+        try:
+            size = from_json(ContentRecord, record.value, MAX_RECORD).size
+        except DecodeError as error:
+            _log.warning("record of content %s by %s ignored: %s", sha256, record.publisher, error)
+            continue
+        found[record.publisher] = ContentHolder(record.publisher, size)
+    return list(found.values())

@@ -1,0 +1,68 @@
+"""Reports of several batches at once, which executors send in the background while they train on.
+
+Uses the extension ``/hypha-progress/0.1.0``; peers of the older network do not have it and get one
+`progress.BatchDone` a batch. Positions are absolute within a round, so that a message which is lost, doubled or late
+changes nothing: batches that the scheduler has counted are skipped, and others are sent again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Final
+
+import msgspec
+
+from hypha_proto.progress import BatchDone, TrainedBatch
+from hypha_proto.protocols import BATCH_REPORTS, RpcMethod
+from hypha_proto.wire_schema import OMIT, U32, Message
+
+MAX_BATCHES: Final = 256
+"""Maximum number of reports in one message."""
+
+
+class TrainedBatches(Message, frozen=True):
+    """Consecutive batches of one executor in a round. Request body of ``/status/batches``."""
+
+    round: U32
+    first: U32
+    """Number of batches that the executor has trained in this round before these."""
+    batches: tuple[TrainedBatch, ...]
+    """The batches in their order, 1 to `MAX_BATCHES`."""
+    last: Annotated[U32 | None, OMIT] = None
+    """Number of batches of the round after which the executor will send its update, as far as it knows; None if it is
+    not known yet. An executor that states it trains on if the answer to the report of that batch names a later one."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.batches) <= MAX_BATCHES:
+            raise ValueError(f"batches: {len(self.batches)} reports; expected 1 to {MAX_BATCHES}")
+
+
+class ReportBatches(TrainedBatches, frozen=True, kw_only=True):
+    """Report of a training worker to its scheduler."""
+
+    job_id: uuid.UUID
+    lease: uuid.UUID
+
+
+class BatchesCounted(Message, frozen=True):
+    """Response to `ReportBatches`, also of the route ``/status/batches``."""
+
+    counted: U32
+    """Number of batches of the round that need not be reported again. A worker whose scheduler is silent repeats
+    `TrainedBatches.first`."""
+    last: Annotated[U32 | None, OMIT] = None
+    """Number of batches of the round after which the executor sends its update; None if it is not known yet."""
+    done: Annotated[bool | None, OMIT] = None
+    """True if the job needs the executor no more, which should exit."""
+    reason: str = ""
+    """Why the report does not match the state of the job, one line; the executor should exit. Empty if it does."""
+
+
+def report_of(batch: TrainedBatch) -> BatchDone:
+    """Return the report of a single batch, for peers that take one at a time."""
+    return BatchDone(**msgspec.structs.asdict(batch))
+
+
+REPORT_BATCHES: Final = RpcMethod[ReportBatches, BatchesCounted](
+    BATCH_REPORTS, ReportBatches, BatchesCounted, "ReportBatches"
+)

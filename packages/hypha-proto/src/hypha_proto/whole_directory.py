@@ -1,0 +1,84 @@
+"""Directories that appear completely written, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill; at the end it is synced to disk and takes the place of `path`.
+
+    After an error nothing of it is left, and `path` is as before unless only the last sync failed. If the program is
+    killed, `path` is complete or absent, and what was left beside it is removed by the next call for `path`.
+
+    Raises:
+        OSError: it cannot be created, synced or moved.
+    """
+    part = path.with_name(f".{path.name}.part")
+    remove_tree(part)
+    try:
+        _make_parents(part.parent)
+        part.mkdir()
+        yield part
+        sync_tree(part)
+        remove_tree(path)
+        os.replace(part, path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    try:
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory or file, if it exists.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def sync_tree(path: Path) -> None:
+    """Sync a directory and all that it contains to disk.
+
+    Raises:
+        OSError: a file cannot be synced.
+    """
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+
+
+def sync(path: Path) -> None:
+    """Sync one file, or the entries of one directory, to disk.
+
+    Raises:
+        OSError: it cannot be synced.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_parents(folder: Path) -> None:
+    """Create a directory and its parents, with their entries on disk."""
+    if folder.is_dir():
+        return
+    _make_parents(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)

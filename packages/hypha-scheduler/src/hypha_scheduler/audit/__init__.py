@@ -1,0 +1,31 @@
+"""Audit of a job: proves from the files in its directory what the job claims.
+
+An audit reads the journal, the manifests and the other files, and shares no code with what wrote them. The strategies
+call theirs at the end of a job, `cli` calls `audit` for the command of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from hypha_scheduler.audit import diloco, inference
+from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records
+
+__all__ = ["Findings", "NoAuditError", "audit"]
+
+_AUDITS: Final[dict[str, Callable[[Path], Findings]]] = {"diloco": diloco.audit, "inference": inference.audit}
+
+
+def audit(directory: Path) -> Findings:
+    """Audit the files of a job.
+
+    Raises:
+        NoAuditError: the directory holds no journal of a job that can be audited, or a file cannot be read.
+    """
+    _, kind = read_records(directory)
+    if kind not in _AUDITS:
+        known = " and ".join(f'"{each}"' for each in _AUDITS)
+        raise NoAuditError(f"{directory}: the job is of type {kind!r}; only those of type {known} can be audited")
+    return _AUDITS[kind](directory)

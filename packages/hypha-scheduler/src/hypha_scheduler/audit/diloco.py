@@ -1,0 +1,331 @@
+"""Audit of a DiLoCo job: proves from its files that each sample was used at most once in each epoch.
+
+It reads the records of rounds and contributions, the manifest of the dataset, the weights after the last round and the
+outer updates that the job has kept. `strategies.diloco` calls it at the end of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hypha_net.transfer.io.integrity import ContentVerifier
+from hypha_proto.errors import TensorFileError
+from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
+from hypha_scheduler.jobs.journal import JOURNAL
+
+_TYPE: Final = "diloco"
+_ALL: Final = 2**63 - 1
+"""End of a range that means all samples of a slice of unknown size."""
+_BLOCK: Final = 1 << 18
+
+
+class _Range(NamedTuple):
+    epoch: int
+    slice: int
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        end = "the end" if self.end == _ALL else str(self.end)
+        return f"positions {self.first} to {end} of slice {self.slice} in epoch {self.epoch}"
+
+
+class _Use(NamedTuple):
+    """Range of a contribution, sorted by position."""
+
+    range: _Range
+    round: int
+    peer: str
+
+
+@dataclass(slots=True)
+class DilocoFindings(Findings):
+    """Outcome of the audit of a DiLoCo job."""
+
+    rounds: int = 0
+    """Committed rounds."""
+    terms: int = 0
+    """Parameter servers that were appointed."""
+    contributions: int = 0
+    """Contributions of members to committed rounds."""
+    unstated: int = 0
+    """Those of them whose executors did not state what they were computed from, or in round 1 stated other weights.
+
+    The scheduler does not know the digest of the start model's weights before the first outer update.
+    """
+    unused: int = 0
+    """Updates that are part of no round."""
+    samples: int = 0
+    """Samples in exactly one contribution, of all epochs; without those of slices of unknown size."""
+    epochs: int = 0
+    """Epochs of which samples were used."""
+    open: int | None = None
+    """Samples of these epochs that are in no contribution; None if the sizes of the slices are not known."""
+    weights: str | None = None
+    """Digest of the weights after the last round, as recorded."""
+    is_finished: bool = False
+    """Whether the job has finished."""
+
+    def __str__(self) -> str:
+        state = "finished" if self.is_finished else "not finished"
+        if not self.rounds:
+            return f"no round was committed; {state}"
+        left = "" if self.open is None else f", {self.open} are open (in none)"
+        lines = [
+            f"{_plural(self.rounds, 'round')} in {_plural(self.terms, 'term')}; {state}",
+            f"{_plural(self.samples, 'sample')} of {_plural(self.epochs, 'epoch')} in exactly one contribution{left}",
+            f"unstated: {self.unstated} of {_plural(self.contributions, 'contribution')}"
+            + (" (ranges follow from what was handed out and reported)" if self.unstated else ""),
+            f"{_plural(self.unused, 'update')} did not count",
+            f"weights after round {self.rounds}: {self.weights}",
+        ]
+        return "\n".join(lines)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+@dataclass(slots=True)
+class _Journal:
+    """What was read of the journal so far."""
+
+    findings: DilocoFindings
+    samples: Mapping[int, int]
+    """Number of samples of each slice; empty if it is not known."""
+    term: int = 0
+    weights: str | None = None
+    """Digest after the last round."""
+    uses: list[_Use] = field(default_factory=list)
+    contributed: dict[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
+    """Last record of a contribution, by round and worker."""
+    announced: set[tuple[int, str]] = field(default_factory=set)
+    updates: dict[int, str] = field(default_factory=dict)
+    """Digest of the outer update of each round."""
+
+
+def audit(directory: Path) -> DilocoFindings:
+    """Audit the files of a DiLoCo job; of one that runs, those of the rounds so far.
+
+    Raises:
+        NoAuditError: the directory holds no journal of a DiLoCo job, or a file cannot be read.
+    """
+    records, kind = read_records(directory)
+    if kind != _TYPE:
+        raise NoAuditError(f"{directory}: the job is of type {kind!r}, not {_TYPE!r}")
+    findings = DilocoFindings()
+    try:
+        updates = audit_records(records, _samples(directory, records, findings), findings)
+        _audit_weights(directory, findings)
+        _audit_updates(directory, updates, findings)
+    except OSError as error:
+        raise NoAuditError(str(error)) from None
+    return findings
+
+
+def audit_records(
+    records: Iterable[Mapping[str, Any]], samples: Mapping[int, int], findings: DilocoFindings
+) -> Mapping[int, str]:
+    """Audit the records of a journal; return the digest of the outer update of each round.
+
+    Args:
+        records: all of them.
+        samples: number of samples of each slice; empty if it is not known.
+        findings: gets what is found.
+    """
+    journal = _Journal(findings, samples)
+    for line, record in enumerate(records, 1):
+        _audit_record(journal, line, record)
+    _audit_uses(journal)
+    return journal.updates
+
+
+def _samples(directory: Path, records: Sequence[Mapping[str, Any]], findings: DilocoFindings) -> dict[int, int]:
+    """Return the number of samples of each slice; empty if the data nodes had no manifest."""
+    began = next((record for record in records if record.get("record") == "began"), None)
+    if began is None:
+        findings.add(f"{directory / JOURNAL}: it does not say what the job works with; the job had not begun")
+        return {}
+    return {} if began.get("manifest") is None else read_samples(directory, began["manifest"], findings)
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def _audit_record(journal: _Journal, line: int, record: Mapping[str, Any]) -> None:
+    place = f"{JOURNAL}: line {line}"
+    try:
+        match record.get("record"):
+            case "term":
+                _audit_term(journal, place, record)
+            case "contributed":
+                journal.contributed[int(record["round"]), str(record["worker"])] = record
+            case "announced":
+                journal.announced.update((int(record["round"]), str(peer)) for peer, _ in record["members"])
+            case "round":
+                _audit_round(journal, place, record)
+            case "finished":
+                journal.findings.is_finished = True
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        journal.findings.add(f"{place}: the record {record.get('record')!r} is malformed: {error!r:.200}")
+
+
+def _audit_term(journal: _Journal, place: str, record: Mapping[str, Any]) -> None:
+    if record["term"] <= journal.term:
+        journal.findings.add(f"{place}: term {record['term']} follows term {journal.term}")
+    journal.term = int(record["term"])
+    journal.findings.terms += 1
+
+
+def _audit_round(journal: _Journal, place: str, record: Mapping[str, Any]) -> None:
+    findings, number = journal.findings, int(record["round"])
+    if number != findings.rounds + 1:
+        findings.add(f"{place}: round {number} follows round {findings.rounds}")
+    if record["term"] != journal.term:
+        findings.add(f"{place}: round {number} is of term {record['term']}, in term {journal.term}")
+    if journal.weights not in (None, record["weights_before"]):
+        was = f"and round {number - 1} ended with {journal.weights}"
+        findings.add(f"{place}: round {number} begins with weights {record['weights_before']}, {was}")
+    peers = [str(member["peer"]) for member in record["members"]]
+    for peer in sorted({peer for peer in peers if peers.count(peer) > 1}):
+        findings.add(f"{place}: round {number} has two contributions of {peer}")
+    for position, member in enumerate(record["members"]):
+        _audit_member(journal, f"{place}: members[{position}]", record, member)
+    findings.rounds, findings.weights, journal.weights = number, record["weights"], record["weights"]
+    findings.unused += len(record["unused"])
+    journal.updates[number] = record["update"]
+
+
+def _audit_member(journal: _Journal, place: str, record: Mapping[str, Any], member: Mapping[str, Any]) -> None:
+    findings, number, peer = journal.findings, int(record["round"]), str(member["peer"])
+    ranges = [_Range(*map(int, each)) for each in member["ranges"]]
+    journal.uses += [_Use(each, number, peer) for each in ranges]
+    for fault in _range_faults(ranges, journal.samples):
+        findings.add(f"{place}: {fault}")
+    findings.contributions += 1
+    stated = member["contribution"]
+    is_unknown = stated is None or (number == 1 and stated["weights"] != record["weights_before"])
+    findings.unstated += is_unknown
+    if stated is not None:
+        for fault in _statement_faults(record, member, stated, ranges):
+            findings.add(f"{place}: the contribution of {peer} to round {number} {fault}")
+    for fault in _history_faults(journal, number, peer, member):
+        findings.add(f"{place}: {peer} {fault}")
+
+
+def _range_faults(ranges: Iterable[_Range], samples: Mapping[int, int]) -> Iterator[str]:
+    """Yield which ranges the dataset does not have."""
+    for each in ranges:
+        if each.epoch < 0 or each.slice < 0 or not 0 <= each.first < each.end:
+            yield f"{each} are no samples"
+        elif samples and (each.slice not in samples or each.end > samples[each.slice]):
+            size = samples.get(each.slice)
+            has = f"{len(samples)} slices" if size is None else f"{size} samples in it"
+            yield f"{each} are not in the dataset, which has {has}"
+
+
+def _statement_faults(
+    record: Mapping[str, Any], member: Mapping[str, Any], stated: Mapping[str, Any], ranges: Sequence[_Range]
+) -> Iterator[str]:
+    """Yield where the statement of an executor differs from what the record says of it."""
+    listed = [_Range(each["epoch"], each["slice"], each["first"], each["end"]) for each in stated["ranges"]]
+    pairs = [
+        ("round", stated["round"], record["round"]),
+        ("weights", stated["weights"], stated["weights"] if record["round"] == 1 else record["weights_before"]),
+        ("update", stated["update"], member["update"]),
+        ("samples", sum(each.end - each.first for each in listed), member["samples"]),
+        ("batches", stated["batches"], member["batches"]),
+    ]
+    for name, found, expected in pairs:
+        if found != expected:
+            yield f"states {name} {found}, and its round has {expected}"
+    if listed != list(ranges):
+        yield "states other samples than its round has"
+
+
+def _history_faults(journal: _Journal, number: int, peer: str, member: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a member differs from what was recorded before its round was committed."""
+    found = journal.contributed.get((number, peer))
+    if found is None:
+        yield f"is a member of round {number}, to which it has contributed nothing"
+    else:
+        for name in ("samples", "update", "ranges"):
+            if found[name] != member[name]:
+                yield f"contributed {name} {found[name]!r:.100} to round {number}, which has {member[name]!r:.100}"
+    if (number, peer) not in journal.announced:
+        yield f"is a member of round {number}, and was not announced to its parameter server"
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+def _audit_uses(journal: _Journal) -> None:
+    """Find samples that are in two contributions; count those in one and in none."""
+    findings, last = journal.findings, None
+    used = 0
+    for use in sorted(journal.uses):
+        if last is not None and last.range[:2] == use.range[:2] and use.range.first < last.range.end:
+            both = _Range(*use.range[:2], use.range.first, min(use.range.end, last.range.end))
+            findings.add(
+                f"{both} were used twice: by {last.peer} in round {last.round} and by {use.peer} in round {use.round}"
+            )
+        known = use.range.end != _ALL
+        used += use.range.end - use.range.first if known else 0
+        last = use if last is None or last.range[:2] != use.range[:2] or use.range.end > last.range.end else last
+    findings.samples = used
+    findings.epochs = len({use.range.epoch for use in journal.uses})
+    if journal.samples:
+        findings.open = findings.epochs * sum(journal.samples.values()) - used
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def _audit_weights(directory: Path, findings: DilocoFindings) -> None:
+    """Compare the weights on disk with those that the last round was committed with."""
+    if not findings.rounds:
+        return
+    path = directory / "outer-state" / f"round-{findings.rounds}" / "weights.safetensors"
+    if not path.exists():
+        findings.add(f"{path}: the weights after round {findings.rounds} are missing")
+        return
+    try:
+        digest = _weights_digest(path)
+    except TensorFileError as error:
+        findings.add(f"{path}: it is malformed: {error}")
+        return
+    if digest != findings.weights:
+        findings.add(f"{path}: the digest of the weights is {digest}, and the journal has {findings.weights}")
+
+
+def _weights_digest(path: Path) -> str:
+    from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile  # imported late: numpy takes 0.1 s
+    from hypha_proto.weights_digest import WeightsDigest
+
+    digest = WeightsDigest()
+    with TensorFile(path) as file:
+        for name, info in sorted(file.tensors.items()):
+            flat = file.stored(name).reshape(-1)
+            blocks = (flat[begin : begin + _BLOCK] for begin in range(0, flat.size, _BLOCK))
+            digest.add(name, info.shape, blocks, integers=info.dtype not in FLOAT_DTYPES)
+    return digest.digest()
+
+
+def _audit_updates(directory: Path, updates: Mapping[int, str], findings: DilocoFindings) -> None:
+    """Compare the outer updates that the job has kept with the record."""
+    for number, expected in updates.items():
+        path = directory / "updates" / f"round-{number}.safetensors"
+        if path.exists() and (digest := _file_digest(path)) != expected:
+            findings.add(f"{path}: the digest is {digest}, and the journal has {expected}")
+
+
+def _file_digest(path: Path) -> str:
+    content, size = ContentVerifier(None, None), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            content.update(memoryview(block))
+            size += len(block)
+    return content.verify(size)

@@ -1,0 +1,400 @@
+"""Commands about jobs of a running scheduler: ``submit``, ``jobs``, ``status``, ``attach``, ``logs`` and ``cancel``;
+and ``accounts``, of which none need run.
+
+Added to the command line by `cli`. What is slow to import is imported in the command that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import click
+
+from hypha_net.node.accounts import parse_since
+from hypha_net.node.cli import BAD_USAGE, UnreachableNetworkError, config_option, since_option, table_format_option
+from hypha_net.node.lifecycle import INTERRUPTED
+
+if TYPE_CHECKING:
+    from hypha_scheduler.submission.client import JobCommandError
+    from hypha_scheduler.submission.log_client import LogLine
+
+EVENTS: Final = "metrics.jsonl"
+_LOG_PAUSE: Final = 1.0
+"""Seconds between two requests for new lines."""
+_EXIT_CODES: Final = {"finished": 0, "failed": 1, "cancelled": 1, "interrupted": 3}
+
+_socket_option = click.option(
+    "--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler."
+)
+_format_option = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output."
+)
+_plain_option = click.option("--plain", is_flag=True, help="Print lines, also on a terminal, instead of a live view.")
+
+
+class _NoSuchJobError(click.ClickException):
+    """A name or id that no job has, or several have: exit code 2."""
+
+    exit_code = BAD_USAGE
+
+
+def add_job_commands(group: click.Group) -> None:
+    """Add the commands to a command line."""
+    for command in (submit, list_jobs, status, attach, logs, cancel, accounts):
+        group.add_command(command)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Translate errors of the client to messages and exit codes."""
+    from hypha_scheduler.submission.client import JobCommandError, JobFileError, NoSchedulerError
+
+    try:
+        yield
+    except NoSchedulerError as error:
+        raise UnreachableNetworkError(str(error)) from None
+    except JobFileError as error:
+        raise click.UsageError(str(error)) from None
+    except JobCommandError as error:
+        _refuse(error)
+
+
+def _refuse(error: JobCommandError) -> NoReturn:
+    """End with the reason for which a command was refused: exit code 2 if it names no job or several, or 1."""
+    lines = [str(error), *(f"  {_line(entry)}" for entry in error.matches)]
+    kind = _NoSuchJobError if error.code in ("ambiguous", "unknown") else click.ClickException
+    raise kind("\n".join(lines))
+
+
+def _find_socket(socket: Path | None, file: Path | None) -> Path:
+    from hypha_scheduler.submission.client import configured_socket
+
+    return socket or configured_socket(file)
+
+
+@click.command()
+@click.argument("job", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@config_option
+@_socket_option
+@click.option("--detach", is_flag=True, help="Return when the job is accepted instead of when it has ended.")
+@click.option("--no-wait", is_flag=True, help="Fail if the job would have to wait for its turn or for workers.")
+@_plain_option
+@_format_option
+def submit(
+    job: Path, file: Path | None, socket: Path | None, detach: bool, no_wait: bool, plain: bool, form: str
+) -> None:
+    """Submit the job in JOB, a TOML file or a list of tasks in a .json file, to a running scheduler.
+
+    The scheduler is found by --socket, or by the output_dir of its own --config file. The job is then followed as by
+    `attach`; Ctrl-C ends only that. Exit codes: 0 the job finished (with --detach: was accepted), 1 the job failed, 2
+    the job is invalid, 3 no scheduler is running there, or it was stopped before the job had ended, 130 Ctrl-C.
+    """
+    from hypha_scheduler.submission.client import JobFileError, read_job, submit_job
+
+    accepted: dict[str, Any] = {}
+    with _exit_codes():
+        path = _find_socket(socket, file)
+        try:
+            with ExitStack() as following:
+                for answer in submit_job(path, read_job(job), detach=detach, wait=not no_wait):
+                    following.close()
+                    if "error" in answer:
+                        text = answer["error"]
+                        raise click.ClickException(text) if accepted else JobFileError(f"{job}: {text}")
+                    accepted = accepted or answer
+                    click.echo(json.dumps(answer))
+                    for warning in answer.get("warnings", ()):
+                        click.echo(f"warning: {warning}", err=True)
+                    if not detach:
+                        following.enter_context(follow_job(answer, form=form, plain=plain))
+        except KeyboardInterrupt:
+            _tell_how_to_go_on(accepted, path)
+
+
+def _tell_how_to_go_on(job: Mapping[str, Any], socket: Path) -> NoReturn:
+    """End after Ctrl-C: the job goes on."""
+    if "job_id" in job:
+        where = f"{job['job_id']} --socket {socket}"
+        click.echo(
+            f"job {job['job_id']} goes on; follow it with `hypha-scheduler attach {where}`, end it with "
+            f"`hypha-scheduler cancel {where}`",
+            err=True,
+        )
+    click.get_current_context().exit(INTERRUPTED)
+
+
+@contextmanager
+def follow_job(
+    answer: Mapping[str, Any], position: int = 0, *, form: str = "text", plain: bool = True
+) -> Iterator[None]:
+    """Show what happens in a job that a scheduler has accepted, until the end of the context.
+
+    Args:
+        answer: what the scheduler has answered; others than the first name no directory, and nothing is shown.
+        position: size of the job's events before it was accepted.
+        form: ``text`` for lines on standard error, ``json`` for an object a line on standard output.
+        plain: whether text is printed as lines on a terminal, too, instead of a live view.
+    """
+    from hypha_scheduler.submission.event_follower import follow_events
+
+    if "directory" not in answer:
+        yield
+        return
+    is_live = form == "text" and not plain and sys.stdout.isatty()
+    shown = _live() if is_live else nullcontext(_display_lines(form))
+    with shown as show, follow_events(Path(answer["directory"]) / EVENTS, show, position):
+        yield
+
+
+@contextmanager
+def _live() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Draw a live view, if the terminal can; yield what shows an event."""
+    from rich.console import Console
+
+    from hypha_scheduler.submission.live_view import show_live
+
+    console = Console(no_color=True if click.get_current_context().color is False else None)
+    with nullcontext(_display_lines("text")) if console.is_dumb_terminal else show_live(console) as show:
+        yield show
+
+
+def _display_lines(form: str) -> Callable[[dict[str, Any]], None]:
+    """Return what shows an event."""
+    from hypha_scheduler.submission.job_view import DETAILS, JobView
+
+    view = JobView()
+
+    def show(event: dict[str, Any]) -> None:
+        line = view.add(event)
+        if form == "text" and line is not None:
+            click.echo(line, err=True)
+        elif form == "json" and event.get("event") not in DETAILS:
+            estimate = {"cost": round(view.cost(view.at), 6), "seconds_left": view.seconds_left}
+            click.echo(json.dumps(event | (estimate if event.get("event") == "round" else {})))
+
+    return show
+
+
+@click.command("jobs")
+@config_option
+@_socket_option
+@click.option("--all", "every", is_flag=True, help="Also jobs that have ended, the newest first, at most 1000.")
+@_format_option
+def list_jobs(file: Path | None, socket: Path | None, every: bool, form: str) -> None:
+    """List the jobs that wait or run, in the order in which they came.
+
+    Exit codes: 0, or 3 if no scheduler is running there.
+    """
+    from hypha_scheduler.submission.client import send_command
+
+    with _exit_codes():
+        answer = send_command(_find_socket(socket, file), {"command": "jobs", "all": every})
+    for entry in answer["jobs"]:
+        click.echo(json.dumps(entry) if form == "json" else _line(entry))
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    """Return a job as a line."""
+    submitted = entry.get("submitted")
+    at = "" if submitted is None else datetime.fromtimestamp(submitted, UTC).strftime("%Y-%m-%d %H:%M")
+    reason = str(entry.get("reason") or "").partition("\n")[0]
+    parts = (entry["job_id"], f"{entry['state']:<11}", f"{at:<16}", entry.get("name") or "-", reason)
+    return "  ".join(parts).rstrip()
+
+
+@click.command()
+@click.argument("job")
+@config_option
+@_socket_option
+@_format_option
+def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
+    """Show the state of JOB, which is a job's name or the beginning of its id.
+
+    Exit codes: 0, 2 no job or several are called so, 3 no scheduler is running there.
+    """
+    from hypha_scheduler.submission.client import send_command
+    from hypha_scheduler.submission.event_follower import EventReader
+    from hypha_scheduler.submission.job_view import JobView
+
+    with _exit_codes():
+        entry = send_command(_find_socket(socket, file), {"command": "status", "id": job})["job"]
+    reader, view = EventReader(Path(entry["directory"]) / EVENTS), JobView()
+    while events := reader.read():
+        for event in events:
+            view.add(event)
+    if form == "json":
+        click.echo(json.dumps(view.summary(time.time()) | entry))
+        return
+    click.echo(_line(entry))
+    click.echo(f"  directory: {entry['directory']}")
+    if view.step is not None:
+        click.echo(f"  {view.describe_progress(time.time())}")
+    if view.workers:
+        click.echo(f"  workers: {', '.join(map(str, view.workers.values()))}")
+    if view.lost or view.late:
+        click.echo(f"  {view.lost} workers lost, {view.late} late rounds of workers")
+
+
+@click.command()
+@click.argument("job")
+@config_option
+@_socket_option
+@_plain_option
+@_format_option
+def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: str) -> None:
+    """Show what has happened in JOB so far, and follow it to its end.
+
+    JOB is a job's name or the beginning of its id. Exit codes: 0 the job finished, 1 it failed or was cancelled, 2 no
+    job or several are called so, 3 no scheduler is running there, or it was stopped before the job had ended, 130
+    Ctrl-C, after which the job goes on.
+    """
+    from hypha_scheduler.submission.client import attach_job
+
+    entry: dict[str, Any] = {}
+    with _exit_codes():
+        path = _find_socket(socket, file)
+        try:
+            with ExitStack() as following:
+                for answer in attach_job(path, job):
+                    following.close()
+                    if "error" in answer:
+                        raise click.ClickException(answer["error"])
+                    entry = entry or answer["job"]
+                    click.echo(json.dumps(answer))
+                    following.enter_context(follow_job(answer.get("job", answer), form=form, plain=plain))
+        except KeyboardInterrupt:
+            _tell_how_to_go_on(entry, path)
+    click.get_current_context().exit(_EXIT_CODES.get(entry["state"], 0))
+
+
+@click.command()
+@click.argument("job")
+@click.option("--worker", metavar="NAME", help="Of this worker alone: its name, its peer id, or the end of that.")
+@click.option("--follow", is_flag=True, help="Also show what is printed until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin with the last N lines of each worker.")
+@config_option
+@_socket_option
+@_format_option
+def logs(
+    job: str, worker: str | None, follow: bool, tail: int | None, file: Path | None, socket: Path | None, form: str
+) -> None:
+    """Show what the executors of JOB have printed: of each worker the last MiB, without secrets.
+
+    JOB is a job's name or the beginning of its id. Workers keep the logs of jobs that have ended for a while, too. Exit
+    codes: 0, 1 no worker could be asked, 2 no job or several are called so or it has no such worker, 3 no scheduler is
+    running there, 130 Ctrl-C.
+    """
+    from hypha_scheduler.submission.catalog import ACTIVE
+    from hypha_scheduler.submission.client import send_command
+    from hypha_scheduler.submission.event_follower import EventReader
+    from hypha_scheduler.submission.log_client import JobLogs, last_lines
+
+    with _exit_codes():
+        path = _find_socket(socket, file)
+        entry = send_command(path, {"command": "status", "id": job})["job"]
+        found = JobLogs(path, entry["job_id"], EventReader(Path(entry["directory"]) / EVENTS), worker)
+        found.find_workers()
+        if worker is not None and not found.chosen and not (follow and entry["state"] in ACTIVE):
+            names = ", ".join(found.workers.values()) or "none so far"
+            raise click.BadParameter(f"{worker!r} is no worker of the job; its workers: {names}", param_hint="--worker")
+        reported: dict[str, str] = {}
+        try:
+            _show_lines(last_lines(found.read(), tail), form)
+            _report(found.failures, reported)
+            while follow and entry["state"] in ACTIVE:
+                time.sleep(_LOG_PAUSE)
+                entry = send_command(path, {"command": "status", "id": entry["job_id"]})["job"]
+                _show_lines(found.read(), form)
+                _report(found.failures, reported)
+        except KeyboardInterrupt:
+            click.get_current_context().exit(INTERRUPTED)
+    if not found.chosen:
+        click.echo(f"job {entry['job_id']} has had no workers so far", err=True)
+    elif len(found.failures) == len(found.chosen):
+        click.get_current_context().exit(1)
+
+
+def _show_lines(lines: Iterable[LogLine], form: str) -> None:
+    for line in lines:
+        fields = {"worker": line.worker, "peer": line.peer, "run": line.run, "line": line.text}
+        click.echo(json.dumps(fields) if form == "json" else f"{line.worker}: {line.text}")
+
+
+def _report(failures: Mapping[str, str], reported: dict[str, str]) -> None:
+    """Say of which workers no logs can be read, each reason once."""
+    for worker, reason in failures.items():
+        if reported.get(worker) != reason:
+            click.echo(f"worker {worker}: {reason}", err=True)
+    reported.update(failures)
+
+
+@click.command()
+@click.argument("job")
+@config_option
+@_socket_option
+def cancel(job: str, file: Path | None, socket: Path | None) -> None:
+    """End JOB, which is a job's name or the beginning of its id: it waits, or its executors are stopped.
+
+    What it has written so far stays, its last model included. Exit codes: 0 it has ended and its leases are released,
+    1 it had ended before or does not end in time, 2 no job or several are called so, 3 no scheduler is running there.
+    """
+    from hypha_scheduler.submission.client import send_command
+
+    with _exit_codes():
+        click.echo(json.dumps(send_command(_find_socket(socket, file), {"command": "cancel", "id": job})))
+
+
+@click.command()
+@config_option
+@_socket_option
+@since_option
+@table_format_option
+def accounts(file: Path | None, socket: Path | None, since: str | None, form: str) -> None:
+    """Print what each lease of the scheduler's jobs has cost: job, worker, seconds, price and tokens.
+
+    Also while no scheduler runs. The earliest lease comes first; one that the scheduler has taken back when it was
+    started again has a line for each run. Exit codes: 0 printed, 1 the accounts cannot be read, 2 wrong usage.
+    """
+    from hypha_scheduler.jobs.lease_accounts import AccountsFileError
+    from hypha_scheduler.submission.account_list import list_accounts, render_accounts
+
+    try:
+        begin = 0.0 if since is None else parse_since(since, time.time())
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--since") from None
+    with _exit_codes():
+        runs = _find_socket(socket, file).parent
+    try:
+        click.echo(render_accounts(list_accounts(runs, begin), form), nl=False)
+    except (OSError, AccountsFileError) as error:
+        raise click.ClickException(f"the accounts cannot be read: {error}") from None
+
+
+def find_directory(wanted: str, runs: Path) -> Path:
+    """Return the directory of a job that is named by it, by the job's name, or by the beginning of its id.
+
+    Raises:
+        click.UsageError: there is none, or there are several.
+    """
+    from hypha_scheduler.submission.catalog import find_jobs
+
+    if Path(wanted).is_dir():
+        return Path(wanted)
+    found = find_jobs(runs, {}, wanted)
+    if len(found) == 1:
+        return Path(found[0].directory)
+    text = f"JOB: {wanted!r} is no directory, and {len(found) or 'no'} jobs in {runs} have that name or beginning of id"
+    raise click.UsageError("\n".join([text, *(f"  {_line(_plain(entry))}" for entry in found)]))
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    import msgspec
+
+    return dict(msgspec.to_builtins(entry))

@@ -1,0 +1,136 @@
+"""Adoption: which tasks of an earlier run of the scheduler still run on their leases, and the renewal of these leases.
+
+The journal says which tasks their workers have confirmed and which have ended. The workers hold the leases of the
+others for the orphan grace; a lease that is renewed in time goes on as if nothing had happened. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import anyio
+
+from hypha_net import rpc
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
+from hypha_scheduler.allocation.allocator import lease_life
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies.base import Lease, TaskRef
+
+_log = logging.getLogger(__name__)
+
+ADOPTION_TIMEOUT: Final = 20.0
+"""Seconds within which a lease must be renewed; at first this node may not be connected to the network yet."""
+_RENEWAL_TIMEOUT: Final = 5.0
+_RETRY_PAUSE: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTask:
+    """Task that its worker has confirmed and whose end is not known."""
+
+    task: TaskRef
+    dispatch: int
+    """Number of earlier dispatches on its lease."""
+    keep_lease: bool
+
+
+@dataclass(slots=True)
+class HeldAtEnd:
+    """What a job held when its scheduler ended."""
+
+    tasks: dict[uuid.UUID, RunningTask] = field(default_factory=dict)
+    """By lease."""
+    leases: dict[uuid.UUID, Lease] = field(default_factory=dict)
+    """All leases that may still be held."""
+
+    @property
+    def idle(self) -> tuple[Lease, ...]:
+        """Leases on which no confirmed task runs."""
+        return tuple(lease for id, lease in self.leases.items() if id not in self.tasks)
+
+
+OnRenewed = Callable[[Lease, float, float], None]
+"""Called with a renewed lease, the time at which that was asked for, and the seconds for which it lasts from then."""
+
+
+def held_at_end(records: Iterable[Mapping[str, Any]]) -> HeldAtEnd:
+    """Return what a job held after the records of its journal.
+
+    Raises:
+        JobFailedError: a record is malformed.
+    """
+    held = HeldAtEnd()
+    for number, record in enumerate(records, 1):
+        try:
+            _apply(held, record)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            kind = record.get("record")
+            raise JobFailedError(f"record {number} of the journal, {kind!r}, is malformed: {error!r}") from None
+    return held
+
+
+def _apply(held: HeldAtEnd, record: Mapping[str, Any]) -> None:
+    match record.get("record"):
+        case "accepted" | "resumed":
+            held.tasks.clear()
+            held.leases.clear()
+            _add(held, record.get("leases", ()), record.get("tasks", ()))
+        case "placed" | "leased":
+            _add(held, record["leases"], ())
+        case "dispatched":
+            _add(held, (), [record])
+        case "interrupted" if not record["tasks_run_on"]:
+            held.tasks.clear()
+            held.leases.clear()
+        case "finished" | "failed":
+            held.tasks.clear()
+            held.leases.clear()
+        case "ended" if "lease" in record:
+            held.tasks.pop(uuid.UUID(record["lease"]), None)
+
+
+def _add(held: HeldAtEnd, leases: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> None:
+    for entry in leases:
+        lease = Lease(
+            uuid.UUID(entry["lease"]), PeerId.parse(entry["peer"]), entry["role"], float(entry.get("price", 0.0))
+        )
+        held.leases[lease.id] = lease
+    for entry in tasks:
+        lease = held.leases[uuid.UUID(entry["lease"])]
+        task = TaskRef(str(entry["task"]), lease, int(entry["attempt"]))
+        held.tasks[lease.id] = RunningTask(task, int(entry["dispatch"]), bool(entry["keep_lease"]))
+
+
+async def take_leases_back(endpoint: Endpoint, tasks: Iterable[RunningTask], on_renewed: OnRenewed) -> None:
+    """Renew the leases of tasks; return when each was renewed or refused, or after `ADOPTION_TIMEOUT` seconds."""
+    with anyio.move_on_after(ADOPTION_TIMEOUT):
+        async with anyio.create_task_group() as renewals:
+            for running in tasks:
+                renewals.start_soon(_renew, endpoint, running, on_renewed)
+
+
+async def _renew(endpoint: Endpoint, running: RunningTask, on_renewed: OnRenewed) -> None:
+    """Renew a lease; try again until its worker answers."""
+    lease = running.task.lease
+    while True:
+        asked_at = anyio.current_time()
+        try:
+            answer = await rpc.call(
+                endpoint, lease.peer, RENEW_LEASE, RenewLease(id=lease.id), timeout=_RENEWAL_TIMEOUT
+            )
+        except NetError as error:
+            _log.info("lease %s at %s could not be renewed yet: %s", lease.id, lease.peer, error)
+            await anyio.sleep(_RETRY_PAUSE)
+            continue
+        if isinstance(answer, Renewed):
+            on_renewed(lease, asked_at, lease_life(answer.timeout_ms))
+        else:
+            _log.warning("%s no longer has the lease of task %s", lease.peer, running.task.name)
+        return

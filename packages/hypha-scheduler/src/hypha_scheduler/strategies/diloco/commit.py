@@ -1,0 +1,184 @@
+"""Commits of rounds: outer updates become global weights, and workers hear which of them count.
+
+An outer update counts once the round record that names its digest is on disk. Until then no worker merges it, so that
+after a crash of this scheduler nobody has weights that the record does not have. Called by `operator`; calls
+`result_model`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+import anyio
+
+from hypha_net.errors import TransferRefusedError
+from hypha_proto.contributions import AwaitCommit, CommitStatus
+from hypha_scheduler.errors import lacks_room, waits_for_room
+from hypha_scheduler.strategies.base import RetryAfter
+from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
+
+PAUSED: Final = "paused"
+"""Notice that the disk has no room for the weights of a round; its message is the reason."""
+CONTINUED: Final = "continued"
+"""Notice that there is room again; its message is for how many seconds there was none."""
+_ROOM_INTERVAL: Final = 2.0
+"""Seconds between attempts to write to a disk without room."""
+_SETTLE_TIMEOUT: Final = 300.0
+"""Seconds for the parameter server to say who is a member."""
+_ASK_AGAIN: Final = 10.0
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRound:
+    """Digests in the record of a round."""
+
+    update: str
+    """Of the outer update."""
+    weights: str
+    """Of the global weights after it."""
+
+
+@dataclass(slots=True)
+class RoundCommits:
+    """The committed rounds of one job, and the one that is about to be."""
+
+    result: ResultModel
+    notify: Callable[[str, object], None]
+    """Called with `PAUSED` and `CONTINUED`."""
+    rounds: dict[int, CommittedRound]
+    """Recorded rounds by their numbers."""
+    _advance: tuple[int, int, Advance] | None = None
+    """Term and number of the round whose weights are on disk, and which is not recorded."""
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _changed: anyio.Event | None = None
+
+    @property
+    def last(self) -> int:
+        """Last recorded round; 0 before the first."""
+        return max(self.rounds, default=0)
+
+    def is_last(self, number: int, update: str | None) -> bool:
+        """Return whether this is the outer update that was recorded last, which comes again for lack of a receipt."""
+        found = self.rounds.get(number)
+        return number == self.last and found is not None and found.update == update
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the weights after the last recorded round are those of the job on disk, too."""
+        return self.result.round >= self.last
+
+    @property
+    def weights(self) -> str | None:
+        """Digest of the weights after the last recorded round; None before the first."""
+        return self.weights_before(self.last + 1)
+
+    @property
+    def update(self) -> str | None:
+        """Digest of the outer update of the last recorded round; None before the first."""
+        found = self.rounds.get(self.last)
+        return None if found is None else found.update
+
+    def weights_before(self, number: int) -> str | None:
+        """Return the digest of the weights with which a round begins; None if it is not known."""
+        before = self.rounds.get(number - 1)
+        return None if before is None else before.weights
+
+    async def prepare(
+        self, number: int, term: int, is_settled: Callable[[], bool], is_current: Callable[[], bool], update: Path
+    ) -> None:
+        """Write the weights after a round to disk, waiting for room if there is none.
+
+        Args:
+            number: the round.
+            term: term of the parameter server.
+            is_settled: returns whether the members of the round are known; looked at again after each `wake`.
+            is_current: returns whether the parameter server has not been replaced.
+            update: file of the outer update.
+
+        Raises:
+            JobFailedError: the update does not fit the model.
+            TransferRefusedError: the members stay unknown, or the parameter server was replaced.
+            OSError: a file cannot be written.
+        """
+        async with self._lock:
+            with anyio.move_on_after(_SETTLE_TIMEOUT) as waiting:
+                while is_current() and not is_settled():
+                    self._changed = anyio.Event()
+                    await self._changed.wait()
+            if waiting.cancelled_caught:
+                raise TransferRefusedError(f"round {number} cannot be recorded: its members are not known")
+            if not is_current():
+                raise TransferRefusedError(f"term {term} is over: the parameter server was replaced")
+            if number in self.rounds or (self._advance is not None and self._advance[:2] == (term, number)):
+                _log.info("the outer update of round %d came twice", number)
+                await self.result.discard(update)
+                return
+            self._advance = term, number, await self._with_room(lambda: self.result.advance(update, number))
+
+    def wake(self) -> None:
+        """Let a waiting `prepare` look again."""
+        if self._changed is not None:
+            self._changed.set()
+
+    def record(self, number: int, term: int) -> Advance | None:
+        """Take the round whose weights are on disk into the record; None if it is there already."""
+        if number in self.rounds or self._advance is None or self._advance[:2] != (term, number):
+            return None
+        advance, self._advance = self._advance[2], None
+        self.rounds[number] = CommittedRound(advance.update, advance.weights)
+        return advance
+
+    async def commit(self, number: int) -> None:
+        """Make the weights after a recorded round those of the job, waiting for room if there is none.
+
+        Raises:
+            OSError: a file cannot be moved or deleted.
+        """
+        await self._with_room(lambda: self.result.commit(number))
+
+    async def finish(self) -> None:
+        """Write the result, waiting for room if there is none.
+
+        Raises:
+            JobFailedError: a file is malformed.
+            OSError: a file cannot be written.
+        """
+        await self._with_room(self.result.finish)
+
+    async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
+        """Call `write` again until the disk has room for it."""
+        began: float | None = None
+        while True:
+            try:
+                result = await write()
+            except OSError as error:
+                if not lacks_room(error):
+                    raise
+                if began is None:
+                    began = anyio.current_time()
+                    self.notify(PAUSED, waits_for_room(self.result.directory, error))
+                await anyio.sleep(_ROOM_INTERVAL)
+            else:
+                if began is not None:
+                    self.notify(CONTINUED, anyio.current_time() - began)
+                return result
+
+    def answer(self, question: AwaitCommit) -> CommitStatus | RetryAfter:
+        """Answer a worker that has received an outer update."""
+        number, found = question.round, self.rounds.get(question.round)
+        if found is None:
+            if number > self.last:
+                return RetryAfter(_ASK_AGAIN)
+            return CommitStatus(committed=False, reason=f"round {number} was committed before its digest was recorded")
+        if found.update != question.update:
+            why = f"round {number} was committed with another outer update, whose digest is {found.update}"
+            return CommitStatus(committed=False, reason=why)
+        return CommitStatus(committed=True, weights=found.weights)

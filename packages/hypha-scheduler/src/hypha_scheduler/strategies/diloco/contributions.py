@@ -1,0 +1,169 @@
+"""Updates of the rounds that are not committed: what each was computed from, and why some do not count. Pure.
+
+The worker of an executor states its update to the scheduler before it is sent to the parameter server
+(`hypha_proto.contributions`); the update of a worker that states nothing is known by its batches only. Called by
+`training_state`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hypha_proto.contributions import MAX_RANGES, OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution, StateContribution
+from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.diloco.slices import ALL, SampleSpan
+
+MAX_REFUSALS: Final = 3
+"""Number of refused updates with which a worker is excluded from the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUpdate:
+    """Update of a worker in a round."""
+
+    peer: PeerId
+    round: int
+    samples: int
+    """Number of samples: its weight in the mean."""
+    batches: int
+    spans: tuple[SampleSpan, ...]
+    """Samples that it was computed from; if they are not stated, those that were handed out and reported."""
+    update: str | None = None
+    """Digest of the file; None if its worker did not state it."""
+    stated: Contribution | None = None
+    """Statement of its executor; None if it made none."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedUpdate:
+    """Update, or statement of one, that is part of no round."""
+
+    peer: PeerId
+    why: str
+    spans: tuple[SampleSpan, ...]
+    stated: Contribution | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """Effect: record the update of a worker before anybody hears of it."""
+
+    update: MemberUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Effect: report that an update of a worker was refused, `count` times so far."""
+
+    peer: PeerId
+    round: int
+    reason: str
+    count: int
+
+
+@dataclass(slots=True)
+class Contributions:
+    """Updates of the rounds that are not committed, and refusals."""
+
+    refusals: Counter[PeerId] = field(default_factory=Counter)
+    """Number of refused updates of each worker."""
+    _updates: dict[tuple[int, PeerId], MemberUpdate] = field(default_factory=dict)
+    _refused: set[tuple[int, PeerId]] = field(default_factory=set)
+    _unused: list[UnusedUpdate] = field(default_factory=list)
+
+    def add(self, update: MemberUpdate) -> None:
+        """Add the update of a worker, in place of an earlier one of the round."""
+        self._updates[update.round, update.peer] = update
+
+    def get(self, peer: PeerId, number: int) -> MemberUpdate | None:
+        """Return the update of a worker in a round; None if it has none that may count."""
+        return self._updates.get((number, peer))
+
+    def rounds_of(self, peer: PeerId) -> list[int]:
+        """Return the rounds in which a worker has an update that may count."""
+        return [number for number, member in self._updates if member == peer]
+
+    def is_refused(self, peer: PeerId, number: int) -> bool:
+        """Return whether an update of a worker in a round was refused."""
+        return (number, peer) in self._refused
+
+    def is_over(self, peer: PeerId, number: int) -> bool:
+        """Return whether another statement of a worker in a round is refused without looking at it."""
+        return self.is_refused(peer, number) or self.refusals[peer] >= MAX_REFUSALS
+
+    def refuse(self, peer: PeerId, number: int) -> int:
+        """Count a refused update; return how many of the worker were refused."""
+        self._refused.add((number, peer))
+        self.refusals[peer] += 1
+        return self.refusals[peer]
+
+    def restore_refusal(self, peer: PeerId, number: int) -> None:
+        """Refuse further updates of a worker in a round; this refusal is counted already."""
+        self._refused.add((number, peer))
+
+    def discard(self, peer: PeerId, number: int, why: str) -> None:
+        """Note that the update of a worker, if there is one, does not count."""
+        if (found := self._updates.pop((number, peer), None)) is not None:
+            self.note_unused(UnusedUpdate(peer, why, found.spans, found.stated))
+
+    def note_unused(self, update: UnusedUpdate) -> None:
+        """Note an update that does not count, for the next record."""
+        self._unused.append(update)
+
+    def close(self, number: int, members: Collection[PeerId], why: str) -> list[MemberUpdate]:
+        """Return the updates of `members` in a round that is committed, in their order; all others do not count."""
+        found = [self._updates.pop((number, peer)) for peer in members if (number, peer) in self._updates]
+        for earlier, peer in [key for key in self._updates if key[0] <= number]:
+            self.discard(peer, earlier, why)
+        self._refused = {key for key in self._refused if key[0] > number}
+        return found
+
+    def take_unused(self) -> list[UnusedUpdate]:
+        """Return the updates that do not count, of which each is returned once."""
+        unused, self._unused = self._unused, []
+        return unused
+
+
+def spans_of(contribution: Contribution | None) -> tuple[SampleSpan, ...] | None:
+    """Return the samples that an executor states; None if it states nothing."""
+    if contribution is None:
+        return None
+    return tuple(SampleSpan(part.epoch, part.slice, part.first, part.end) for part in contribution.ranges)
+
+
+def find_fault(message: StateContribution, number: int, weights: str | None) -> str | None:
+    """Return what is wrong with a statement, apart from its samples; None if nothing is.
+
+    Args:
+        message: the statement.
+        number: round of the worker.
+        weights: digest of the weights with which the round began, if it is known.
+    """
+    if message.round != number:
+        return f"it is of round {message.round}, and this worker is in round {number}"
+    stated = message.contribution
+    if stated is None:
+        return None
+    if stated.round != message.round:
+        return f"the executor states round {stated.round}, its worker round {message.round}"
+    if stated.update != message.update:
+        return f"the executor states an update with digest {stated.update}, its worker one with {message.update}"
+    if weights is not None and stated.weights != weights:
+        return f"it began from weights with digest {stated.weights}; those of round {number} have {weights}"
+    if stated.optimizer not in (OPTIMIZER_KEPT, OPTIMIZER_RESET):
+        return f"its optimizer {stated.optimizer[:40]!r} is neither {OPTIMIZER_KEPT!r} nor {OPTIMIZER_RESET!r}"
+    if stated.batch_size == 0:
+        return "its batch_size is 0"
+    if any(part.end >= ALL for part in stated.ranges):
+        return f"a range ends at {ALL} or later: state how many samples were used"
+    if len(stated.ranges) > MAX_RANGES:
+        return f"{len(stated.ranges)} ranges are over the limit of {MAX_RANGES}"
+    return None
+
+
+def count_samples(spans: Sequence[SampleSpan]) -> int:
+    """Return the number of samples in spans of known size."""
+    return sum(span.end - span.first for span in spans)

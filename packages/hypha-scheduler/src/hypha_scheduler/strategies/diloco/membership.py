@@ -1,0 +1,186 @@
+"""The training workers of a running job: they are added, start again, leave, and are replaced. Pure.
+
+Called by `operator`. Workers that cannot ask with which round they begin (`job_membership`) are not started again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_membership import JoinRound, RoundToJoin
+from hypha_scheduler.allocation.auction import RoleRequest
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, RetryAfter, StopTask, TaskEnded, TaskRef
+from hypha_scheduler.strategies.diloco import records, training_state
+from hypha_scheduler.strategies.diloco.commit import RoundCommits
+from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event
+from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, describe
+from hypha_scheduler.strategies.diloco.rounds import Joined, Left
+from hypha_scheduler.strategies.diloco.running_job import RunningJob
+from hypha_scheduler.strategies.diloco.specs import TRAIN
+
+_ASK_AGAIN: Final = 5.0
+"""Seconds after which a worker that may not begin yet is looked at again."""
+_MAX_RELEASES: Final = 2
+"""How often a worker is released, because it is overdue or its task did not start, until it is excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFault:
+    """The job cannot go on."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Membership:
+    """The workers of one job. `running` has their tasks, and `training` what they do."""
+
+    running: RunningJob
+    commits: RoundCommits
+    rounds: int
+    """Number of rounds of the job."""
+    translate: Callable[[Iterable[training_state.Effect]], Effects]
+    """Returns the runner's effects for those of the training state."""
+    start_ready: Callable[[], Effects]
+    """Starts the tasks whose inputs exist."""
+    excluded: set[PeerId] = field(default_factory=set)
+    """Peers that get no task of a worker any more."""
+    draining: set[uuid.UUID] = field(default_factory=set)
+    """Leases of workers that end when their tasks have ended."""
+    _releases: Counter[PeerId] = field(default_factory=Counter)
+    _stopped: set[uuid.UUID] = field(default_factory=set)
+    """Leases whose tasks this job has stopped."""
+
+    # ---------------------------------------------------------------------------------------------------------- demand
+
+    def demand(self, request: RoleRequest) -> RoleRequest:
+        """Return the demand for workers: replacements for the draining ones are sought while those finish a round."""
+        if self.is_over:
+            return replace(request, count=0, minimum=0)
+        if self.running.worker_list.is_fixed:
+            return replace(request, count=len(self.running.workers), excluded=frozenset(self.excluded))
+        return replace(request, count=request.count + len(self.draining), excluded=frozenset(self.excluded))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds are recorded: nobody begins any more."""
+        return self.commits.last >= self.rounds
+
+    # ------------------------------------------------------------------------------------------------ workers that come
+
+    def add(self, lease: Lease, now: float) -> Effects:
+        """Start the task of another worker, which trains as soon as it has joined a round."""
+        running, peer = self.running, lease.peer
+        if self.is_over or peer in running.workers:
+            return ()
+        member = running.add_worker(lease)
+        added = self.translate(running.training.worker_added(peer, now))
+        effects: Effects = (records.joined_record(peer, member), *added)
+        return (*effects, *running.worker_list.set(running.workers), *self.start_ready())
+
+    def join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
+        """Answer with which round a worker begins, once the parameter server knows it and the weights are there."""
+        running, peer = self.running, source.lease.peer
+        if running.workers.get(peer) != source.lease.id:
+            return RoundToJoin(reason="the job goes on without this worker"), ()
+        if not self.commits.is_settled:
+            return RetryAfter(_ASK_AGAIN), ()
+        if peer not in running.worker_list.known:
+            return RetryAfter(_ASK_AGAIN), running.worker_list.send()
+        answer, effects = running.training.join_round(peer, self.commits.weights, now)
+        is_answer = answer.round is not None or answer.reason
+        return answer if is_answer else RetryAfter(_ASK_AGAIN), self.translate(effects)
+
+    def joined(self, effect: Joined) -> Effects:
+        """Record with which round a worker begins, unless the slices that it was assigned tell that."""
+        peer, number = effect.peer, effect.round
+        slot = self.running.slots.of(peer)
+        if slot is None:
+            return ()
+        event = joined_event(peer, number, slot.member, "its executor is ready")
+        if not self.running.training.rounds.joins(peer):
+            return (event,)
+        return (records.joined_record(peer, slot.member, number), event)
+
+    # -------------------------------------------------------------------------------------------------- workers that go
+
+    def left(self, effect: Left) -> Effects:
+        """Go on without a draining worker, after a round in which its update counts."""
+        return self._remove(effect.peer, "it drains")
+
+    def lost(self, peer: PeerId, why: str, now: float) -> Effects:
+        """Go on without a worker, and let another one take its place."""
+        event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
+        removed = self._remove(peer, why)
+        if not self.is_over and not self.running.worker_list.is_fixed:
+            removed = (replaced_event(peer, TRAIN, why), *removed)
+        return (event, *removed, *self.translate(self.running.training.worker_lost(peer, why, now)))
+
+    def _remove(self, peer: PeerId, why: str) -> Effects:
+        running = self.running
+        running.remove_worker(peer)
+        return (records.left_record(peer, why), *running.worker_list.set(running.workers))
+
+    def lost_before(self, workers: Iterable[PeerId], why: str) -> Effects:
+        """Report workers of an earlier run of the scheduler that do not train any more."""
+        effects: Effects = ()
+        for peer in workers:
+            if peer not in self.running.workers:
+                event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
+                effects = (*effects, event, replaced_event(peer, TRAIN, why), records.left_record(peer, why))
+        return effects
+
+    def release(self, peer: PeerId, why: str, *, exclude: bool = False) -> Effects:
+        """Cancel the task of a worker and give its lease back; it is lost when that has ended."""
+        lease = self.running.workers.get(peer)
+        task = None if lease is None else self.running.task_of(lease)
+        self._releases[peer] += 1
+        if exclude or self._releases[peer] >= _MAX_RELEASES:
+            self.excluded.add(peer)
+        if task is None:
+            return ()
+        self._stopped.add(task.lease.id)
+        return (StopTask(task, why),)
+
+    def not_started(self, task: TaskRef, why: str, now: float) -> Effects:
+        """Go on without a worker that did not take its task."""
+        peer = task.lease.peer
+        self._releases[peer] += 1
+        if self._releases[peer] >= _MAX_RELEASES:
+            self.excluded.add(peer)
+        return self.lost(peer, why, now)
+
+    def executor_ended(self, task: TaskRef, end: TaskEnded, now: float) -> Effects | JobFault:
+        """Start an executor again that has ended before the job was done, or go on without its worker."""
+        peer, lease = task.lease.peer, task.lease.id
+        if end.state is TaskState.CANCELLED:
+            if lease not in self._stopped and lease not in self.draining:  # its worker gave it up: the disk is full
+                self.excluded.add(peer)
+            return self.lost(peer, f"its executor was cancelled: {end.reason or 'no reason was given'}", now)
+        is_refused = self.running.training.contributions.refusals[peer] > 0
+        known = replace(end, exit_code=None) if is_refused else end  # what a refusal ends is no fault of the job
+        at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.batch_size)
+        match self.running.restarts.decide(peer, lease, known, at_once):
+            case FailJob(reason):
+                return JobFault(f"task {task.name} on worker {peer}: {reason}")
+            case Replace(reason):
+                self.excluded.add(peer)
+                return self.lost(peer, reason, now)
+            case Restart() as restart:
+                return self._restart(task, end, restart, now)
+
+    def _restart(self, task: TaskRef, end: TaskEnded, restart: Restart, now: float) -> Effects:
+        running, peer, why = self.running, task.lease.peer, describe(end)
+        if self.is_over or task.lease.id in self.draining or not running.joins(peer):
+            return self.lost(peer, why, now)
+        effects = self.translate(running.training.executor_lost(peer, why, now))
+        running.restart_worker(task)
+        slot = running.slots.add(peer)
+        event = restarted_event(peer, self.commits.last + 1, restart.micro_batch, why)
+        return (*effects, records.joined_record(peer, slot.member), event, *self.start_ready())

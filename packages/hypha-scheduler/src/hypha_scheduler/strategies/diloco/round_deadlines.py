@@ -1,0 +1,190 @@
+"""Deadlines of the open round: when a worker is suspected, when a round goes on without it, when it is replaced. Pure.
+
+Called by `rounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.diloco.members import Member, Roster, Standing
+from hypha_scheduler.strategies.diloco.open_round import Round
+from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.suspicion import PATIENCE, suspicious_after
+
+_LEAST_AWAY: Final = 10.0
+"""Least time in seconds for which a paused job waits for a worker that was late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Silence of a worker for which a round waits."""
+
+    since: float
+    suspected_at: float
+    late_at: float
+    """Time at which a round that waits for suspected workers only goes on without it."""
+
+
+@dataclass(slots=True)
+class RoundDeadlines:
+    """Deadlines of one job's rounds."""
+
+    settings: RoundSettings
+    roster: Roster
+    rounds: Mapping[int, Round]
+    first: int
+    """First round of this run."""
+
+    def updates_wait(self) -> float:
+        """Return how long the parameter server waits for updates that workers have started to send.
+
+        Steps include the transfer of updates, and some links are slower in that direction.
+        """
+        timeouts = self.settings.timeouts
+        return self.settings.timeout or max(timeouts.merge_timeout(), timeouts.step_timeout())
+
+    # --------------------------------------------------------------------------------------------------------- silence
+
+    def silence_of(self, peer: PeerId, current: Round) -> Silence | None:
+        """Return how long a worker for which a round waits may be silent; None if its rhythm is not known."""
+        member, part = self.roster.members[peer], current.parts.get(peer)
+        per_sample = member.throughput.seconds_per_sample
+        if not member.has_trained or per_sample is None:
+            return None
+        batch = max(per_sample * self.settings.batch_size, member.rhythm.usual_interval)
+        if part is not None and part.sending_at is not None:
+            return self._step_silence(max(part.sending_at, member.seen_at), batch, member.rhythm.sendings)
+        if member.round < current.number:
+            if self.settings.evaluation:
+                return None
+            return self._step_silence(max(self._merges_since(current), member.seen_at), batch, member.rhythm.merges)
+        since = max(member.seen_at, current.began_at)
+        longest = max(batch, member.rhythm.longest_batch)
+        return Silence(since, since + suspicious_after(batch), since + PATIENCE * suspicious_after(longest))
+
+    def _step_silence(self, since: float, batch: float, known: Collection[float]) -> Silence:
+        """Return the silence of a worker that sends its update or merges an outer one."""
+        if not known:
+            until = since + max(suspicious_after(batch), self.settings.timeouts.merge_timeout())
+            return Silence(since, until, until)
+        usual = suspicious_after(max(batch, *known))
+        return Silence(since, since + usual, since + PATIENCE * usual)
+
+    def _merges_since(self, current: Round) -> float:
+        before = self.rounds.get(current.number - 1)
+        return current.began_at if before is None or before.closed_at is None else before.closed_at
+
+    def suspicions(self, current: Round | None) -> dict[PeerId, float]:
+        """Return when each worker for which the open round waits will be suspected, if it stays silent."""
+        if current is None or current.announced_at is not None:
+            return {}
+        unsuspected = [p for p in self.roster.missing(current) if not self.roster.members[p].is_suspected]
+        found = {peer: self.silence_of(peer, current) for peer in unsuspected}
+        return {peer: silence.suspected_at for peer, silence in found.items() if silence is not None}
+
+    def suspect(self, current: Round, now: float) -> tuple[Suspected, ...]:
+        """Suspect workers that have been silent for too long."""
+        effects: list[Suspected] = []
+        for peer, at in self.suspicions(current).items():
+            silence = self.silence_of(peer, current)
+            if at > now or silence is None:
+                continue
+            self.roster.members[peer].is_suspected = True
+            effects.append(Suspected(peer, current.number, now - silence.since))
+        return tuple(effects)
+
+    def _silent_until(self, current: Round) -> float | None:
+        """Return when a round goes on without suspected workers; None as long as it waits for others or needs them.
+
+        It does not need them if others ask to join, which then take their places.
+        """
+        missing = self.roster.missing(current)
+        present = len(self.roster.expected(current)) - len(missing) + self.roster.count_asking()
+        if present < self.roster.least(current) or not all(self.roster.members[peer].is_suspected for peer in missing):
+            return None
+        found = [self.silence_of(peer, current) for peer in missing]
+        return max((silence.late_at for silence in found if silence is not None), default=None)
+
+    # ----------------------------------------------------------------------------------------------------------- round
+
+    def of_round(self, current: Round) -> float | None:
+        """Return the time at which the parameter server, or workers of the open round, are overdue."""
+        if current.announced_at is not None:
+            return current.announced_at + self.updates_wait() + self.settings.timeouts.step_timeout()
+        if not self.roster.missing(current):
+            return None
+        due = max([self._training_deadline(current), *self._sending_until(current)])
+        silent = self._silent_until(current)
+        return due if silent is None else min(due, silent)
+
+    def _sending_until(self, current: Round) -> list[float]:
+        """Return until when each worker that sends its update may do so."""
+        wait = self.settings.timeout or self.settings.timeouts.merge_timeout()
+        sending = [part.sending_at for part in current.parts.values() if part.posted_at is None and part.sending_at]
+        return [at + wait for at in sending]
+
+    def _training_deadline(self, current: Round) -> float:
+        """Return the time until which the members of a round may train."""
+        began = current.trains_at if current.number == self.first else current.began_at
+        if self.settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
+            return began + self.settings.timeout
+        if (until := self._evaluating_until(current)) is not None:
+            return until
+        missing = self.roster.missing(current)
+        starting = any(not self.roster.members[peer].has_trained for peer in missing)
+        if current.finish is None or starting:
+            seen = [current.began_at, *(m.seen_at for p in missing if (m := self.roster.members[p]).has_trained)]
+            return (current.began_at if starting else max(seen)) + self.settings.timeouts.start_timeout()
+        due = current.finish + max(self.settings.grace, current.finish - current.began_at)
+        if any(self.roster.members[peer].round < current.number for peer in missing):
+            due = max(due, self._merges_since(current) + self.settings.timeouts.merge_timeout())
+        return due
+
+    def _evaluating_until(self, current: Round) -> float | None:
+        """Return the deadline of workers that may still be evaluating the last outer update, or None."""
+        before = self.rounds.get(current.number - 1)
+        if not self.settings.evaluation or before is None or before.closed_at is None:
+            return None
+        behind = any(self.roster.members[peer].round < current.number for peer in self.roster.expected(current))
+        return before.closed_at + self.settings.evaluation if behind else None
+
+    def of_merging(self, last: Round) -> float:
+        """Return the time at which workers that have not merged the outer update of a closed round are overdue."""
+        timeout = max(self.settings.timeouts.merge_timeout(), self.settings.evaluation)
+        return (last.closed_at or last.began_at) + timeout
+
+    # ----------------------------------------------------------------------------------------------------- replacement
+
+    def replacements(self, *, is_paused: bool) -> dict[PeerId, float]:
+        """Return when each worker that does not begin, or does not come back while the job waits, is replaced."""
+        found = {
+            peer: self._replaced_at(member, is_paused=is_paused)
+            for peer, member in self.roster.members.items()
+            if not member.is_overdue
+        }
+        return {peer: at for peer, at in found.items() if at is not None}
+
+    def _replaced_at(self, member: Member, *, is_paused: bool) -> float | None:
+        if member.standing in (Standing.PREPARING, Standing.JOINED):
+            return max(member.since, member.seen_at) + self.settings.timeouts.start_timeout()
+        if member.standing is Standing.AWAY and is_paused:
+            return max(member.since, member.seen_at) + max(
+                _LEAST_AWAY, 2 * member.waited
+            )  # it was waited for once before it was late
+        return None
+
+    def replace_workers(self, now: float, *, is_paused: bool) -> tuple[Overdue, ...]:
+        """Ask for others in place of workers that are overdue."""
+        effects: list[Overdue] = []
+        for peer, at in self.replacements(is_paused=is_paused).items():
+            if at > now:
+                continue
+            member = self.roster.members[peer]
+            member.is_overdue = True
+            what = "it has not come back" if member.standing is Standing.AWAY else "it has not begun to train"
+            effects.append(Overdue(peer, f"{what} within {now - member.since:.0f} s"))
+        return tuple(effects)

@@ -1,0 +1,358 @@
+"""A DiLoCo job whose workers are found: its tasks, the state of its training, and how it goes on after a restart. Pure.
+
+Built by `operator`, from new leases or from tasks of an earlier run of the scheduler.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import Reference
+from hypha_proto.protocols import MEMBERSHIP
+from hypha_scheduler.jobs.task_graph import Task, TaskGraph
+from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, WriteJournal
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
+from hypha_scheduler.strategies.diloco.records import term_record
+from hypha_scheduler.strategies.diloco.restarts import Restarts
+from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, Restored
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
+from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
+from hypha_scheduler.strategies.diloco.slices import SliceLedger
+from hypha_scheduler.strategies.diloco.slots import Slot, Slots
+from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings
+from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
+from hypha_scheduler.strategies.diloco.training_state import TrainingState
+from hypha_scheduler.strategies.diloco.worker_list import WorkerList
+
+START_MODEL: Final = "start-model"
+PARAMETER_SERVER: Final = "parameter-server"
+
+
+@dataclass(frozen=True, slots=True)
+class JobData:
+    """What a DiLoCo job works with, once it is prepared."""
+
+    dataset: DatasetView
+    model: Reference
+    """Source of the start model."""
+    result: ResultModel
+    preprocessor: Reference | None = None
+    evaluation: DatasetView | None = None
+    manifest_digest: str | None = None
+    """Digest of the dataset's manifest; None if the data nodes have none."""
+    model_digest: str = ""
+    """Digest over the files of the start model."""
+    prove: Callable[[], Awaitable[None]] | None = None
+    """Audits the job's files when the result is complete; raises `JobFailedError` with what is wrong."""
+
+
+@dataclass(slots=True)
+class RunningJob:
+    """State of a job that has its first workers: tasks are added and end, the parameter server may be replaced."""
+
+    training: TrainingState
+    placed: PlacedJob
+    announcer: RoundAnnouncer
+    barrier: StartBarrier
+    slots: Slots
+    worker_list: WorkerList
+    joins: Callable[[PeerId], bool]
+    """Returns whether a worker can ask with which round its executor begins."""
+    graph: TaskGraph = field(default_factory=lambda: TaskGraph(()))
+    tasks: dict[str, TaskRef] = field(default_factory=dict)
+    """By their names in `graph`."""
+    restarts: Restarts = field(default_factory=Restarts)
+    unconfirmed: set[str] = field(default_factory=set)
+    """Tasks that were dispatched and not confirmed yet."""
+    gone_members: dict[int, set[PeerId]] = field(default_factory=dict)
+    """By round: members whose updates the parameter server has refused, or has not received."""
+    workers: dict[PeerId, uuid.UUID] = field(default_factory=dict)
+    """Lease of each worker that trains, or whose executor starts; in the order in which they came."""
+    everybody: dict[PeerId, None] = field(default_factory=dict)
+    """All workers so far, in the order in which they came."""
+    server: TaskRef | None = None
+    """Task of the parameter server; None while another one is sought."""
+    server_terms: dict[PeerId, int] = field(default_factory=dict)
+    """Term of the parameter server that each worker knows of."""
+
+    @property
+    def term(self) -> int:
+        """Term of the parameter server, also of one that was lost."""
+        return self.placed.term
+
+    def task_of(self, lease: uuid.UUID) -> TaskRef | None:
+        """Return the newest task of a lease; None if it has none."""
+        task = self.graph.of_lease(lease)
+        return None if task is None else self.tasks[task.name]
+
+    def add_server(self, lease: Lease) -> None:
+        """Add the task of a parameter server, in the current term."""
+        self.server = self._add(TaskRef(f"aggregate-{self.term}" if self.term > 1 else "aggregate", lease))
+        self.graph.withdraw(PARAMETER_SERVER)
+
+    def add_worker(self, lease: Lease) -> int:
+        """Add the task of a worker; return its member number."""
+        slot = self.slots.add(lease.peer)
+        self.training.micro_batches.pop(lease.peer, None)  # of an earlier lease, which had other memory
+        self.note_worker(lease.peer, lease.id)
+        self._add(TaskRef(f"train-{slot.member + 1}", lease))
+        return slot.member
+
+    def restart_worker(self, task: TaskRef) -> None:
+        """Add another attempt at the task of a worker, which has ended."""
+        self._add(TaskRef(task.name, task.lease, task.attempt + 1))
+
+    def adopt(self, task: TaskRef) -> None:
+        """Add a task that runs already."""
+        self._add(task)
+        self.graph.start(task_key(task))
+
+    def note_worker(self, peer: PeerId, lease: uuid.UUID) -> None:
+        """Add a worker."""
+        self.workers[peer] = lease
+        self.everybody.setdefault(peer)
+
+    def remove_worker(self, peer: PeerId) -> None:
+        """Remove a worker: its slot is free, and its task of no interest any more."""
+        self.workers.pop(peer, None)
+        self.server_terms.pop(peer, None)
+        self.slots.remove(peer)
+
+    def _add(self, ref: TaskRef) -> TaskRef:
+        inputs, outputs = {START_MODEL}, set[str]()
+        (outputs if ref.lease.role == AGGREGATE else inputs).add(PARAMETER_SERVER)
+        name = task_key(ref)
+        self.graph.add(Task(name, ref.lease.role, ref.lease.peer, ref.lease.id, frozenset(inputs), frozenset(outputs)))
+        self.tasks[name] = ref
+        return ref
+
+    def start_ready(self, closed: int) -> tuple[StartTask, ...]:
+        """Start the tasks whose inputs exist, once the parameter server's is confirmed.
+
+        Args:
+            closed: last committed round.
+        """
+        if any(self.tasks[name].lease.role == AGGREGATE for name in self.unconfirmed):
+            return ()
+        self.placed = replace(self.placed, closed=closed, workers=tuple(self.workers), slots=self._slots())
+        started = []
+        for task in self.graph.ready():
+            self.graph.start(task.name)
+            self.unconfirmed.add(task.name)
+            started.append(self._start(self.tasks[task.name]))
+        return tuple(started)
+
+    def _slots(self) -> dict[PeerId, Slot]:
+        slots = {peer: self.slots.of(peer) for peer in self.workers}
+        return {peer: slot for peer, slot in slots.items() if slot is not None}
+
+    @property
+    def members(self) -> dict[PeerId, int]:
+        """Member number of each worker."""
+        return {peer: slot.member for peer, slot in self._slots().items()}
+
+    def _start(self, ref: TaskRef) -> StartTask:
+        if ref.lease.role == AGGREGATE:
+            return StartTask(ref, self.placed.aggregate_spec())
+        peer = ref.lease.peer
+        self.server_terms[peer] = self.term
+        joins, micro_batch = self.joins(peer), self.restarts.micro_batch(ref.lease.id)
+        return StartTask(ref, self.placed.train_spec(peer, joins=joins, micro_batch=micro_batch), keep_lease=joins)
+
+
+def task_key(ref: TaskRef) -> str:
+    """Return the name of an attempt at a task in the job's task graph."""
+    return f"{ref.name}.{ref.attempt}" if ref.attempt else ref.name
+
+
+@dataclass(frozen=True, slots=True)
+class JobBuilder:
+    """Builds the state of a job with its workers."""
+
+    job: DilocoJobConfig
+    context: JobContext
+    data: JobData
+    restored: Restored
+
+    def begin(self, leases: Sequence[Lease], now: float) -> RunningJob:
+        """Return the state of a job with new workers, after the last recorded round, in a new term."""
+        trains = sorted((lease for lease in leases if lease.role == TRAIN), key=lambda lease: lease.peer)
+        [server] = [lease for lease in leases if lease.role == AGGREGATE]
+        slots = self._slots()
+        for lease in trains:
+            known = self.restored.members.get(lease.peer)
+            slots.add(lease.peer) if known is None else slots.restore(lease.peer, known)
+        peers = [lease.peer for lease in trains]
+        running = self._build(server.peer, peers, peers, slots, self.restored.term + 1, now)
+        running.add_server(server)
+        for lease in trains:
+            running.add_worker(lease)
+        running.barrier = StartBarrier(len(trains), now)
+        return running
+
+    def adopt(self, refs: Sequence[TaskRef], now: float) -> RunningJob | None:
+        """Return the state of a job whose tasks still run, in the same term; None if none trains.
+
+        It has no parameter server if that of the term does not run any more, or was not started yet.
+        """
+        restored = self.restored
+        servers = [ref for ref in refs if ref.lease.role == AGGREGATE and ref.lease.peer == restored.server]
+        trains = [ref for ref in refs if ref.lease.role == TRAIN and ref.lease.peer in restored.workers]
+        if restored.server is None or not trains:
+            return None
+        slots = self._slots()
+        for ref in trains:
+            slots.restore(ref.lease.peer, restored.members[ref.lease.peer])
+        peers = [ref.lease.peer for ref in trains]
+        training = [peer for peer in peers if peer not in restored.starting or not self.joins(peer)]
+        running = self._build(restored.server, (), training, slots, restored.term, now)
+        running.graph.provide(PARAMETER_SERVER)
+        for ref in (*servers[:1], *trains):
+            running.adopt(ref)
+        if servers:
+            running.server = servers[0]
+        for ref in trains:
+            running.note_worker(ref.lease.peer, ref.lease.id)
+            running.server_terms[ref.lease.peer] = 0 if restored.continues else restored.term
+        for peer in set(peers) - set(training):
+            running.training.worker_added(peer, now)
+        self._restore_round(running, peers, now)
+        return running
+
+    def joins(self, peer: PeerId) -> bool:
+        """Return whether a worker can ask with which round its executor begins."""
+        return self.context.supports(peer, MEMBERSHIP)
+
+    def _slots(self) -> Slots:
+        return Slots(self.job.resources.num_workers, self.restored.next_member)
+
+    def _build(
+        self,
+        server: PeerId,
+        workers: Sequence[PeerId],
+        members: Sequence[PeerId],
+        slots: Slots,
+        term: int,
+        now: float,
+    ) -> RunningJob:
+        """Return the state of a job without tasks.
+
+        Args:
+            server: the parameter server.
+            workers: all workers.
+            members: those of them that the open round expects.
+            slots: slots of the workers.
+            term: term of the parameter server.
+            now: the time.
+        """
+        restored, settings = self.restored, self._settings()
+        ledger = SliceLedger(self.data.dataset.samples, self.job.seed, settings.batch_size)
+        restored.restore_ledger(ledger, members if term == restored.term else ())
+        training = TrainingState(
+            Rounds(settings, members, now, closed=restored.closed),
+            ledger,
+            server,
+            samples=restored.samples.copy(),
+            batches=restored.batches.copy(),
+            loss=restored.loss,
+            committed=restored.closed,
+        )
+        placed = self._placed_job(server, slots, settings.batch_size, term)
+        running = RunningJob(
+            training,
+            placed,
+            self.announcer(training, server, term),
+            StartBarrier(0, now),
+            slots,
+            WorkerList(self.context.job_id, server, term, frozenset(workers), restored.records),
+            self.joins,
+        )
+        running.graph.provide(START_MODEL)
+        return running
+
+    def announcer(self, training: TrainingState, server: PeerId, term: int) -> RoundAnnouncer:
+        """Return what tells a parameter server the members of rounds."""
+
+        def digest_of(peer: PeerId, number: int) -> str | None:
+            found = training.contributions.get(peer, number)
+            return None if found is None else found.update
+
+        return RoundAnnouncer(self.context.job_id, server, self.job.rounds.timeout, term, digest_of)
+
+    def _placed_job(self, server: PeerId, slots: Slots, batch_size: int, term: int) -> PlacedJob:
+        data, shares = self.data, dict[int, Reference]()
+        if (found := data.evaluation) is not None:
+            shares = evaluation_shares(slots.shares, [found.provider], found.name, len(found.samples))
+        return PlacedJob(
+            self.context.job_id, self.job, self.context.scheduler, server, (), data.model, data.preprocessor,
+            shares, self.restored.closed, term, data.result.momentum_file() is not None, batch_size,
+            scheduled_for=slots.shares,
+        )  # fmt: skip
+
+    def _restore_round(self, running: RunningJob, peers: Sequence[PeerId], now: float) -> None:
+        """Restore the workers' updates in the open round, and whether its members were announced."""
+        training, restored = running.training, self.restored
+        training.honours_ranges |= restored.stating
+        training.contributions.refusals.update(restored.refusals)
+        for peer, refused in restored.refused.items():
+            training.contributions.restore_refusal(peer, restored.closed + 1)
+            if (held := refused.contributed) is not None:
+                training.contributions.note_unused(UnusedUpdate(peer, refused.reason, held.spans, held.contribution))
+        posted = {}
+        for peer, record in restored.contributed.items():
+            update = MemberUpdate(
+                peer, record.round, record.samples, record.batches, record.spans, record.update, record.contribution
+            )
+            if peer not in peers and restored.announced is None:
+                continue  # it does not count, and its samples are available
+            if peer not in peers:
+                training.keep_until_commit(update)
+            training.contributions.add(update)
+            posted[peer] = (update.samples, update.batches)
+        announced = restored.announced
+        members = None if announced is None else [peer for peer, _ in announced.members]
+        joining = [peer for peer in peers if self.joins(peer)]
+        for peer in joining:
+            training.rounds.note_joins(peer)
+        training.taken_up.update(joining)
+        away = [peer for peer in joining if restored.closed and peer not in restored.present]
+        training.rounds.resume_round(posted, members, now, restored.refused.keys(), away)
+        if announced is not None:
+            running.announcer.restore([AnnounceRound(each.round, each.members) for each in restored.announcements])
+
+    def term_record(self, running: RunningJob, *, continues: bool = False) -> WriteJournal:
+        """Return the record of the parameter server's appointment."""
+        placed = running.placed
+        return term_record(
+            placed.term, placed.server, running.workers, running.members,
+            scheduled_for=placed.scheduled_for, continues=continues,
+        )  # fmt: skip
+
+    def begin_records(self, workers: Sequence[PeerId]) -> tuple[WriteJournal, ...]:
+        """Return the record of the job's begin, unless an earlier run has written it."""
+        return () if self.restored.began is not None else (WriteJournal(BEGAN, self.began(workers).record()),)
+
+    def began(self, workers: Sequence[PeerId]) -> BeganRecord:
+        """Return what the job works with, which must not change when it is resumed."""
+        settings = self.job.model_dump(mode="json", include={"inner_optimizer", "outer_optimizer", "preprocessor"})
+        return BeganRecord(
+            dataset=self.data.dataset.name,
+            manifest=self.data.manifest_digest,
+            model=self.data.model_digest,
+            seed=self.job.seed,
+            batch_size=self._settings().batch_size,
+            settings=settings,
+            workers=tuple(workers),
+        )
+
+    def _settings(self) -> RoundSettings:
+        """Return the settings of the rounds; the batch size stays as it was in an earlier run."""
+        settings = round_settings(self.job, self.job.resources.num_workers, self.data.result.model_bytes())
+        began = self.restored.began
+        return settings if began is None else replace(settings, batch_size=began.batch_size)

@@ -1,0 +1,74 @@
+"""Suspicion: how long a worker may be silent, from the rhythm of its own reports. Pure.
+
+Called by `round_deadlines` and `rounds`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+MARGIN: Final = 2.0
+"""Seconds of silence that are never suspicious."""
+BATCHES: Final = 3.0
+"""How many times as long as usual a worker may be silent, beyond `MARGIN`."""
+PATIENCE: Final = 2.0
+"""How many times as long as a suspicious silence a round waits for a worker that alone is missing."""
+_RECENT: Final = 8
+"""Number of last durations that count."""
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_RECENT)
+
+
+def suspicious_after(seconds: float) -> float:
+    """Return after how many seconds a worker that usually reports after `seconds` is suspected."""
+    return MARGIN + BATCHES * seconds
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """Durations in seconds between reports of one worker in this run."""
+
+    batches: deque[float] = field(default_factory=_recent)
+    """Last intervals between reports of batches, of which one may state several; the first one, a warm-up, is replaced
+    by the second."""
+    sendings: deque[float] = field(default_factory=_recent)
+    """Last times from the report that it sends its update to the statement of the update."""
+    deliveries: deque[float] = field(default_factory=_recent)
+    """Last times from the report of the last batch to the arrival of the update at the parameter server."""
+    merges: deque[float] = field(default_factory=_recent)
+    """Last times from the end of a round to its report that it has merged the outer update."""
+    is_warm: bool = False
+    usual_interval: float = 0.0
+    """Median of the last intervals between reports of batches; 0 if there is none."""
+    usual_delivery: float = 0.0
+    """Median of the last deliveries of updates; 0 if there is none."""
+
+    def batch_took(self, seconds: float) -> None:
+        """Note an interval between two reports of batches; none passes between those that arrive at one moment."""
+        if seconds <= 0.0:
+            return
+        if not self.is_warm and self.batches:
+            self.batches.clear()
+            self.is_warm = True
+        self.batches.append(seconds)
+        self.usual_interval = low_median(self.batches)
+
+    def delivery_took(self, seconds: float) -> None:
+        """Note the time from the last batch to the arrival of the update."""
+        self.deliveries.append(seconds)
+        self.usual_delivery = low_median(self.deliveries)
+
+    @property
+    def longest_batch(self) -> float:
+        """Longest of the last intervals between batches; 0 if there is none."""
+        return max(self.batches, default=0.0)
+
+
+def low_median(values: Collection[float]) -> float:
+    """Return the median; the lower one of the two in the middle of an even number."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,91 @@
+"""Timeouts of the steps of a DiLoCo job, from sizes and measured durations. Pure.
+
+Before anything was measured, a step may take a fixed time and the time of its transfers at `SLOW_RATE`. Later it may
+take `FACTOR` times the longest of its last durations, which has the rates of the links in it, and always the time of
+its transfers: a worker that joins later may have a slower link than those before. The job's configuration may override
+each. Called by `rounds`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+SLOW_RATE: Final = 1e6
+"""Rate in bytes per second that every worker's link is assumed to have: 8 Mbit/s."""
+FACTOR: Final = 4.0
+"""How many times as long as measured a step may take."""
+START: Final = 120.0
+"""Seconds to start an executor, without the transfer of its model."""
+STEP: Final = 60.0
+"""Seconds of an outer step, without the transfer of updates."""
+MERGE: Final = 60.0
+"""Seconds to merge an outer update, without its transfer."""
+_LEAST: Final = 30.0
+"""Least timeout in seconds of a step that was measured."""
+_RECENT: Final = 16
+"""Number of last durations that count."""
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_RECENT)
+
+
+@dataclass(slots=True)
+class Timeouts:
+    """Timeouts of one job, in seconds."""
+
+    model_bytes: int
+    """Size of the weights, of each update and of the outer update."""
+    start: float | None = None
+    """`rounds.start_timeout`: replaces what is derived."""
+    step: float | None = None
+    """`rounds.step_timeout`."""
+    merge: float | None = None
+    """`rounds.merge_timeout`."""
+    workers: int = 1
+    """Number of workers whose updates share the parameter server's link."""
+    _starts: deque[float] = field(default_factory=_recent)
+    _steps: deque[float] = field(default_factory=_recent)
+    _merges: deque[float] = field(default_factory=_recent)
+
+    def start_timeout(self) -> float:
+        """Return the time from dispatching an executor to its first batch: libraries, the model, the first slice.
+
+        Never less than what the first one gets, since nothing says how fast the machine of the next one is.
+        """
+        if self.start is not None:
+            return self.start
+        return max(START + self._transfers(1), FACTOR * max(self._starts, default=0.0))
+
+    def step_timeout(self) -> float:
+        """Return the time of an outer step: each update reaches the parameter server, and the mean the scheduler."""
+        return self._timeout(self.step, self._steps, STEP, copies=self.workers + 1)
+
+    def merge_timeout(self) -> float:
+        """Return the time until all workers have received and merged an outer update, without evaluating it."""
+        return self._timeout(self.merge, self._merges, MERGE, copies=self.workers)
+
+    def observe_start(self, seconds: float) -> None:
+        """Note how long an executor took from its dispatch to its first batch."""
+        self._starts.append(seconds)
+
+    def observe_step(self, seconds: float) -> None:
+        """Note how long an outer step took, from the announcement of its members to its record."""
+        self._steps.append(seconds)
+
+    def observe_merge(self, seconds: float) -> None:
+        """Note how long a worker took to merge an outer update."""
+        self._merges.append(seconds)
+
+    def _timeout(self, configured: float | None, measured: deque[float], base: float, copies: int) -> float:
+        if configured is not None:
+            return configured
+        if measured:
+            return max(_LEAST, FACTOR * max(measured), self._transfers(copies))
+        return base + self._transfers(copies)
+
+    def _transfers(self, copies: int) -> float:
+        """Return the seconds for `copies` of the model over a slow link."""
+        return copies * self.model_bytes / SLOW_RATE

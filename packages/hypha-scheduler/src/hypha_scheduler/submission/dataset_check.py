@@ -1,0 +1,91 @@
+"""Check at submission that data nodes announce the datasets of a job, so that an unknown one fails at once."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import anyio
+import anyio.to_thread
+
+from hypha_net.dataset_directory import find_dataset
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import UnreachableError
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.submission.nearest_datasets import list_names, nearest
+
+DATASET_TIMEOUT: Final = 8.0
+"""Seconds until a data node must have announced a dataset."""
+_PAUSES: Final = (0.25, 2.0)
+"""Shortest and longest pause in seconds between two lookups of a dataset; each is twice the one before."""
+_LOOKUPS: Final = 16
+"""Lookups at a time."""
+_MAX_NAMED: Final = 5
+_LIST_TIMEOUT: Final = 3.0
+"""Seconds before the end of the wait in which gateways are asked for the datasets that they know."""
+_MAX_LISTED: Final = 10
+"""Names of known datasets in the error."""
+
+
+class UnknownDatasetError(Exception):
+    """No data node announces a dataset."""
+
+
+async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
+    """Wait until every dataset of a job is announced.
+
+    Raises:
+        UnknownDatasetError: one is not announced within `DATASET_TIMEOUT` seconds.
+    """
+    missing, lookups = set(job.dataset_names), anyio.CapacityLimiter(_LOOKUPS)
+    listed: set[str] | None = None
+
+    async def list_if_missing() -> None:
+        nonlocal listed
+        await anyio.sleep(DATASET_TIMEOUT - _LIST_TIMEOUT)
+        listed = await list_names(endpoint, _LIST_TIMEOUT - 0.5)
+
+    async def wait(name: str) -> None:
+        await _wait_until_announced(endpoint, name, missing, lookups)
+        if not missing:
+            tasks.cancel_scope.cancel()
+
+    with anyio.move_on_after(DATASET_TIMEOUT):
+        async with anyio.create_task_group() as tasks:
+            if missing:
+                tasks.start_soon(list_if_missing)
+            for name in job.dataset_names:
+                tasks.start_soon(wait, name)
+    if missing:
+        names = ", ".join(repr(name) for name in sorted(missing)[:_MAX_NAMED])
+        raise UnknownDatasetError(
+            f"dataset {names}: no data node announces it; correct the name, or start a data node that serves it"
+            + await _known_names(min(missing), listed)
+        )
+
+
+async def _known_names(wanted: str, listed: set[str] | None) -> str:
+    """Return the end of the error: the names nearest to `wanted` of those that gateways list."""
+    if listed is None:
+        return ""  # no connected gateway can list datasets
+    if not listed:
+        return "; the gateways know no dataset"
+    shown = await anyio.to_thread.run_sync(nearest, wanted, listed, _MAX_LISTED)
+    more = f" and {len(listed) - len(shown)} more" if len(listed) > len(shown) else ""
+    return f"; the gateways know {', '.join(map(repr, shown))}{more}"
+
+
+async def _wait_until_announced(
+    endpoint: Endpoint, name: str, missing: set[str], lookups: anyio.CapacityLimiter
+) -> None:
+    pause, longest = _PAUSES
+    while True:
+        try:
+            async with lookups:
+                found = await find_dataset(endpoint, name, timeout=DATASET_TIMEOUT)
+        except UnreachableError:
+            found = []  # no gateway answers now
+        if found:
+            missing.discard(name)
+            return
+        await anyio.sleep(pause)
+        pause = min(2 * pause, longest)

@@ -1,0 +1,72 @@
+"""A DiLoCo job and its model: checkpoints after commits, evaluations that choose the best, a full disk at the end."""
+
+from __future__ import annotations
+
+import errno
+
+import anyio
+from support.diloco_simulation import PEERS, SERVER, Job, job_table
+
+from hypha_net.testing import simulate
+from hypha_proto.progress import RoundMetrics
+
+WORKERS = PEERS[:3]
+A = WORKERS[0]
+
+
+async def train_to_the_end(job: Job, rounds: int) -> None:
+    for _ in range(rounds):
+        for peer in WORKERS:
+            job.train_round(peer, 2)
+        for peer in WORKERS:
+            assert job.state(peer) == (True, "")
+            job.send(peer)
+        assert await job.push() is None
+        for peer in WORKERS:
+            job.merge(peer)
+
+
+def begin(rounds: int) -> Job:
+    job = Job(table=job_table(rounds={"update_rounds": rounds}))
+    job.open()
+    job.lease(WORKERS)
+    return job
+
+
+def test_a_checkpoint_is_written_after_each_commit() -> None:
+    async def case() -> None:
+        job = begin(3)
+        await train_to_the_end(job, 2)
+        assert job.result.checkpoints == [1, 2]
+
+    simulate(case)
+
+
+def test_what_workers_evaluate_decides_on_the_best_checkpoint() -> None:
+    async def case() -> None:
+        job = begin(3)
+        await train_to_the_end(job, 1)
+        job.report(A, RoundMetrics(round=1, metrics={"loss": 2.0, "batches": 4.0}))
+        metrics = {"evaluation_loss": 1.5, "accuracy": 0.25, "evaluation_samples": 12.0}
+        job.report(A, RoundMetrics(round=1, metrics=metrics))
+        job.report(A, RoundMetrics(round=1, metrics={"evaluation_loss": 0.5, "evaluation_samples": 1.0}))
+        assert job.result.evaluations == [(1, 1.5, 0.25, 12.0), (1, 0.5, None, 1.0)]
+
+    simulate(case)
+
+
+def test_a_full_disk_at_the_end_pauses_the_job() -> None:
+    async def case() -> None:
+        job = begin(1)
+        await train_to_the_end(job, 1)
+        for peer in (*WORKERS, SERVER):
+            job.end_task(peer)
+        job.result.errors = [OSError(errno.ENOSPC, "No space left on device")] * 2
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.run_background)
+            await anyio.sleep(1)
+            assert (job.outcome, job.result.is_finished) == (None, False)
+            await anyio.sleep(60)
+        assert (job.outcome, job.result.is_finished) == ("finished", True)
+
+    simulate(case)

@@ -1,0 +1,197 @@
+"""Policies for members that come and go: restarts, slots and timeouts."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from hypha_proto.ids import PeerId
+from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.strategies.base import TaskEnded
+from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, Restarts
+from hypha_scheduler.strategies.diloco.slots import Slot, Slots
+from hypha_scheduler.strategies.diloco.timeouts import FACTOR, SLOW_RATE, START, STEP, Timeouts
+
+PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(4)]
+LEASES = [uuid.UUID(int=n + 1) for n in range(4)]
+
+
+def failed(code: int | None = 1, reason: str = "", *lines: str) -> TaskEnded:
+    return TaskEnded(TaskState.FAILED, reason, code, lines)
+
+
+KILLED = failed(-9, "was ended by SIGKILL", "round 3: 12 batches")
+
+
+class TestRestarts:
+    def test_an_executor_is_restarted_twice_then_its_worker_replaced(self) -> None:
+        restarts = Restarts()
+        end = failed(1, "exited with status 1", "ValueError: bad slice")
+        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart()
+        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart()
+        third = restarts.decide(PEERS[0], LEASES[0], end, 16)
+        assert isinstance(third, Replace)
+        assert "3 times" in third.reason
+        assert "bad slice" in third.reason
+
+    def test_the_last_line_of_a_killed_executor_is_no_reason(self) -> None:
+        restarts = Restarts()
+        decisions = [restarts.decide(PEERS[0], LEASES[0], KILLED, 16) for _ in range(3)]
+        assert isinstance(decisions[2], Replace)
+        assert "was ended by SIGKILL" in decisions[2].reason
+        assert "12 batches" not in decisions[2].reason
+
+    def test_a_new_lease_of_the_same_peer_starts_anew(self) -> None:
+        restarts = Restarts()
+        for _ in range(2):
+            restarts.decide(PEERS[0], LEASES[0], failed(), 16)
+        assert restarts.decide(PEERS[0], LEASES[1], failed(), 16) == Restart()
+
+    @pytest.mark.parametrize(
+        "end",
+        [
+            failed(75, "exited with status 75", "MemoryError"),
+            KILLED,
+            failed(137),
+            failed(1, "the memory limit of the job ended it"),
+        ],
+    )
+    def test_memory_halves_the_micro_batch(self, end: TaskEnded) -> None:
+        restarts = Restarts()
+        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart(8)
+        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart(4)
+        assert isinstance(restarts.decide(PEERS[0], LEASES[0], end, 16), Replace)
+        assert restarts.micro_batch(LEASES[0]) == 4
+
+    def test_it_is_half_of_what_the_executor_has_computed_at_once(self) -> None:
+        restarts = Restarts()
+        assert restarts.decide(PEERS[0], LEASES[0], failed(75), 6) == Restart(3)
+        assert restarts.decide(PEERS[0], LEASES[0], failed(75), 16) == Restart(1), "it was told 3 since"
+
+    def test_a_worker_whose_memory_does_not_suffice_for_one_sample_is_replaced(self) -> None:
+        decision = Restarts().decide(PEERS[0], LEASES[0], failed(75), 1)
+        assert isinstance(decision, Replace)
+        assert "one sample at a time" in decision.reason
+
+    def test_a_signal_alone_does_not_show_that_and_other_failures_keep_the_micro_batch(self) -> None:
+        restarts = Restarts()
+        assert restarts.decide(PEERS[0], LEASES[0], KILLED, 1) == Restart(1)
+        assert restarts.decide(PEERS[0], LEASES[0], failed(1), 1) == Restart(1)
+
+    def test_three_rounds_that_count_forget_failures_but_not_the_micro_batch(self) -> None:
+        restarts = Restarts()
+        for _ in range(2):
+            restarts.decide(PEERS[0], LEASES[0], KILLED, 64)
+        for _ in range(3):
+            restarts.round_counted(PEERS[0])
+        assert restarts.decide(PEERS[0], LEASES[0], failed(1), 64) == Restart(16)
+
+    def test_two_rounds_do_not(self) -> None:
+        restarts = Restarts()
+        for _ in range(2):
+            restarts.decide(PEERS[0], LEASES[0], failed(), 16)
+            restarts.round_counted(PEERS[0])
+        restarts.round_counted(PEERS[0])
+        assert isinstance(restarts.decide(PEERS[0], LEASES[0], failed(), 16), Replace)
+
+    def test_an_invalid_job_ends_at_once_with_its_last_lines(self) -> None:
+        decision = Restarts().decide(PEERS[0], LEASES[0], failed(2, "exited with status 2", "a", "no such layer"), 16)
+        assert isinstance(decision, FailJob)
+        assert decision.reason == "executor failed, exit code 2: exited with status 2\n  | a\n  | no such layer"
+
+    def test_the_same_error_on_two_workers_ends_the_job(self) -> None:
+        restarts = Restarts()
+        assert restarts.decide(PEERS[0], LEASES[0], failed(1, "x", "job 7: KeyError: 'a'"), 16) == Restart()
+        assert restarts.decide(PEERS[1], LEASES[1], failed(1, "x", "another error"), 16) == Restart()
+        decision = restarts.decide(PEERS[2], LEASES[2], failed(1, "x", "job 8: KeyError: 'a'"), 16)
+        assert isinstance(decision, FailJob)
+        assert str(PEERS[0]) in decision.reason
+        assert "  | job 8: KeyError: 'a'" in decision.reason
+
+    def test_without_output_the_reason_decides(self) -> None:
+        restarts = Restarts()
+        restarts.decide(PEERS[0], LEASES[0], failed(1, "no such program"), 16)
+        assert isinstance(restarts.decide(PEERS[1], LEASES[1], failed(1, "no such program"), 16), FailJob)
+
+    @pytest.mark.parametrize("end", [KILLED, failed(75, "", "MemoryError"), failed(-15, "was ended by SIGTERM", "x")])
+    def test_signals_and_memory_on_two_workers_do_not(self, end: TaskEnded) -> None:
+        restarts = Restarts()
+        decisions = [restarts.decide(peer, lease, end, 16) for peer, lease in zip(PEERS, LEASES, strict=True)]
+        assert all(isinstance(decision, Restart) for decision in decisions)
+
+    def test_an_error_is_forgotten_when_its_worker_trains_again(self) -> None:
+        restarts = Restarts()
+        restarts.decide(PEERS[0], LEASES[0], failed(1, "", "CUDA error"), 16)
+        for _ in range(3):
+            restarts.round_counted(PEERS[0])
+        assert restarts.decide(PEERS[1], LEASES[1], failed(1, "", "CUDA error"), 16) == Restart()
+
+    def test_a_disk_fault_replaces_at_once_and_names_the_path(self) -> None:
+        restarts = Restarts()
+        for peer, lease in zip(PEERS, LEASES, strict=True):
+            end = failed(74, "exited with status 74", "ERROR: /data/work: No space left on device")
+            decision = restarts.decide(peer, lease, end, 16)
+            assert isinstance(decision, Replace)
+            assert "/data/work" in decision.reason
+
+
+class TestSlots:
+    def test_members_are_numbered_and_never_reused(self) -> None:
+        slots = Slots(2)
+        assert [slots.add(peer) for peer in PEERS[:2]] == [Slot(0, 0), Slot(1, 1)]
+        slots.remove(PEERS[0])
+        assert slots.add(PEERS[2]) == Slot(2, 0)
+        slots.remove(PEERS[2])
+        assert slots.add(PEERS[0]) == Slot(3, 0)
+
+    def test_workers_beyond_the_shares_evaluate_nothing(self) -> None:
+        slots = Slots(1)
+        slots.add(PEERS[0])
+        assert slots.add(PEERS[1]) == Slot(1, None)
+
+    def test_a_worker_keeps_its_slot(self) -> None:
+        slots = Slots(2)
+        assert slots.add(PEERS[0]) == slots.add(PEERS[0]) == slots.of(PEERS[0])
+        slots.remove(PEERS[0])
+        assert slots.of(PEERS[0]) is None
+
+    def test_restored_numbers_are_kept_and_later_ones_are_new(self) -> None:
+        slots = Slots(3)
+        slots.reserve(6)
+        assert slots.restore(PEERS[1], 4) == Slot(4, 0)
+        assert slots.add(PEERS[0]) == Slot(6, 1)
+
+
+class TestTimeouts:
+    def test_before_anything_is_measured_sizes_decide(self) -> None:
+        timeouts = Timeouts(model_bytes=100_000_000, workers=4)
+        assert timeouts.start_timeout() == START + 100_000_000 / SLOW_RATE
+        assert timeouts.step_timeout() == STEP + 5 * 100_000_000 / SLOW_RATE
+
+    def test_measured_durations_replace_the_fixed_ones(self) -> None:
+        timeouts = Timeouts(model_bytes=1_000_000)
+        for seconds in (1.0, 200.0):
+            timeouts.observe_start(seconds)
+            timeouts.observe_step(seconds)
+            timeouts.observe_merge(seconds)
+        assert {timeouts.start_timeout(), timeouts.step_timeout(), timeouts.merge_timeout()} == {FACTOR * 200.0}
+
+    def test_fast_workers_leave_a_slow_one_the_time_of_its_transfers(self) -> None:
+        timeouts = Timeouts(model_bytes=1_000_000_000)
+        timeouts.observe_start(5.0)
+        timeouts.observe_merge(1.0)
+        assert timeouts.merge_timeout() == 1000.0
+        assert timeouts.start_timeout() == START + 1000.0
+
+    def test_a_short_duration_leaves_time_and_an_old_one_is_forgotten(self) -> None:
+        timeouts = Timeouts(model_bytes=1)
+        timeouts.observe_step(100.0)
+        for _ in range(20):
+            timeouts.observe_step(0.1)
+        assert timeouts.step_timeout() == 30.0
+
+    def test_configured_timeouts_override(self) -> None:
+        timeouts = Timeouts(1 << 30, start=5.0, step=6.0, merge=7.0)
+        timeouts.observe_start(100.0)
+        assert (timeouts.start_timeout(), timeouts.step_timeout(), timeouts.merge_timeout()) == (5.0, 6.0, 7.0)

@@ -1,0 +1,623 @@
+"""A scheduler that is started again takes its jobs up: their tasks, their leases, and what their workers say."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from support.scripted_jobs import (
+    Lab,
+    QuietOperator,
+    ScriptedJob,
+    ScriptedStrategy,
+    ScriptedWorker,
+    role,
+    run_jobs,
+    spec,
+)
+
+from hypha_net import rpc
+from hypha_net.errors import NetError
+from hypha_net.node.lifecycle import Node
+from hypha_proto.ids import PeerId
+from hypha_proto.leases import JOB_END, JobEnd
+from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
+from hypha_scheduler.errors import JobFailedError, JobInterruptedError
+from hypha_scheduler.jobs.adoption import held_at_end
+from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.jobs.task_graph import TaskError
+from hypha_scheduler.jobs.task_register import TaskRegister
+from hypha_scheduler.service import SchedulerService, serve
+from hypha_scheduler.strategies.base import (
+    EndJob,
+    JobContext,
+    Lease,
+    StartTask,
+    TaskEnded,
+    TaskRef,
+    TaskStarted,
+    WriteJournal,
+)
+from hypha_scheduler.submission.client import SchedulerEndedError, submit_job
+from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
+from hypha_scheduler.submission.server import socket_path
+
+GRACE = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(table: Any, _allowed: Any = None) -> ScriptedJob:
+        return ScriptedJob.model_validate(table if isinstance(table, dict) else json.loads(table)["job"])
+
+    monkeypatch.setattr("hypha_scheduler.submission.resumption.parse_job", parse)
+    monkeypatch.setattr("hypha_scheduler.submission.server.parse_job", parse)
+
+
+def wanting(count: int, make: Callable[[JobContext], QuietOperator] = QuietOperator) -> ScriptedStrategy:
+    def operator(context: JobContext) -> QuietOperator:
+        made = make(context)
+        made.demand = (role(count=count, minimum=count),)
+        return made
+
+    return ScriptedStrategy(operator)
+
+
+async def begin(lab: Lab, tasks: int, *, grace: float = GRACE) -> QuietOperator:
+    """Run a job until this many of its tasks run, on one lease each; return its operator."""
+    operator: QuietOperator = await lab.start(ScriptedJob(grace=grace))
+    [leases] = await operator.until("acquired")
+    for number in range(tasks):
+        assert leases[number] == operator.leases[number]
+        operator.act(StartTask(operator.task(f"task-{number}", number), spec(operator.context.job_id)))
+    await operator.until("update", tasks)
+    assert {update for _, update in operator.told("update")} == {TaskStarted()}
+    return operator
+
+
+async def stop(lab: Lab) -> None:
+    """End the scheduler as SIGTERM does; a new one has its place."""
+    before = len(lab.results)
+    lab.service.interrupt_jobs()
+    await lab.ended(before + 1)
+
+
+def kill(directory: Path) -> None:
+    """Remove from a job's journal that its scheduler was stopped, as if it had been killed."""
+    lines = (directory / JOURNAL).read_text().splitlines(keepends=True)
+    assert '"interrupted"' in lines[-1]
+    (directory / JOURNAL).write_text("".join(lines[:-1]))
+
+
+async def restart(lab: Lab) -> list[ResumableJob]:
+    """Start another scheduler in place of the first one; run the jobs that it takes up in the background."""
+    lab.service = SchedulerService(lab.endpoint, lab.service._runs_dir)
+    found = await lab.service.take_up(lab.service._runs_dir, [])
+
+    async def run(job: ResumableJob) -> None:
+        try:
+            lab.results.append(await lab.service.run_taken_up(job))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            lab.results.append(error)
+
+    for job in found:
+        lab.tasks.start_soon(run, job)
+    return found
+
+
+def renewing_workers(lab: Lab, operator: QuietOperator) -> list[ScriptedWorker]:
+    return [lab.worker(lease) for lease in operator.leases]
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    strategy = wanting(3)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 3)
+        assert {lab.worker(lease).of(lease.id).orphan_grace_ms for lease in first.leases} == {120_000}
+        tasks = [task for task, _ in first.told("update")]
+        ended = tasks[2]
+        await lab.worker(ended.lease).end(ended.lease.id)
+        await first.until("update", 4)
+        await stop(lab)
+        assert isinstance(lab.results[0], JobInterruptedError)
+        released = {lease for worker in lab.workers for lease, _ in worker.released}
+        assert released.isdisjoint(task.lease.id for task in tasks[:2])
+        if how == "killed":
+            kill(first.context.directory)
+        await anyio.sleep(100.0)  # the workers hold the leases meanwhile
+        [found] = await restart(lab)
+        assert found.job_id == first.context.job_id
+        second = await strategy.operator(1)
+        [adopted] = await second.until("adopted")
+        assert set(adopted) == set(tasks[:2])
+        assert not second.told("acquired")
+        answer = await lab.worker(tasks[0].lease).report(lab.peer, found.job_id, tasks[0].lease.id)
+        assert answer == Acknowledged()
+        await lab.worker(tasks[0].lease).end(tasks[0].lease.id)
+        await second.until("update")
+        [(task, update)] = second.told("update")
+        assert task == tasks[0]
+        assert isinstance(update, TaskEnded)
+        await anyio.sleep(60.0)  # the other lease is renewed on
+        assert second.told("lost") == []
+        await lab.finish(second)
+        assert lab.results[-1] == second.context.directory / "result.json"
+        kinds = [record["record"] for record in read_journal(second.context.directory / JOURNAL)]
+        assert kinds.count("interrupted") == (how == "stopped")
+        assert kinds[-1] == "finished"
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_what_workers_say_waits_until_the_job_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report answered with an error would end the executor; a push or an end that gets lost could not count."""
+    opening = anyio.Event()
+
+    class Slow(ScriptedStrategy):
+        @asynccontextmanager
+        async def _open(self, context: JobContext, journal: Any) -> AsyncIterator[Any]:
+            if self.operators:
+                await opening.wait()
+            async with super()._open(context, journal) as operator:
+                yield operator
+
+    strategy = Slow(wanting(2).make)
+    answers: list[Any] = []
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 2)
+        reporting, ending = (task for task, _ in first.told("update"))
+        await stop(lab)
+
+        async def report() -> None:
+            answers.append(await lab.worker(reporting.lease).report(lab.peer, job_id, reporting.lease.id))
+
+        async def end() -> None:
+            message = JobEnd(lease=ending.lease.id, job_id=job_id, outcome="finished", reason="", attempt=None)
+            await rpc.call(lab.worker(ending.lease).endpoint, lab.peer, JOB_END, message, timeout=100.0)
+            answers.append("ended")
+
+        job_id = first.context.job_id
+        await restart(lab)
+        lab.tasks.start_soon(report)
+        lab.tasks.start_soon(end)
+        await anyio.sleep(20.0)
+        assert answers == []
+        opening.set()
+        second = await strategy.operator(1)
+        await second.until("update")
+        assert next(entry[0] for entry in second.heard) == "adopted"
+        [(task, _)] = second.told("update")
+        assert task == ending
+        while len(answers) < 2:
+            await anyio.sleep(0.1)
+        assert set(answers) == {Acknowledged(), "ended"}
+        assert second.told("lost") == []  # the leases were renewed while the strategy prepared
+        await lab.finish(second)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
+    strategy = wanting(3)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 3)
+        kept, forgotten, unreachable = (task for task, _ in first.told("update"))
+        await stop(lab)
+        lab.worker(forgotten.lease).forgotten.add(forgotten.lease.id)
+        lab.endpoint._network.partition(lab.peer, unreachable.lease.peer)
+        [found] = await restart(lab)
+        second = await strategy.operator(1)
+        [adopted] = await second.until("adopted")
+        assert adopted == (kept,)
+        answer = await lab.worker(forgotten.lease).report(lab.peer, found.job_id, forgotten.lease.id)
+        assert isinstance(answer, ProgressError)
+        lab.endpoint._network.heal(lab.peer, unreachable.lease.peer)
+        await second.until("acquired")
+        assert kept.lease not in second.told("acquired")[0]
+        await lab.finish(second)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker may have got the dispatch: the lease is released, and the search begins anew."""
+    strategy = wanting(1)
+
+    async def case(lab: Lab) -> None:
+        worker = lab.workers[0]
+        for other in lab.workers:
+            other.hanging = anyio.Event()
+        first: QuietOperator = await lab.start(ScriptedJob(grace=GRACE))
+        [[lease]] = await first.until("acquired")
+        worker = lab.worker(lease)
+        first.act(StartTask(first.task(), spec(first.context.job_id)))
+        await worker.until(lambda: worker.dispatched)
+        copy = (first.context.directory / JOURNAL).read_text()  # the scheduler is killed here
+        await stop(lab)
+        (first.context.directory / JOURNAL).write_text(copy)
+        worker.leases[lease.id], worker.released[:] = lab.peer, []
+        await restart(lab)
+        second = await strategy.operator(1)
+        await second.until("acquired")
+        assert worker.released[0] == (lease.id, "the scheduler was started again")
+        assert second.told("adopted") == []
+        await lab.finish(second)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(ScriptedStrategy):
+        def open(self, job: Any, context: JobContext, journal: Any) -> Any:
+            if journal:
+                raise JobFailedError("the dataset has changed")
+            return super().open(job, context, journal)
+
+    strategy = Refusing(wanting(1).make)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1)
+        [(task, _)] = first.told("update")
+        await stop(lab)
+        before = read_journal(first.context.directory / JOURNAL)
+        await restart(lab)
+        await lab.ended(2)
+        assert str(lab.results[1]) == "the dataset has changed"
+        worker = lab.worker(task.lease)
+        await worker.until(lambda: worker.released)
+        assert [lease for lease, _ in worker.released] == [task.lease.id]
+        assert read_journal(first.context.directory / JOURNAL) == before
+        answer = await worker.report(lab.peer, first.context.job_id, task.lease.id)
+        assert isinstance(answer, ProgressError)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_no_worker_is_told_that_an_interrupted_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The scheduler still listens for a moment; an answer that the job is over would end the executors."""
+
+    class Recording(QuietOperator):
+        def on_progress(self, task: Any, progress: Any, now: float) -> Any:
+            self.hear("progress", task, progress)
+            return Acknowledged(), (WriteJournal("report", {}),)
+
+    strategy = wanting(1, Recording)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1)
+        [(task, _)] = first.told("update")
+        answers: list[Any] = []
+
+        async def never_on_disk(_journal: Journal) -> None:
+            await anyio.sleep_forever()
+
+        async def report() -> None:
+            try:
+                answers.append(await lab.worker(task.lease).report(lab.peer, first.context.job_id, task.lease.id))
+            except NetError as error:
+                answers.append(error)
+
+        if when == "meanwhile":
+            monkeypatch.setattr(Journal, "sync", never_on_disk)
+            lab.tasks.start_soon(report)
+            await first.until("progress")
+            await stop(lab)
+        else:
+            await stop(lab)
+            await report()
+        while not answers:
+            await anyio.sleep(0.1)
+        assert isinstance(answers[0], NetError)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(ScriptedStrategy):
+        @asynccontextmanager
+        async def _open(self, context: JobContext, journal: Any) -> AsyncIterator[Any]:
+            if len(self.journals) == 1:
+                self.journals.append(journal)
+                await anyio.sleep_forever()
+            async with super()._open(context, journal) as operator:
+                yield operator
+
+    strategy = Hanging(wanting(1).make)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1)
+        [(task, _)] = first.told("update")
+        await stop(lab)
+        before = read_journal(first.context.directory / JOURNAL)
+        await restart(lab)
+        await anyio.sleep(5.0)
+        await stop(lab)
+        assert isinstance(lab.results[1], JobInterruptedError)
+        assert lab.worker(task.lease).released == []
+        assert read_journal(first.context.directory / JOURNAL) == before
+        await restart(lab)
+        third = await strategy.operator(1)
+        assert await third.until("adopted") == [(task,)]
+        await lab.finish(third)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = wanting(2)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 2)
+        tasks = {task for task, _ in first.told("update")}
+        for number in (1, 2):
+            await stop(lab)
+            kill(first.context.directory)
+            await restart(lab)
+            again = await strategy.operator(number)
+            [adopted] = await again.until("adopted")
+            assert set(adopted) == tasks
+        await lab.finish(again)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT, or a second SIGTERM: the leases are released, and the job is not taken up by itself, but can resume."""
+    strategy = wanting(1)
+
+    async def case(lab: Lab) -> None:
+        async with anyio.create_task_group() as scheduler:
+            lab.tasks = scheduler
+            first = await begin(lab, 1)
+            scheduler.cancel_scope.cancel()
+        worker = lab.worker(first.leases[0])
+        assert [lease for lease, _ in worker.released] == [first.leases[0].id]
+        last = read_journal(first.context.directory / JOURNAL)[-1]
+        assert (last["record"], last["tasks_run_on"]) == ("interrupted", False)
+        events = [json.loads(line) for line in (first.context.directory / EVENTS).read_text().splitlines()]
+        assert events[-1]["event"] == "interrupted"
+        assert await lab.service.take_up(tmp_path / "runs", []) == []
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = wanting(1)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1, grace=0.0)
+        assert lab.worker(first.leases[0]).of(first.leases[0].id).orphan_grace_ms is None
+        await stop(lab)
+        assert isinstance(lab.results[0], JobInterruptedError)
+        assert f"hypha-scheduler resume {first.context.directory}" in str(lab.results[0])
+        assert [lease for lease, _ in lab.worker(first.leases[0]).released] == [first.leases[0].id]
+        kinds = [record["record"] for record in read_journal(first.context.directory / JOURNAL)]
+        assert kinds == ["accepted", "placed", "interrupted"]
+        assert await restart(lab) == []
+        resumed = await lab.start(ScriptedJob(), first.context.job_id, resume=True)
+        await lab.finish(resumed)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_leases_that_cannot_live_any_more_are_left_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = wanting(1)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1)
+        await stop(lab)
+        runs, directory = tmp_path / "runs", first.context.directory
+        now = time.time()
+        [found] = find_jobs_to_take_up(runs, [], None, now)
+        assert found.directory == directory
+        assert "has no end" not in caplog.text
+        os.utime(directory / JOURNAL, (now - GRACE - 60, now - GRACE - 60))
+        assert find_jobs_to_take_up(runs, [], None, now) == []
+        assert f"hypha-scheduler resume {directory} --config FILE" in caplog.text
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long round has no records; its leases are young all the same."""
+    strategy = wanting(1)
+
+    async def case(lab: Lab) -> None:
+        first = await begin(lab, 1)
+        journal = first.context.directory / JOURNAL
+        os.utime(journal, (1000.0, 1000.0))
+        await anyio.sleep(6.0)
+        assert time.time() - journal.stat().st_mtime < 60
+        await lab.finish(first)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+# ------------------------------------------------------------------------------------------------- the whole scheduler
+
+
+class Scheduler:
+    """A scheduler's `serve` in the background."""
+
+    def __init__(self, lab: Lab, runs: Path, jobs: tuple[ScriptedJob, ...] = ()) -> None:
+        self.terminated, self.ended = anyio.Event(), anyio.Event()
+        self.error: BaseException | None = None
+        table = SimpleNamespace(
+            auction=AuctionTable(), queue=QueueTable(), connectors=ConnectorsTable(), strategies=None, model_command=()
+        )
+        self._config: Any = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=jobs)
+        self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
+        lab.tasks.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        try:
+            await serve(self._config, self._node)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+        self.ended.set()
+
+    async def terminate(self) -> None:
+        self.terminated.set()
+        await self.ended.wait()
+        assert self.error is None
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory whose path is short enough for a socket."""
+    return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
+
+
+def test_the_client_of_an_interrupted_job_is_told(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = wanting(1)
+    heard: list[str] = []
+
+    def wait_for_end() -> None:
+        with pytest.raises(SchedulerEndedError) as caught:
+            answers = submit_job(socket_path(runs), {"type": "scripted", "grace": GRACE}, detach=False)
+            heard.extend(json.dumps(answer) for answer in answers)
+        heard.append(str(caught.value))
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs)
+        while not await anyio.Path(socket_path(runs)).exists():
+            await anyio.sleep(0.01)
+        async with anyio.create_task_group() as client:
+            client.start_soon(anyio.to_thread.run_sync, wait_for_end)
+            operator: QuietOperator = await strategy.operator()
+            await operator.until("acquired")
+            await scheduler.terminate()
+        assert "accepted" in heard[0]
+        assert heard[1].startswith(f"job {operator.context.job_id} was interrupted: the scheduler was stopped before")
+        assert "start the scheduler again until then, or later continue it with `hypha-scheduler resume" in heard[1]
+
+    run_jobs(monkeypatch, tmp_path, strategy, case, real_time=True)
+
+
+def test_a_configured_job_that_is_taken_up_does_not_run_twice(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of a configuration run in their order: the first one had ended when the scheduler was stopped."""
+    strategy = wanting(1)
+    jobs = tuple(ScriptedJob(grace=GRACE, seconds=seconds) for seconds in (20.0, 21.0, 22.0))
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs, jobs)
+        (await strategy.operator()).act(EndJob())
+        interrupted: QuietOperator = await strategy.operator(1)
+        await interrupted.until("acquired")
+        interrupted.act(StartTask(interrupted.task(), spec(interrupted.context.job_id)))
+        await interrupted.until("update")
+        await scheduler.terminate()
+        again = Scheduler(lab, runs, jobs)
+        operators = [await strategy.operator(number) for number in (2, 3)]
+        [taken_up] = [one for one in operators if one.context.job_id == interrupted.context.job_id]
+        for operator in operators:
+            operator.act(EndJob())
+        await again.ended.wait()
+        assert again.error is None
+        assert taken_up.told("adopted") != []
+        assert len(strategy.operators) == 4
+        assert len([path async for path in anyio.Path(runs).glob("*/result.json")]) == 3
+
+    run_jobs(monkeypatch, tmp_path, strategy, case, real_time=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- the records
+
+
+def lease_record(number: int) -> dict[str, Any]:
+    peer = str(PeerId.from_public_key(number.to_bytes(32, "big")))
+    return {"lease": str(uuid.UUID(int=number)), "peer": peer, "role": "train", "price": 3.0}
+
+
+def task_record(number: int, **fields: Any) -> dict[str, Any]:
+    about = {"task": f"task-{number}", "attempt": 0, "lease": str(uuid.UUID(int=number)), "dispatch": 0}
+    return about | {"keep_lease": False} | fields
+
+
+PLACED = {"record": "placed", "leases": [lease_record(1), lease_record(2)]}
+FIRST = {"record": "dispatched", **task_record(1)}
+SECOND = {"record": "dispatched", **task_record(2)}
+
+
+@pytest.mark.parametrize(
+    ("records", "running", "idle"),
+    [
+        ([PLACED], [], [1, 2]),
+        ([PLACED, FIRST, SECOND], [1, 2], []),
+        ([PLACED, FIRST, SECOND, {"record": "ended", "task": "task-1", "lease": str(uuid.UUID(int=1))}], [2], [1]),
+        ([PLACED, FIRST, {"record": "ended", "task": "other"}], [1], [2]),
+        ([PLACED, FIRST, {"record": "interrupted", "tasks_run_on": True}], [1], [2]),
+        ([PLACED, FIRST, {"record": "interrupted", "tasks_run_on": False}], [], []),
+        ([PLACED, FIRST, {"record": "resumed"}], [], []),
+        ([PLACED, FIRST, {"record": "resumed", "leases": [lease_record(1)], "tasks": [task_record(1)]}], [1], []),
+        ([PLACED, FIRST, {"record": "leased", "leases": [lease_record(3)]}], [1], [2, 3]),
+        ([PLACED, FIRST, {"record": "failed", "error": "why"}], [], []),
+        ([{"record": "placed", "leases": [{"lease": str(uuid.UUID(int=1)), **lease_record(1)}]}], [], [1]),
+    ],
+)
+def test_what_a_job_held_follows_from_its_journal(
+    records: list[dict[str, Any]], running: list[int], idle: list[int]
+) -> None:
+    held = held_at_end([{"record": "accepted"}, *records])
+    assert [lease.int for lease in held.tasks] == running
+    assert [lease.id.int for lease in held.idle] == idle
+    assert {found.task.lease.price for found in held.tasks.values()} <= {3.0}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"record": "placed"},
+        {"record": "placed", "leases": [{**lease_record(1), "peer": "nobody"}]},
+        {"record": "dispatched", **task_record(7)},
+        {"record": "dispatched", **task_record(1, attempt="first")},
+        {"record": "ended", "lease": 3},
+        {"record": "interrupted"},
+    ],
+)
+def test_a_malformed_record_is_named(record: dict[str, Any]) -> None:
+    with pytest.raises(JobFailedError, match=f"record 3 of the journal, '{record['record']}', is malformed"):
+        held_at_end([{"record": "accepted"}, PLACED, record])
+
+
+def test_dispatches_after_an_adopted_one_are_numbered_on() -> None:
+    register = TaskRegister()
+    lease = Lease(uuid.UUID(int=1), PeerId.from_public_key(bytes(32)), "train", 1.0)
+    adopted = TaskRef("task", lease, 4)
+    register.adopt(adopted, 2, keep_lease=True)
+    assert register.runs(adopted)
+    assert register.runs_on(lease.peer)
+    assert register.involves(lease.peer)
+    assert register.dispatched(lease.id, lease.peer, 2) == adopted
+    assert register.dispatched(lease.id, lease.peer, 0) is None
+    assert register.end(adopted)
+    with pytest.raises(TaskError, match="attempt 4 ran on its lease before"):
+        register.start(adopted)
+    assert register.start(TaskRef("task", lease, 5)) == 3

@@ -1,0 +1,428 @@
+"""Jobs that wait, run and are cancelled at a running scheduler, as clients of its socket see them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import pytest
+from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
+
+from hypha_net.node.lifecycle import Node
+from hypha_proto.codec import parse_json
+from hypha_scheduler.client import AsyncClient, Client, Event, NoSchedulerError
+from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
+from hypha_scheduler.errors import JobCancelledError, JobFailedError
+from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.runner import CANCELLED
+from hypha_scheduler.jobs.unfinished import QUEUED
+from hypha_scheduler.service import serve
+from hypha_scheduler.strategies.base import Effects, EndJob, JobContext
+from hypha_scheduler.submission.active_jobs import ActiveJob
+from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, submit_job
+from hypha_scheduler.submission.queue_files import read_queue, write_queued
+from hypha_scheduler.submission.server import socket_path
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory whose path is short enough for a socket."""
+    return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
+
+
+@pytest.fixture(autouse=True)
+def _parse_scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(data: bytes, _allowed: object = None) -> ScriptedJob:
+        return ScriptedJob.model_validate(parse_json(data)["job"])
+
+    monkeypatch.setattr("hypha_scheduler.submission.server.parse_job", parse)
+    monkeypatch.setattr(
+        "hypha_scheduler.submission.server.validate_job", lambda table, _allowed: ScriptedJob.model_validate(table)
+    )
+
+
+class Scheduler:
+    """A scheduler's `serve` in the background, and clients of its socket."""
+
+    def __init__(self, lab: Lab, runs: Path, **queue: Any) -> None:
+        self.lab, self.runs = lab, runs
+        self.terminated, self.ended = anyio.Event(), anyio.Event()
+        self.error: BaseException | None = None
+        table = SimpleNamespace(
+            auction=AuctionTable(),
+            queue=QueueTable(**queue),
+            connectors=ConnectorsTable(),
+            strategies=None,
+            model_command=(),
+        )
+        self._config: Any = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=())
+        self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
+        lab.tasks.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        try:
+            await serve(self._config, self._node)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+        self.ended.set()
+
+    async def is_up(self) -> None:
+        while not await anyio.Path(socket_path(self.runs)).exists():
+            await anyio.sleep(0.01)
+
+    async def submit(self, name: str | None = None, *, wait: bool = True) -> str:
+        """Submit a job, and leave; return its id."""
+        await self.is_up()
+        job = {"type": "scripted"} | ({} if name is None else {"name": name})
+        submit = partial(submit_job, socket_path(self.runs), job, detach=True, wait=wait)
+        answer = await anyio.to_thread.run_sync(lambda: next(submit()))
+        if "error" in answer:
+            raise JobCommandError(answer)
+        assert answer["accepted"] is True
+        return str(answer["job_id"])
+
+    async def command(self, command: str, **arguments: Any) -> dict[str, Any]:
+        await self.is_up()
+        request = {"command": command, **arguments}
+        return await anyio.to_thread.run_sync(send_command, socket_path(self.runs), request)
+
+    async def attach(self, wanted: str, answers: list[dict[str, Any]]) -> None:
+        def follow() -> None:
+            for answer in attach_job(socket_path(self.runs), wanted):
+                answers.append(answer)  # noqa: PERF402 - others look at it meanwhile
+
+        await anyio.to_thread.run_sync(follow)
+
+    async def states(self, *, every: bool = False) -> dict[str, str]:
+        found = await self.command("jobs", all=every)
+        return {entry["name"]: entry["state"] for entry in found["jobs"]}
+
+    async def terminate(self) -> None:
+        self.terminated.set()
+        await self.ended.wait()
+        assert self.error is None
+
+
+def run_scheduler(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: ScriptedStrategy,
+    case: Callable[[Lab], Awaitable[None]],
+    workers: int = 3,
+) -> None:
+    run_jobs(monkeypatch, tmp_path, strategy, case, workers=workers, real_time=True)
+
+
+def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs, max_running=1)
+        first, second, third = [await scheduler.submit(name) for name in ("one", "two", "three")]
+        operator: QuietOperator = await strategy.operator()
+        await operator.until("acquired")
+        listed = (await scheduler.command("jobs"))["jobs"]
+        assert [entry["job_id"] for entry in listed] == [first, second, third]
+        assert [entry["state"] for entry in listed] == ["running", "waiting", "waiting"]
+        assert "scheduler.queue.max_running allows, and 1 wait before it" in listed[2]["reason"]
+
+        assert await scheduler.command("cancel", id="two") == {"cancelled": second, "directory": str(runs / second)}
+        assert (await scheduler.command("status", id=second[:12]))["job"]["state"] == "cancelled"
+
+        seen: list[list[dict[str, Any]]] = [[], []]
+        async with anyio.create_task_group() as terminals:
+            for answers in seen:
+                terminals.start_soon(scheduler.attach, "one", answers)
+            while not all(seen):
+                await anyio.sleep(0.02)
+            worker = lab.worker(operator.leases[0])
+            assert (await scheduler.command("cancel", id=first[:8]))["cancelled"] == first
+        assert operator.leases[0].id not in worker.leases
+        for answers in seen:
+            assert answers[0]["job"]["state"] == "running"
+            assert answers[-1]["error"] == CANCELLED
+        with pytest.raises(JobCommandError, match=r"has ended: cancelled") as caught:
+            await scheduler.command("cancel", id="one")
+        assert caught.value.code == "ended"
+
+        last: QuietOperator = await strategy.operator(1)
+        last.act(EndJob())
+        while await scheduler.states():
+            await anyio.sleep(0.02)
+        assert await scheduler.states(every=True) == {"one": "cancelled", "two": "cancelled", "three": "finished"}
+        assert [json.loads((runs / third / "result.json").read_text())["job_id"]] == [third]
+        assert not [job_id for job_id in (first, second, third) if (runs / job_id / QUEUED).exists()]
+
+    run_scheduler(tmp_path, monkeypatch, strategy, case)
+
+
+def test_a_name_or_a_prefix_that_several_jobs_have_is_ambiguous(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs, max_running=1)
+        ids = [await scheduler.submit("same") for _ in range(2)]
+        with pytest.raises(JobCommandError, match="2 jobs have the name") as caught:
+            await scheduler.command("status", id="same")
+        assert caught.value.code == "ambiguous"
+        assert [entry["job_id"] for entry in caught.value.matches] == ids
+        assert (await scheduler.command("status", id=ids[1].upper()))["job"]["job_id"] == ids[1]
+        for unknown in ("other", "", "x" * 300):
+            with pytest.raises(JobCommandError) as caught:
+                await scheduler.command("cancel", id=unknown)
+            assert caught.value.code == "unknown"
+        for request in ({"command": "jump"}, {"command": "status"}, {"command": "status", "id": 3}):
+            with pytest.raises(JobCommandError, match="command: "):
+                await anyio.to_thread.run_sync(send_command, socket_path(runs), request)
+
+    run_scheduler(tmp_path, monkeypatch, strategy, case)
+
+
+def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs, max_running=1)
+        for name in ("one", "two", "three"):
+            await scheduler.submit(name)
+        operator: QuietOperator = await strategy.operator()
+        await operator.until("acquired")
+        await scheduler.terminate()
+        again = Scheduler(lab, runs, max_running=1)
+        next_one: QuietOperator = await strategy.operator(1)
+        await next_one.until("acquired")
+        assert await again.states(every=True) == {"two": "running", "three": "waiting", "one": "interrupted"}
+        next_one.act(EndJob())
+        (await strategy.operator(2)).act(EndJob())
+        while await again.states():
+            await anyio.sleep(0.02)
+        ended = await again.states(every=True)
+        assert ended == {"one": "interrupted", "two": "finished", "three": "finished"}
+
+    run_scheduler(tmp_path, monkeypatch, strategy, case)
+
+
+def test_no_more_jobs_wait_than_the_queue_takes(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs, max_running=1, max_waiting=1)
+        await scheduler.submit("one")
+        operator: QuietOperator = await strategy.operator()
+        await operator.until("acquired")
+        with pytest.raises(JobCommandError, match=r"max_running = 1.*without --no-wait"):
+            await scheduler.submit(wait=False)
+        await scheduler.submit("two")
+        with pytest.raises(JobCommandError, match=r"max_waiting = 1"):
+            await scheduler.submit("three")
+
+    run_scheduler(tmp_path, monkeypatch, strategy, case)
+
+
+def test_further_clients_are_told_to_try_again(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_scheduler.submission.server.MAX_CONNECTIONS", 2)
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs)
+        await scheduler.is_up()
+        silent = [await anyio.connect_unix(socket_path(runs)) for _ in range(2)]
+        async with await anyio.connect_unix(socket_path(runs)) as refused:
+            assert json.loads(await refused.receive())["code"] == "busy"
+        for stream in silent:
+            await stream.aclose()
+        with anyio.fail_after(20):
+            while await is_busy(scheduler):
+                await anyio.sleep(0.01)
+
+    run_scheduler(tmp_path, monkeypatch, ScriptedStrategy(), case)
+
+
+def test_programs_submit_follow_and_cancel_jobs(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ScriptedStrategy()
+    kinds: list[str] = []
+
+    def follow_plainly(job: str) -> list[str]:
+        return [event["event"] for event in Client(socket_path(runs)).follow(job)]
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs)
+        await scheduler.is_up()
+        client = AsyncClient(socket_path(runs))
+        job = await client.submit({"type": "scripted", "name": "mine"})
+        assert job.directory == runs / job.job_id
+        operator: QuietOperator = await strategy.operator()
+        async for event in client.follow("mine"):
+            kinds.append(event["event"])
+            if event["event"] == "placement":
+                assert [entry.state for entry in await client.jobs()] == ["running"]
+                operator.act(EndJob())
+        expected = ["queued", "accepted", "placement", "finished"]
+        assert [kind for kind in kinds if kind != "shortage"] == expected  # which a slow machine may have
+        assert await anyio.to_thread.run_sync(follow_plainly, job.job_id) == kinds
+        assert (await client.status("mine")).state == "finished"
+
+        second = await client.submit({"type": "scripted", "name": "other"})
+        await client.cancel("other")
+        for follow in (partial(anyio.to_thread.run_sync, follow_plainly), partial(follow_all, client)):
+            with pytest.raises(JobFailedError, match="cancelled it"):
+                await follow(second.job_id)
+            with pytest.raises(JobCommandError, match="no job has the name"):
+                await follow("nobody")
+        with pytest.raises(JobCommandError, match="has ended"):
+            await client.cancel("mine")
+        await scheduler.terminate()
+        with pytest.raises(NoSchedulerError):
+            await follow_all(client, "mine")
+        with pytest.raises(NoSchedulerError):
+            await client.jobs()
+
+    run_scheduler(tmp_path, monkeypatch, strategy, case)
+
+
+async def follow_all(client: AsyncClient, job: str) -> list[Event]:
+    return [event async for event in client.follow(job)]
+
+
+async def is_busy(scheduler: Scheduler) -> bool:
+    """Return whether the scheduler takes no further client."""
+    try:
+        await scheduler.states()
+    except JobCommandError as error:
+        return error.code == "busy"
+    return False
+
+
+# ----------------------------------------------------------------------------------------------- on the virtual clock
+
+
+def add_waiting(lab: Lab, folder: Path) -> ActiveJob:
+    job_id = uuid.uuid4()
+    return lab.service.jobs.add(ActiveJob(job_id, ScriptedJob(seconds=20.0), folder / "runs" / str(job_id), waits=True))
+
+
+async def run_waiting(lab: Lab, job: ActiveJob) -> None:
+    with pytest.raises(JobCancelledError):
+        await lab.service.jobs.run(job, partial(lab.service.run_job, job.job, job.job_id))
+
+
+class NeedingOperator(QuietOperator):
+    """Operator that cannot begin without a worker."""
+
+    def __init__(self, context: JobContext) -> None:
+        super().__init__(context)
+        self.demand = (role(minimum=1),)
+
+
+def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy(NeedingOperator)
+
+    async def case(lab: Lab) -> None:
+        [worker] = lab.workers
+        worker.leases[uuid.uuid4()] = worker.endpoint.peer_id  # it works for somebody else
+        job = add_waiting(lab, tmp_path)
+        job.directory.mkdir(parents=True)
+        (job.directory / QUEUED).touch()
+        lab.tasks.start_soon(run_waiting, lab, job)
+        operator: QuietOperator = await strategy.operator()
+        await anyio.sleep(100)
+        assert operator.told("timeout") == []
+        assert "0 of 1 held" in str(lab.service.jobs.waits_because(job))
+        assert (job.directory / QUEUED).exists()
+        worker.leases.clear()
+        await operator.until("acquired")
+        assert lab.service.jobs.waits_because(job) is None
+        assert not (job.directory / QUEUED).exists()
+        job.cancel()
+        await job.ended.wait()
+        assert worker.leases == {}
+
+    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1)
+
+
+class StubbornOperator(QuietOperator):
+    """Operator that does not end its job when it is cancelled."""
+
+    def on_command(self, command: str, now: float) -> Effects:
+        self.hear("command", command)
+        return ()
+
+
+def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ScriptedStrategy(StubbornOperator)
+
+    async def case(lab: Lab) -> None:
+        job = add_waiting(lab, tmp_path)
+        lab.tasks.start_soon(run_waiting, lab, job)
+        operator: QuietOperator = await strategy.operator()
+        await operator.until("acquired")
+        began = anyio.current_time()
+        job.cancel()
+        await job.ended.wait()
+        assert operator.told("command") == [("cancel",)]
+        assert anyio.current_time() - began < 10
+        assert lab.worker(operator.leases[0]).leases == {}
+        last = json.loads((job.directory / EVENTS).read_text().splitlines()[-1])
+        assert (last["event"], last["error"], last["cancelled"]) == ("failed", CANCELLED, True)
+
+    run_jobs(monkeypatch, tmp_path, strategy, case)
+
+
+def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_self: object, _path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = runs / str(uuid.UUID(int=1))
+    monkeypatch.setattr("hypha_scheduler.submission.queue_files.EventFile.__init__", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_queued(directory, ScriptedJob(), 1.0, 1)
+    assert list(directory.iterdir()) == []
+    assert read_queue(runs) == []
+
+
+def test_clients_are_accepted_after_one_could_not_be(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when no further file can be opened: under trio, anyio raises `BrokenResourceError` then."""
+    failures = [anyio.BrokenResourceError(), OSError(errno.EMFILE, "Too many open files")]
+    create = anyio.create_unix_listener
+
+    async def create_failing(*arguments: Any, **options: Any) -> anyio.abc.SocketListener:
+        listener = await create(*arguments, **options)
+        accept = type(listener).accept
+
+        async def fail_at_first(self: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await accept(self)
+
+        monkeypatch.setattr(type(listener), "accept", fail_at_first)
+        return listener
+
+    async def case(lab: Lab) -> None:
+        scheduler = Scheduler(lab, runs)
+        assert (await scheduler.command("jobs"))["jobs"] == []
+        assert failures == []
+
+    monkeypatch.setattr(anyio, "create_unix_listener", create_failing)
+    run_scheduler(tmp_path, monkeypatch, ScriptedStrategy(), case)

@@ -1,0 +1,241 @@
+"""The live view of a job: its state, how it is drawn, and the command on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.interrupts import accept_interrupts
+
+from hypha_scheduler.submission.live_state import LiveState
+from hypha_scheduler.submission.live_view import render, sparkline
+
+PEER, OTHER = "12D3KooWworker", "12D3KooWanother"
+HOSTILE = "[red]x[/red]\x1b[2J"
+
+
+def placed(name: str = "worker-7") -> list[dict[str, Any]]:
+    workers = [
+        {"peer": PEER, "role": "train", "price": 36.0, "name": name},
+        {"peer": OTHER, "role": "train", "price": 72.0},
+    ]
+    return [
+        {"event": "accepted", "time": 0.0, "rounds": 10},
+        {"event": "placement", "time": 100.0, "seconds": 1.0, "workers": workers},
+    ]
+
+
+def closed(number: int, loss: float | None) -> dict[str, Any]:
+    return {"event": "round", "time": 100.0 + 10 * number, "round": number, "loss": loss, "counts": {PEER: 4}}
+
+
+def measured(name: str, value: object) -> dict[str, Any]:
+    return {"event": "metric", "time": 1.0, "worker": PEER, "name": name, "value": value}
+
+
+def told(*events: dict[str, Any]) -> LiveState:
+    state = LiveState()
+    for event in events:
+        state.add(event)
+    return state
+
+
+def drawn(state: LiveState, now: float = 130.0, height: int = 24) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render(state, now, height))
+    return console.export_text()
+
+
+def test_a_training_job_is_drawn_in_80_columns() -> None:
+    metrics = [measured("samples", 128.0), measured("batches", 4.0), measured("samples_per_second", 64.0)]
+    late = {"event": "worker_late", "time": 121.0, "worker": OTHER, "reason": "slow"}
+    text = drawn(told(*placed(), *metrics, closed(1, 2.0), closed(2, 1.0), late), now=122.0)
+    first, loss, header, *rows = text.splitlines()
+    bar = "━" * 4 + "─" * 20
+    assert first == f"running  {bar} 2/10 rounds  79 s left  cost 0.66  1 late"
+    assert loss == "loss 1  █▁"
+    assert header.split() == ["worker", "role", "price/h", "does", "batch", "/s"]
+    assert [row.split() for row in rows] == [
+        ["worker-7", "train", "36", "works", "32", "64"],
+        ["…Wanother", "train", "72", "late", "-", "-"],
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_inference_tasks_and_unknown_strategies_are_drawn() -> None:
+    begun = {"event": "slices", "time": 100.0, "slices": 4, "rows": 40, "committed": 0}
+    part = {"event": "part", "time": 110.0, "slice": 0, "worker": PEER, "rows": 10, "committed": 1, "slices": 4}
+    inference = told(*placed(), begun, part)
+    assert (inference.progress, inference.seconds_left) == ((10, 40, "rows"), 30.0)
+    resumed = told(*placed(), begun | {"committed": 2}, part | {"committed": 3})
+    assert (resumed.progress, resumed.seconds_left) == ((3, 4, "slices"), 10.0)
+    started = {"event": "task_started", "time": 101.0, "task": "lost", "worker": PEER}
+    tasks = told(*placed(), {"event": "task_ended", "time": 101.0, "worker": PEER, "outcome": "finished"}, started)
+    assert (tasks.progress, tasks.rows[PEER].doing, tasks.rows[PEER].is_gone) == ((1, None, "tasks"), "lost", False)
+    assert drawn(told(*placed(), {"event": "waltz", "time": 120.0, "steps": 3})).startswith("running  cost 0.9")
+    assert drawn(told({"event": "round"}, {"event": "part"}, {"event": 3}, {})).startswith("accepted  cost 0")
+
+
+def test_pauses_and_workers_that_have_left_are_seen() -> None:
+    paused = {"event": "paused", "time": 120.0, "reason": "too few"}
+    lost = {"event": "worker_lost", "time": 120.0, "worker": PEER, "reason": "gone"}
+    state = told(*placed(), lost, paused)
+    lines = drawn(state).splitlines()
+    assert lines[0].startswith("paused  ")
+    assert lines[0].endswith("1 lost")
+    assert [line.split()[0] for line in lines[2:]] == ["…Wanother", "worker-7"]
+    state.add({"event": "continued", "time": 121.0})
+    assert drawn(state).startswith("running")
+
+
+def test_texts_of_workers_are_no_markup_and_control_no_terminal() -> None:
+    text = drawn(told(*placed(HOSTILE)))
+    assert "\x1b" not in text
+    assert "[red]x[/red]\\x1b[2J" in text
+
+
+def test_long_jobs_with_many_workers_stay_bounded() -> None:
+    state = told(*placed())
+    for number in range(1000):
+        added = {"event": "lease_added", "time": 1.0, "peer": f"{number:09}", "role": "train", "price": 1.0}
+        state.add(added)
+        state.add(closed(number, float(number)))
+        if number > 200:
+            state.add({"event": "worker_lost", "time": 1.0, "worker": f"{number:09}"})
+    assert len(state.rows) == 256
+    assert len(state.losses) == 40
+    lines = drawn(state).splitlines()
+    assert len(lines) < 24
+    assert lines[-1] == "and 239 more"
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "x"])
+def test_numbers_that_are_none_are_left_out(value: Any) -> None:
+    state = told(*placed(), closed(1, value), measured("samples_per_second", value))
+    assert not state.losses
+    assert state.rows[PEER].samples_per_second is None
+    assert sparkline([1.0, 1.0]) == "▁▁"
+
+
+# ------------------------------------------------------------------------------------------------------- on a terminal
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def answering(runs: Path) -> Iterator[Callable[[], None]]:
+    """Answer one `attach` on a socket; the job ends when the function that is yielded is called."""
+    ended = threading.Event()
+    events = [*placed(HOSTILE), closed(1, 2.0)]
+    (runs / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    entry = {"job_id": str(uuid.UUID(int=7)), "state": "running", "directory": str(runs)}
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
+            connection.sendall(json.dumps({"job": entry}).encode() + b"\n")
+            ended.wait(60)
+            with suppress(BrokenPipeError):  # Ctrl-C has ended the client
+                connection.sendall(json.dumps({"result": "result.json"}).encode() + b"\n")
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(60)
+        listener.bind(str(runs / "s"))
+        listener.listen()
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        yield ended.set
+        ended.set()
+        thread.join(60)
+
+
+class Terminal:
+    """`attach` on a pseudo-terminal."""
+
+    def __init__(self, path: Path, *options: str) -> None:
+        self.shown = ""
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        command = "import sys; from hypha_scheduler.cli import main; main(sys.argv[1:])"
+        words = [sys.executable, "-c", command, "attach", "7", "--socket", str(path / "s"), *options]
+        self.process = subprocess.Popen(
+            words, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=accept_interrupts
+        )
+        os.close(slave)
+
+    def read_until(self, text: str | None) -> None:
+        """Read until a text was shown, or to the end."""
+        deadline = time.monotonic() + 60
+        while text is None or text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            try:
+                self.shown += os.read(self.master, 1 << 16).decode(errors="replace")
+            except OSError:  # the other side is closed
+                assert text is None, self.shown
+                return
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        os.close(self.master)
+
+
+@pytest.fixture
+def attach(runs: Path) -> Iterator[Callable[..., Terminal]]:
+    terminals: list[Terminal] = []
+
+    def start(*options: str) -> Terminal:
+        terminals.append(Terminal(runs, *options))
+        return terminals[-1]
+
+    yield start
+    for terminal in terminals:
+        terminal.close()
+
+
+@pytest.mark.timeout(180)
+def test_attach_draws_a_view_that_ctrl_c_ends(answering: Any, attach: Callable[..., Terminal]) -> None:
+    terminal = attach()
+    terminal.read_until("1/10 rounds")
+    assert "round 1 of 10: loss 2" in terminal.shown
+    assert "[red]x[/red]\\x1b[2J" in terminal.shown
+    assert "\x1b[2J" not in terminal.shown.replace("\\x1b[2J", "")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.read_until(None)
+    assert terminal.process.wait(60) == 130
+    assert "goes on; follow it with `hypha-scheduler attach" in terminal.shown.replace("\r\n", "")
+    assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is there again
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("options", [("--plain",), ("--format", "json")])
+def test_other_forms_draw_nothing(options: tuple[str, ...], answering: Any, attach: Callable[..., Terminal]) -> None:
+    terminal = attach(*options)
+    terminal.read_until("round")
+    answering()
+    terminal.read_until(None)
+    assert terminal.process.wait(60) == 0
+    assert "\x1b[?25l" not in terminal.shown
+    assert '{"result": "result.json"}' in terminal.shown

@@ -1,0 +1,210 @@
+"""Start models that are created from a configuration and a seed, and jobs that start from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from hypha_net.transfer import PullSource
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.transfer import PullRequest
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import open_start_model
+from hypha_scheduler.jobs.config import StartModelTable
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.result_model import START_MODEL, ResultModel
+from hypha_scheduler.submission.client import read_job
+from hypha_scheduler.submission.validation import validate_job
+
+PEER = PeerId.from_public_key(bytes(32))
+JOB = uuid.UUID(int=5)
+CREATE = """
+import json, pathlib, random, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+config = json.loads(pathlib.Path(given["--config-json"]).read_text())
+if "width" not in config:
+    sys.exit("no such width\\nthe model cannot be created")
+out = pathlib.Path(given["--out"])
+out.mkdir()
+(out / "config.json").write_text(json.dumps({**config, "task": given["--task"]}))
+numbers = random.Random(int(given["--seed"])).randbytes(config["width"])
+header = json.dumps({"w": {"dtype": "U8", "shape": [len(numbers)], "data_offsets": [0, len(numbers)]}}).encode()
+(out / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
+"""
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(60):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    """Return a command that creates models as an executor's does."""
+    script = tmp_path / "create.py"
+    script.write_text(CREATE)
+    return (sys.executable, str(script))
+
+
+def configuration(folder: Path, **changed: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "plain", "width": 40, **changed}))
+    return folder
+
+
+def table(config: Path, seed: int | None = None) -> StartModelTable:
+    return StartModelTable(config=config, seed=seed, type="causal-lm")
+
+
+async def created(copy: Path, model: StartModelTable, command: tuple[str, ...]) -> dict[str, bytes]:
+    """Open a start model; return the files that executors get."""
+    copy.parent.mkdir(exist_ok=True)
+    start = await open_start_model(model, copy, JOB, PEER, unchanged=True, command=command)
+    found = {}
+    for index, file in enumerate(start.files):
+        offered = start.resolve(PullRequest(dataset="", index=index))
+        assert isinstance(offered, PullSource)
+        assert isinstance(offered.source, Path)
+        found[file.name] = await anyio.Path(offered.source).read_bytes()
+    return found
+
+
+def test_the_same_configuration_and_seed_give_the_same_bytes(tmp_path: Path, command: tuple[str, ...]) -> None:
+    config = configuration(tmp_path / "config")
+
+    async def case() -> None:
+        first = await created(tmp_path / "1" / START_MODEL, table(config, 7), command)
+        assert first.keys() == {"config.json", "model.safetensors"}
+        assert json.loads(first["config.json"]) == {"model_type": "plain", "width": 40, "task": "causal-lm"}
+        assert await created(tmp_path / "2" / START_MODEL, table(config / "config.json", 7), command) == first
+        assert await created(tmp_path / "3" / START_MODEL, table(config, 8), command) != first
+
+    run(case)
+
+
+def test_a_tokenizer_beside_the_configuration_comes_with_the_model(tmp_path: Path, command: tuple[str, ...]) -> None:
+    config = configuration(tmp_path / "config")
+    (config / "tokenizer.json").write_text('{"tokens": 4}')
+    (config / "notes.md").write_text("notes")
+    (config / "weights.bin").write_bytes(b"pickle")
+
+    async def case() -> None:
+        found = await created(tmp_path / "job" / START_MODEL, table(config), command)
+        assert found.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+        assert b"task" in found["config.json"], "the configuration is that of the created model"
+
+    run(case)
+
+
+def test_an_interrupted_job_creates_no_model_again(tmp_path: Path, command: tuple[str, ...]) -> None:
+    config, copy = configuration(tmp_path / "config"), tmp_path / "job" / START_MODEL
+    left = copy.with_name(f".{START_MODEL}-served")
+    left.mkdir(parents=True)
+    (left / "half").write_bytes(b"of a scheduler that was killed")
+
+    async def case() -> None:
+        first = await created(copy, table(config), command)
+        assert await created(copy, table(config), ("no-such-command",)) == first
+
+    run(case)
+
+
+def test_a_command_that_fails_or_is_missing_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
+    config = configuration(tmp_path / "config")
+    (config / "config.json").write_text('{"model_type": "plain"}')
+    copy = tmp_path / "job" / START_MODEL
+
+    async def case() -> None:
+        with pytest.raises(JobFailedError, match=r"failed:\n  \| no such width\n  \| the model cannot be created"):
+            await created(copy, table(config), command)
+        with pytest.raises(JobFailedError, match=r"no-such-command, which is not installed.*scheduler\.model_command"):
+            await created(copy, table(config), ("no-such-command",))
+        assert not await anyio.Path(copy).exists()
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "cannot be read at the scheduler: No such file"),
+        ("{", "is not JSON"),
+        ("[]", "is not the configuration of a model: it has no model_type"),
+        ('{"model_type": 4}', "is not the configuration of a model: it has no model_type"),
+    ],
+)
+def test_a_bad_configuration_is_refused_when_the_job_is_submitted(
+    tmp_path: Path, content: str | None, what: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    job = {
+        "dataset": "digits",
+        "model": {"config": str(tmp_path / "config.json"), "type": "causal-lm"},
+        "inner_optimizer": {"learning_rate": 1e-3},
+    }
+    with pytest.raises(ValueError, match=rf"model\.config: .*{what}"):
+        validate_job(job)
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({}, "set one of repository, path, file, s3, uri, dht, config"),
+        ({"config": "c", "path": "p"}, "set one of repository, path, file, s3, uri, dht, config"),
+        ({"path": "p", "seed": 4}, "seed: it decides the weights of a model from config"),
+    ],
+)
+def test_a_model_has_one_source(keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        StartModelTable.model_validate({"type": "causal-lm", **keys})
+
+
+def test_the_seed_of_the_job_is_that_of_its_weights_unless_they_have_their_own(tmp_path: Path) -> None:
+    job = {"dataset": "digits", "inner_optimizer": {"learning_rate": 1e-3}, "seed": 5}
+    model = {"config": str(configuration(tmp_path)), "type": "causal-lm"}
+    assert DilocoJobConfig.model_validate({**job, "model": model}).start_model.seed == 5
+    assert DilocoJobConfig.model_validate({**job, "model": {**model, "seed": 6}}).start_model.seed == 6
+    of_path = DilocoJobConfig.model_validate({**job, "model": {"path": str(tmp_path), "type": "causal-lm"}})
+    assert of_path.start_model == of_path.model
+
+
+def test_a_relative_configuration_is_relative_to_the_job_file(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('dataset = "digits"\n[model]\nconfig = "small"\ntype = "causal-lm"\n')
+    assert read_job(tmp_path / "job.toml")["model"]["config"] == str(tmp_path / "small")
+
+
+def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
+    directory = tmp_path / "job"
+    start = directory / START_MODEL
+    start.mkdir(parents=True)
+    (start / "config.json").write_text("{}")
+    with TensorFileWriter(start / "model.safetensors", {"w": TensorInfo("F32", (3,))}, {}) as writer:
+        writer.write("w", np.ones(3, np.float32))
+    update = tmp_path / "update.safetensors"
+    write_update(update, {"w": (3,)}, [("w", np.full(3, 2, "f4"))], UpdateMetadata(round=1))
+
+    async def case() -> None:
+        result = ResultModel(directory, Nesterov(learning_rate=0.7, momentum=0.9), checkpoint_every=1)
+        await result.advance(update, 1)
+        await result.commit(1)
+        checkpoint = await result.write_checkpoint()
+        model = StartModelTable(path=checkpoint, type="causal-lm")
+        await open_start_model(model, tmp_path / "next" / START_MODEL, JOB, PEER, unchanged=True)
+
+    run(case)
+    with TensorFile(tmp_path / "next" / START_MODEL / "model.safetensors") as file:
+        assert file.tensor("w").tolist() == [3.0] * 3

@@ -1,0 +1,73 @@
+"""A model without a head is refused when its job is submitted, if that is certain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hypha_scheduler.jobs.config import ModelTable
+from hypha_scheduler.jobs.model_files import missing_files
+
+BODY = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight", "pooler.dense.bias")
+
+
+def write_model(path: Path, architectures: object, tensors: tuple[str, ...] = BODY) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": architectures}))
+    for number, name in enumerate(tensors):
+        save_file({name: np.zeros(2, np.float32)}, path / f"model-{number}.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "architecture"), [("sequence-classification", "BertModel"), ("vision-classification", "ResNetModel")]
+)
+def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
+    task: str, architecture: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "base", [architecture])
+    wire = task.replace("vision", "image")
+    for table in (ModelTable(path=model, type=task), ModelTable(file=model, type=task)):
+        assert missing_files(table) == [
+            f"model.path: {model} has no head for {wire}: its config.json names {architecture}; add one with "
+            f"`hypha-accelerate-executor create-model --from {model} --task {wire} --labels N --out DIR`"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("task", "architectures", "tensors"),
+    [
+        ("sequence-classification", ["BertForSequenceClassification"], BODY),
+        ("sequence-classification", ["BertModel"], (*BODY, "classifier.weight")),
+        ("sequence-classification", ["BertModel", "BertForSequenceClassification"], BODY),
+        ("sequence-classification", ["GPT2LMHeadModel"], BODY),
+        ("causal-lm", ["LlamaModel"], BODY),  # its head may be the input embedding
+        ("sequence-classification", [], BODY),
+        ("sequence-classification", "BertModel", BODY),
+        ("sequence-classification", [3], BODY),
+        ("sequence-classification", None, BODY),
+    ],
+    ids=str,
+)
+def test_a_model_that_may_have_a_head_is_left_to_the_executor(
+    task: str, architectures: object, tensors: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", architectures, tensors)
+    assert missing_files(ModelTable(path=model, type=task)) == []
+
+
+@pytest.mark.parametrize("config", [b"", b"[" * 100_000, b"[]", b"\xff"])
+def test_a_configuration_that_cannot_be_read_is_left_to_the_executor(config: bytes, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", ["BertModel"])
+    (model / "config.json").write_bytes(config)
+    assert missing_files(ModelTable(path=model, type="sequence-classification")) == []
+
+
+def test_weights_that_cannot_be_read_are_left_to_the_executor(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", ["BertModel"])
+    (model / "model-0.safetensors").write_bytes(b"\xff" * 100)
+    assert missing_files(ModelTable(path=model, type="sequence-classification")) == []

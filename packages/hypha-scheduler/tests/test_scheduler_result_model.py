@@ -1,0 +1,431 @@
+"""The weights of a job on disk: rounds, restore after a crash between any two steps, a full disk, and the result."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from hypha_proto.global_model import MOMENTUM, WEIGHTS, digest_directory, digest_file
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import write_result
+from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, Advance, ResultModel, UpdateFileError
+
+OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(30):
+            await main()
+
+    anyio.run(bounded, backend="trio")
+
+
+def make_job(directory: Path, dtype: str = "F32") -> Path:
+    """Create a job's directory with a start model of three ones."""
+    start = directory / START_MODEL
+    start.mkdir(parents=True)
+    (directory / UPDATES).mkdir()
+    (start / "config.json").write_text('{"of": "model"}')
+    (start / "tokenizer.json").write_text("of the model")
+    with TensorFileWriter(start / "model.safetensors", {"w": TensorInfo(dtype, (3,))}, {}) as writer:
+        writer.write("w", np.ones(3, np.float32))
+    return directory
+
+
+def update(directory: Path, number: int, name: str = "w", value: float | None = None) -> Path:
+    """Write an outer update that adds the round's number, or `value`."""
+    path = directory / UPDATES / f"round-{number}-ab12.safetensors"
+    added = np.full(3, number if value is None else value, np.float32)
+    write_update(path, {name: (3,)}, [(name, added)], UpdateMetadata(round=number))
+    return path
+
+
+def weights(path: Path | None) -> list[float]:
+    assert path is not None
+    with TensorFile(path) as file:
+        values: list[float] = file.tensor("w").tolist()
+        return values
+
+
+async def take(result: ResultModel, number: int) -> Advance:
+    """Advance and commit a round."""
+    advance = await result.advance(update(result.directory, number), number)
+    await result.commit(number)
+    await result.write_checkpoint()
+    return advance
+
+
+def entries(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_rounds_follow_each_other_and_only_the_last_state_stays(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+    before = digest_directory(directory / START_MODEL)
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER)
+        assert (result.weights_file(), result.momentum_file()) == (None, None)
+        first = await result.advance(update(directory, 1), 1)
+        assert (result.round, result.weights, result.weights_file()) == (0, None, None)
+        again = await result.advance(update(directory, 1), 1)
+        assert again == first
+        await result.commit(1)
+        assert (result.round, result.weights) == (1, first.weights)
+        assert weights(result.weights_file()) == [2.0] * 3
+        with pytest.raises(ValueError, match="round 1 does not follow round 1"):
+            await result.advance(update(directory, 1), 1)
+        with pytest.raises(ValueError, match="round 3 does not follow round 1"):
+            await result.advance(update(directory, 3), 3)
+        second = await take(result, 2)
+        assert (second.before, result.weights) == (first.weights, second.weights)
+        assert weights(result.weights_file()) == [4.0] * 3
+        await result.finish()
+
+    run(case)
+    assert weights(directory / "model" / "model.safetensors") == [4.0] * 3
+    assert digest_directory(directory / START_MODEL) == before
+    state = {f"outer-state/round-2/{name}" for name in (WEIGHTS, MOMENTUM, "state.json")}
+    model = {f"{folder}/{name}" for folder in ("model", START_MODEL) for name in os.listdir(directory / START_MODEL)}
+    assert entries(directory) == {*state, *model, f"{UPDATES}/round-3-ab12.safetensors"}
+
+
+def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_committed(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER)
+        await result.advance(update(directory, 1), 1)
+        second = await result.advance(update(directory, 2), 2)
+        await result.commit(1)
+        await result.commit(2)
+        assert (result.round, result.weights) == (2, second.weights)
+        assert weights(result.weights_file()) == [4.0] * 3
+
+    run(case)
+
+
+def test_outer_updates_are_kept_if_wanted(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER, keep_updates=True)
+        advances = [await take(result, number) for number in (1, 2)]
+        for number, advance in enumerate(advances, 1):
+            assert digest_file(directory / UPDATES / f"round-{number}.safetensors") == advance.update
+
+    run(case)
+    assert sorted(os.listdir(directory / UPDATES)) == ["round-1.safetensors", "round-2.safetensors"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("stranger", 1.0), ("w", float("nan")), ("w", float("-inf"))])
+def test_an_update_that_cannot_be_used_leaves_the_round_open(tmp_path: Path, name: str, value: float) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER)
+        with pytest.raises(UpdateFileError, match="the outer update of round 1 cannot be used"):
+            await result.advance(update(directory, 1, name, value), 1)
+        await take(result, 1)
+        assert weights(result.weights_file()) == [2.0] * 3
+
+    run(case)
+
+
+def test_the_result_has_the_files_that_were_trained_with(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+    preprocessor = directory / "preprocessor"
+    preprocessor.mkdir()
+    for name in ("config.json", "tokenizer.json", "vocab.txt"):
+        (preprocessor / name).write_text("of the preprocessor")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER, preprocessor=preprocessor)
+        await take(result, 1)
+        await result.finish()
+
+    run(case)
+    found = {path.name: path.read_text() for path in (directory / "model").iterdir() if path.suffix != ".safetensors"}
+    preprocessed = dict.fromkeys(("tokenizer.json", "vocab.txt"), "of the preprocessor")
+    assert found == {"config.json": '{"of": "model"}', **preprocessed}
+
+
+def test_the_result_is_synced_before_the_summary_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, kept = make_job(tmp_path / "job"), []
+    monkeypatch.setattr("os.fsync", lambda fd: kept.append(os.fstat(fd).st_ino))
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER)
+        await result.advance(update(directory, 1), 1)
+        state = directory / "outer-state" / "round-1"
+        on_disk = {path.stat().st_ino for path in (*state.iterdir(), state, state.parent, directory)}
+        assert on_disk <= set(kept), "the state of a round is on disk before it is recorded"
+        await result.commit(1)
+        await result.finish()
+        write_result(directory / "result.json", {"rounds": 1})
+
+    run(case)
+    model = directory / "model"
+    wanted = (model / "model.safetensors", model / "config.json", model, directory / "result.json", directory)
+    assert {path.stat().st_ino for path in wanted} <= set(kept)
+
+
+def test_an_update_is_refused_for_want_of_room_or_of_the_directory(tmp_path: Path) -> None:
+    result = ResultModel(make_job(tmp_path / "job"), OUTER)
+    assert result.lacks_room(1) is None
+    lacking = result.lacks_room(1 << 62)
+    assert lacking is not None
+    assert lacking.startswith(f"{tmp_path / 'job'}: ")
+    assert f"an outer update has {1 << 62} bytes" in lacking
+    gone = ResultModel(tmp_path / "gone", OUTER).lacks_room(1)
+    assert gone is not None
+    assert f"No such file or directory: '{tmp_path / 'gone'}'" in gone
+
+
+# ------------------------------------------------------------------------------------------------------- faulty disks
+
+
+class KilledError(BaseException):
+    """The program was killed."""
+
+
+class FaultyDisk:
+    """Counts operations on files; the one numbered `at` fails, and with `dies` all that follow."""
+
+    def __init__(self, at: int, error: BaseException, dies: bool) -> None:
+        """Take the error of the failing operation."""
+        self.at = at
+        self.error = error
+        self.dies = dies
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self.at or (self.dies and self.count > self.at):
+            raise self.error
+
+    def wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            return operation(*args, **kwargs)
+
+        return failing
+
+
+OPERATIONS = ("mkdir", "rmdir", "unlink", "replace", "rename", "fsync")
+
+
+@contextmanager
+def faulty(disk: FaultyDisk, *operations: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in operations:
+            patch.setattr(os, name, disk.wrap(getattr(os, name)))
+        patch.setattr(TensorFileWriter, "write_stored", disk.wrap(TensorFileWriter.write_stored))
+        patch.setattr(Path, "write_text", disk.wrap(Path.write_text))
+        yield
+
+
+def killed_at(directory: Path, at: int, keep: bool) -> tuple[int, dict[int, Advance], bool]:
+    """Take rounds until operation `at`, at which the program is killed.
+
+    Returns:
+        The last round whose record is on disk, what each advance gave, and whether the program was killed.
+    """
+    recorded, advances = 0, dict[int, Advance]()
+    disk = FaultyDisk(at, KilledError(), dies=True)
+
+    async def case() -> None:
+        nonlocal recorded
+        result = ResultModel(directory, OUTER, keep_updates=keep, checkpoint_every=2)
+        for number in (1, 2, 3):
+            path = update(directory, number)
+            with faulty(disk, *OPERATIONS):
+                advances[number] = await result.advance(path, number)
+                recorded = number
+                await result.commit(number)
+                await result.write_checkpoint()
+        with faulty(disk, *OPERATIONS):
+            await result.finish()
+
+    try:
+        run(case)
+    except KilledError:
+        return recorded, advances, True
+    return recorded, advances, False
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_crash_between_any_two_steps_leaves_the_last_recorded_round(
+    tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda fd: None)
+    whole = make_job(tmp_path / "whole")
+    _, expected, _ = killed_at(whole, 1 << 30, keep)
+    at, killed, seen = 0, True, set[int]()
+    while killed:
+        at += 1
+        directory = make_job(tmp_path / str(at))
+        recorded, advances, killed = killed_at(directory, at, keep)
+        assert advances == {number: expected[number] for number in advances}
+        seen.add(recorded)
+
+        async def go_on(directory: Path = directory, recorded: int = recorded, is_done: bool = not killed) -> None:
+            result = ResultModel(directory, OUTER, keep_updates=keep, checkpoint_every=2)
+            result.restore(recorded, expected[recorded].weights if recorded else None)
+            first = 1 if keep else recorded + is_done
+            kept = [f"round-{number}.safetensors" for number in range(max(1, first), recorded + 1)]
+            assert sorted(os.listdir(directory / UPDATES)) == kept
+            state = directory / "outer-state"
+            if state.exists():
+                assert os.listdir(state) == ([f"round-{recorded}"] if recorded else [])
+            for number in range(recorded + 1, 4):
+                assert await take(result, number) == expected[number]
+            await result.finish()
+
+        run(go_on)
+        for name in ("model", "outer-state", "checkpoints/round-2", UPDATES):
+            assert digest_directory(directory / name) == digest_directory(whole / name), (at, name)
+    assert seen == {0, 1, 2, 3}
+    assert at > 60
+
+
+def test_a_full_disk_leaves_nothing_of_a_round_which_can_be_repeated(tmp_path: Path) -> None:
+    faults = list[OSError]()
+
+    async def case(directory: Path, at: int) -> None:
+        result = ResultModel(directory, OUTER)
+        first = await take(result, 1)
+        path, before = update(directory, 2), entries(directory)
+        disk = FaultyDisk(at, OSError(errno.ENOSPC, "No space left on device"), dies=False)
+        with faulty(disk, "mkdir", "replace", "rename", "fsync"):
+            try:
+                await result.advance(path, 2)
+            except OSError as error:
+                faults.append(error)
+        if len(faults) == at:
+            assert entries(directory) == before
+            assert (result.round, result.weights) == (1, first.weights)
+            await result.advance(path, 2)
+        await result.commit(2)
+        assert weights(result.weights_file()) == [4.0] * 3
+
+    at = 0
+    while at == len(faults):
+        at += 1
+        directory = make_job(tmp_path / str(at))
+        run(partial(case, directory, at))
+    assert at > 8
+    assert {error.errno for error in faults} == {errno.ENOSPC}
+    assert all(str(tmp_path / str(number)) in str(error) for number, error in enumerate(faults, 1))
+
+
+# ------------------------------------------------------------------------------------------------------------- restore
+
+
+async def interrupted(directory: Path) -> Advance:
+    result = ResultModel(directory, OUTER)
+    await take(result, 1)
+    return await take(result, 2)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MOMENTUM, "state.json"])
+def test_a_damaged_or_missing_state_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        last = await interrupted(directory)
+        path = directory / "outer-state" / "round-2" / name
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(JobFailedError, match=rf"outer-state: the job cannot go on: .*{name}"):
+            ResultModel(directory, OUTER).restore(2, last.weights)
+        path.unlink()
+        with pytest.raises(JobFailedError, match=rf"round-2/{name}: the file is missing"):
+            ResultModel(directory, OUTER).restore(2, last.weights)
+        with pytest.raises(JobFailedError, match=r"round-3: the directory is missing"):
+            ResultModel(directory, OUTER).restore(3, last.weights)
+
+    run(case)
+
+
+def test_state_of_other_weights_than_recorded_is_refused(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        await interrupted(directory)
+        with pytest.raises(JobFailedError, match=r"the journal records blake3:0000.* for round 2"):
+            ResultModel(directory, OUTER).restore(2, f"blake3:{'0' * 64}")
+
+    run(case)
+
+
+def test_a_new_job_drops_what_an_earlier_run_has_left(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        await interrupted(directory)
+        result = ResultModel(directory, OUTER)
+        result.restore(0, None)
+        await take(result, 1)
+        assert weights(result.weights_file()) == [2.0] * 3
+
+    run(case)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_commit_that_fails_can_be_repeated(tmp_path: Path, keep: bool) -> None:
+    failed, at = True, 0
+
+    async def case(directory: Path, disk: FaultyDisk) -> bool:
+        result = ResultModel(directory, OUTER, keep_updates=keep)
+        await take(result, 1)
+        advance = await result.advance(update(directory, 2), 2)
+        try:
+            with faulty(disk, *OPERATIONS):
+                await result.commit(2)
+        except OSError:
+            await result.commit(2)
+        assert (result.round, result.weights) == (2, advance.weights)
+        assert os.listdir(directory / "outer-state") == ["round-2"]
+        kept = ["round-1.safetensors", "round-2.safetensors"] if keep else ["round-2.safetensors"]
+        assert sorted(os.listdir(directory / UPDATES)) == kept
+        return disk.count >= disk.at
+
+    while failed:
+        at += 1
+        outcomes = list[bool]()
+        disk = FaultyDisk(at, OSError(errno.EIO, "Input/output error"), dies=False)
+        directory = make_job(tmp_path / str(at))
+
+        async def note(directory: Path = directory, disk: FaultyDisk = disk, found: list[bool] = outcomes) -> None:
+            found.append(await case(directory, disk))
+
+        run(note)
+        [failed] = outcomes
+    assert at > 4
+
+
+def test_updates_that_were_not_used_are_deleted(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER, keep_updates=True)
+        update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")
+        for number in (1, 2):
+            await take(result, number)
+
+    run(case)
+    assert sorted(os.listdir(directory / UPDATES)) == ["round-1.safetensors", "round-2.safetensors"]

@@ -1,0 +1,283 @@
+"""Models and preprocessors by `s3`, `uri` and `dht`: fetched by the scheduler, and named to the workers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import tarfile
+import uuid
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import urlopen
+
+import anyio
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from pydantic import ValidationError
+from support.fake_http_server import files, served
+
+from hypha_net import content_directory, transfer
+from hypha_net.connectors.s3_client import S3Settings
+from hypha_net.testing import MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import PeersReference, UriReference
+from hypha_proto.tasks import FileSource, S3Source, UriSource
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
+from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, source_access
+from hypha_scheduler.jobs.source_tables import S3Table
+from hypha_scheduler.strategies.inference.restore import describe_artifact
+from hypha_scheduler.strategies.inference.specs import _resource
+from hypha_scheduler.strategies.tasks.config import TasksJob
+from hypha_scheduler.strategies.tasks.graph import TaskGraph
+from hypha_scheduler.strategies.tasks.strategy import _with_presigned_urls
+
+PEER = PeerId.from_public_key(bytes(32))
+SECRET = "s3cr3t-0f-th3-0wn3r"
+FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": bytes(100_000)}
+LOOPBACK = ("127.0.0.0/8",)
+
+
+def packed(contents: dict[str, bytes]) -> bytes:
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w") as archive:
+        for name, content in contents.items():
+            info = tarfile.TarInfo(f"model/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return found.getvalue()
+
+
+ARCHIVE = packed(FILES)
+SHA256 = hashlib.sha256(ARCHIVE).hexdigest()
+
+
+def open_model(
+    folder: Path,
+    source: dict[str, Any],
+    access: SourceAccess | None = None,
+    *,
+    unchanged: bool = True,
+    holder: bytes | None = None,
+) -> Artifact:
+    """Open a model at a scheduler of an in-memory network; `holder` is what another peer has under `SHA256`."""
+    table = ModelTable.model_validate({"type": "causal-lm", **source})
+
+    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(holder or b"", f"sha256:{SHA256}")
+
+    async def main() -> Artifact | JobFailedError:
+        async with AsyncExitStack() as stack:
+            network = MemoryNetwork()
+            endpoint = await stack.enter_async_context(network.endpoint("scheduler"))
+            if holder is not None:
+                other = await stack.enter_async_context(network.endpoint("holder"))
+                transfer.serve_pulls(other, resolve)
+                await content_directory.announce_content(other, SHA256, len(holder))
+            downloads = SourceDownloads(endpoint, access or SourceAccess())
+            with anyio.fail_after(60):
+                try:
+                    return await open_start_model(
+                        table, folder, uuid.UUID(int=5), PEER, unchanged=unchanged, downloads=downloads
+                    )
+                except JobFailedError as error:
+                    return error
+
+    found = anyio.run(main, backend="trio")
+    if isinstance(found, JobFailedError):
+        raise found
+    return found
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    contents = {"/model.tar": ARCHIVE, "/preprocessor_config.json": b"{}", "/torn.tar": ARCHIVE[:50_000]}
+    with served(files(lambda path: (contents.get(path.partition("?")[0]), {}))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    keys = {"aws_access_key_id": "id", "aws_secret_access_key": SECRET}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="models")
+    client.put_object(Bucket="models", Key="dir/a b.tar", Body=ARCHIVE)
+    yield url
+    server.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def test_a_model_at_a_url_is_unpacked_here_and_workers_get_the_url(tmp_path: Path, web: str) -> None:
+    found = open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, source_access(LOOPBACK, S3Settings()))
+    assert (found.reference, found.files) == (UriReference(value=f"{web}/model.tar"), ())
+    assert stored(tmp_path / "copy") == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_model_by_its_digest_comes_from_a_peer(tmp_path: Path) -> None:
+    found = open_model(tmp_path / "copy", {"dht": SHA256}, holder=ARCHIVE)
+    assert found.reference == UriReference(value=f"sha256:{SHA256}")
+    assert stored(tmp_path / "copy") == FILES
+
+
+def test_a_model_in_a_bucket_is_named_by_bucket_and_key(tmp_path: Path, s3: str) -> None:
+    access = source_access((), S3Settings(s3, "us-east-1", "id", SECRET))
+    found = open_model(tmp_path / "copy", {"s3": {"bucket": "models", "key": "dir/a b.tar"}}, access)
+    assert found.reference == UriReference(value="s3://models/dir/a%20b.tar")
+    assert stored(tmp_path / "copy") == FILES
+
+
+def test_workers_get_a_presigned_url_that_needs_no_keys(tmp_path: Path, s3: str) -> None:
+    access = source_access((), S3Settings(s3, "us-east-1", "id", SECRET))
+    source = {"s3": {"bucket": "models", "key": "dir/a b.tar", "presigned": True}}
+    found = open_model(tmp_path / "copy", source, access, unchanged=False)
+    assert isinstance(found.reference, UriReference)
+    url = found.reference.value
+    assert parse_qs(urlsplit(url).query)["X-Amz-Expires"] == ["604800"]
+    assert SECRET not in url
+    with urlopen(url, timeout=30) as answer:
+        assert answer.read() == ARCHIVE
+    assert not (tmp_path / "copy").exists()
+    assert "X-Amz" not in json.dumps(describe_artifact(found))
+
+
+def test_a_served_model_needs_no_access_of_the_workers(tmp_path: Path, web: str) -> None:
+    access = source_access(LOOPBACK, S3Settings())
+    for unchanged in (True, False):
+        folder = tmp_path / str(unchanged)
+        found = open_model(folder, {"uri": f"{web}/model.tar", "serve": True}, access, unchanged=unchanged)
+        assert isinstance(found.reference, PeersReference)
+        assert found.reference.filenames == tuple(FILES)
+        assert stored(folder) == FILES
+
+
+def test_a_copy_of_an_earlier_run_is_served_and_not_fetched_again(tmp_path: Path, web: str) -> None:
+    access = source_access(LOOPBACK, S3Settings())
+    open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, access)
+    found = open_model(tmp_path / "copy", {"uri": "http://gone.invalid/model.tar"}, access)
+    assert isinstance(found.reference, PeersReference)
+
+
+def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: str) -> None:
+    table = PreprocessorTable.model_validate({"uri": f"{web}/preprocessor_config.json"})
+
+    async def main() -> Artifact | None:
+        async with MemoryNetwork().endpoint("scheduler") as endpoint:
+            downloads = SourceDownloads(endpoint, source_access(LOOPBACK, S3Settings()))
+            return await open_preprocessor(
+                table, tmp_path / "copy", uuid.UUID(int=5), PEER, unchanged=True, downloads=downloads
+            )
+
+    found = anyio.run(main, backend="trio")
+    assert found is not None
+    assert found.reference == UriReference(value=f"{web}/preprocessor_config.json")
+    assert stored(tmp_path / "copy") == {"preprocessor_config.json": b"{}"}
+
+
+def test_tasks_of_an_inference_job_name_the_uri_or_the_shared_path() -> None:
+    assert _resource("model", UriReference(value="s3://b/k.tar")).uri == UriSource("s3://b/k.tar")
+    assert _resource("model", UriReference(value="file:///mnt/a%20b")).file == FileSource("/mnt/a b")
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def refused(folder: Path, source: dict[str, Any], access: SourceAccess | None = None, **keys: Any) -> str:
+    with pytest.raises(JobFailedError) as caught:
+        open_model(folder / "copy", source, access, **keys)
+    assert list(folder.iterdir()) == []
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("none.tar", "answered with status 404"),
+        ("torn.tar?token=s3cr3t-0f-th3-0wn3r", r"torn.tar\?\*\*\* cannot be used"),
+    ],
+)
+def test_what_cannot_be_fetched_or_unpacked_is_named(tmp_path: Path, web: str, path: str, told: str) -> None:
+    access = source_access(LOOPBACK, S3Settings())
+    with pytest.raises(JobFailedError, match=f"^model.uri: .*{told}") as caught:
+        open_model(tmp_path / "copy", {"uri": f"{web}/{path}"}, access)
+    assert SECRET not in str(caught.value)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_private_networks_are_refused_unless_they_are_listed(tmp_path: Path, web: str) -> None:
+    told = refused(tmp_path, {"uri": f"{web}/model.tar"})
+    assert "model.uri: host '127.0.0.1'" in told
+    assert "scheduler.connectors.networks" in told
+
+
+def test_s3_without_a_service_and_presigning_without_keys_are_refused(tmp_path: Path, s3: str) -> None:
+    source: dict[str, Any] = {"s3": {"bucket": "models", "key": "x"}}
+    assert "set scheduler.connectors.s3_region or s3_endpoint" in refused(tmp_path, source)
+    access = source_access((), S3Settings(s3, "us-east-1", "id", SECRET))
+    assert "model.s3: s3://models/x: NoSuchKey" in refused(tmp_path, source, access)
+    source["s3"]["presigned"] = True
+    told = refused(tmp_path, source, source_access((), S3Settings(s3, "us-east-1")), unchanged=False)
+    assert "model.s3.presigned: this scheduler has no keys to sign with" in told
+
+
+def test_content_that_nobody_has_or_that_is_other_content_is_refused(tmp_path: Path) -> None:
+    assert "no peer announces it: provide it with hypha-data provide" in refused(tmp_path, {"dht": SHA256})
+    assert f"sha256:{SHA256}: none of its holders" in refused(tmp_path, {"dht": SHA256}, holder=b"other")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"dht": "abc"}, "not the 64 hex digits"),
+        ({"uri": "ftp://host/x"}, "must be a URL that starts with"),
+        ({"s3": {"bucket": "A", "key": "x"}}, "s3.bucket"),
+        ({"s3": {"bucket": "models"}}, "s3.key"),
+        ({"dht": SHA256, "path": "model"}, "set one of repository, path, file, s3, uri, dht"),
+        ({"dht": SHA256, "filenames": ["a"]}, "the archive that dht names: leave it out"),
+    ],
+)
+def test_tables_that_name_no_file_are_refused(source: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        ModelTable.model_validate({"type": "causal-lm", **source})
+
+
+class _Context:
+    """What `_with_presigned_urls` uses of the scheduler."""
+
+    async def presign(self, table: S3Table) -> str:
+        return f"https://signed/{table.bucket}/{table.key}"
+
+
+def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
+    s3 = {"bucket": "models", "key": "a"}
+    resources = [{"name": "signed", "s3": {**s3, "presigned": True}}, {"name": "plain", "s3": s3}]
+    table = {"type": "tasks", "tasks": [{"name": "t", "driver": {"x": {}}, "resources": resources}]}
+    graph = TaskGraph(TasksJob.model_validate(table))
+    context: Any = _Context()
+
+    async def main() -> TaskGraph:
+        return await _with_presigned_urls(graph, context)
+
+    signed, plain = anyio.run(main, backend="trio").tasks["t"].spec(0).resources
+    assert (signed.s3, signed.uri) == (None, UriSource("https://signed/models/a"))
+    assert (plain.s3, plain.uri) == (S3Source(bucket="models", key="a"), None)

@@ -1,0 +1,1 @@
+"""Accounts of a worker: what each lease has earned, on disk in the control folder, for its owner."""

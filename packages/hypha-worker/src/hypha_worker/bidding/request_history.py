@@ -1,0 +1,109 @@
+"""The latest requests and what became of them, for the worker's owner; logs why requests get no offer.
+
+Called by `bidder`, and by `control.status`, which shows the history.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import anyio
+
+from hypha_net.log_throttle import LogThrottle
+from hypha_proto.ids import PeerId
+from hypha_proto.resources import Resources
+from hypha_worker.bidding.arbiter import Arbiter
+from hypha_worker.bidding.rejection import DRAINING, MAX_EXECUTORS, PAUSED, RejectionReason
+from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.leasing.capacity import executor_text
+from hypha_worker.leasing.lease_manager import LeaseManager
+from hypha_worker.leasing.terms import LeaseUsage
+
+_log = logging.getLogger(__name__)
+
+KEPT_REQUESTS: Final = 20
+LOG_INTERVAL: Final = 3600.0
+"""Seconds between two log lines about refusals of one kind."""
+_TAKEN: Final = "other requests were chosen, or its scheduler has published it again"
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedRequest:
+    """A request that was decided."""
+
+    decided_at: float
+    """Seconds since the epoch, for display."""
+    scheduler: PeerId
+    request_id: str
+    executors: tuple[str, ...]
+    """At most `MAX_EXECUTORS` of those that it asked for."""
+    resources: Resources
+    bid: float
+    price: float | None
+    """Price of the offer; None if there was none."""
+    reasons: tuple[str, ...] = ()
+    """Why there was none."""
+
+
+@dataclass(slots=True)
+class RequestHistory:
+    """The last `KEPT_REQUESTS` requests of one worker."""
+
+    clock: Callable[[], float] = anyio.current_time
+    wall_clock: Callable[[], float] = time.time
+    _decided: deque[DecidedRequest] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    _throttle: LogThrottle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._throttle = LogThrottle(self.clock, LOG_INTERVAL)
+
+    @property
+    def decided(self) -> tuple[DecidedRequest, ...]:
+        """The requests, the latest last."""
+        return tuple(self._decided)
+
+    def note_offer(self, received: ReceivedRequest, price: float) -> None:
+        """Keep a request that gets an offer."""
+        self._keep(received, price, ())
+
+    def note_refusal(self, received: ReceivedRequest, reasons: Sequence[RejectionReason]) -> None:
+        """Keep a request that gets none; log the first of each kind, then one in an hour with the number of others.
+
+        Args:
+            reasons: why; none if others were preferred to it.
+        """
+        texts = tuple(reason.text for reason in reasons) or (_TAKEN,)
+        self._keep(received, None, texts)
+        suppressed = self._throttle.suppressed_count(reasons[0].rejection.code if reasons else None)
+        if suppressed is not None:
+            more = f" ({suppressed} more of this kind since it was last logged)" if suppressed else ""
+            _log.info("no offer to scheduler %s: %s%s", received.scheduler, "; ".join(texts), more)
+
+    def _keep(self, received: ReceivedRequest, price: float | None, reasons: tuple[str, ...]) -> None:
+        request = received.request
+        self._decided.append(
+            DecidedRequest(
+                self.wall_clock(),
+                received.scheduler,
+                str(request.id),
+                tuple(map(executor_text, request.spec.executor[:MAX_EXECUTORS])),
+                request.spec.resources,
+                request.bid,
+                price,
+                reasons,
+            )
+        )
+
+
+def explain_refusal(arbiter: Arbiter, leases: LeaseManager, received: ReceivedRequest) -> tuple[RejectionReason, ...]:
+    """Return every reason against an offer for a request now; empty if one would be made."""
+    usage = leases.usage.get(received.scheduler, LeaseUsage())
+    reasons = arbiter.rejection_reasons(received.scheduler, received.request, leases.free, usage)
+    if leases.is_paused:
+        reasons = (PAUSED, *reasons)
+    return (DRAINING, *reasons) if leases.is_closed else reasons

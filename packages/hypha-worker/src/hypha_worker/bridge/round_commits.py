@@ -1,0 +1,189 @@
+"""A training job's questions to its scheduler about rounds: which one to begin with, may this update be sent, is this
+outer update committed?
+
+Called by `backend` before an executor begins and before it pushes an update, and by `delivery_queue` before it hands an
+outer update to the executor, for jobs whose `TrainConfig` has a `term`. Calls `hypha_net.rpc`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import anyio
+
+from hypha_net import backoff, rpc
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import MessageTooLargeError, NetError, UnsupportedProtocolError
+from hypha_proto.contributions import (
+    AWAIT_COMMIT,
+    MAX_RANGES,
+    OPTIMIZER_KEPT,
+    OPTIMIZER_RESET,
+    STATE_CONTRIBUTION,
+    AwaitCommit,
+    CommitStatus,
+    Contribution,
+    ContributionKnown,
+    StateContribution,
+)
+from hypha_proto.ids import PeerId
+from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
+from hypha_proto.protocols import RpcMethod
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
+from hypha_worker.errors import bad_request, to_bridge_error
+
+_log = logging.getLogger(__name__)
+
+Req = TypeVar("Req")
+Resp = TypeVar("Resp")
+
+TIMEOUT: Final = 40.0
+"""Seconds that one request may take; the scheduler answers `AwaitCommit` within about 20."""
+PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before a question is repeated, because it was not answered or the round is not committed yet; the last
+repeats. Both end with the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommits:
+    """The rounds of one job, as its scheduler records them."""
+
+    endpoint: Endpoint
+    scheduler: PeerId
+    job_id: uuid.UUID
+    lease: uuid.UUID
+    contact: SchedulerContact | None = None
+    """Knows whether the scheduler, if it was started again, has taken up the job; by default it always has."""
+
+    async def state_contribution(
+        self, round_number: int, update: str, samples: int, contribution: Contribution | None
+    ) -> ContributionKnown | None:
+        """Tell the scheduler that an update is about to be sent; return its answer.
+
+        Waits while it cannot be reached, for as long as the job runs. None if it does not speak the protocol.
+
+        Args:
+            round_number: round of the update.
+            update: digest of its file.
+            samples: number of samples that the executor states; 0 if none.
+            contribution: what the executor states; None if it states nothing.
+
+        Raises:
+            BridgeError: the contribution is too large.
+        """
+        statement = StateContribution(
+            job_id=self.job_id,
+            lease=self.lease,
+            round=round_number,
+            update=update,
+            samples=samples,
+            contribution=contribution,
+            id=uuid.uuid4(),
+        )
+        return await self._ask(STATE_CONTRIBUTION, statement)
+
+    async def wait(self, round_number: int, update: str) -> CommitStatus:
+        """Wait until the scheduler has committed an outer update, or never will; return its answer.
+
+        A scheduler that does not speak the protocol commits nothing: every outer update counts as committed.
+        """
+        question = AwaitCommit(job_id=self.job_id, lease=self.lease, round=round_number, update=update)
+        status = await self._ask_until(AWAIT_COMMIT, question, lambda answer: answer.committed or bool(answer.reason))
+        return CommitStatus(committed=True) if status is None else status
+
+    async def join(self) -> RoundToJoin | None:
+        """Wait until the scheduler says with which round the executor begins, or that it never will.
+
+        None if it does not speak the protocol.
+        """
+        question = JoinRound(job_id=self.job_id, lease=self.lease)
+        return await self._ask_until(
+            JOIN_ROUND, question, lambda answer: answer.round is not None or bool(answer.reason)
+        )
+
+    async def _ask_until(
+        self, method: RpcMethod[Req, Resp], question: Req, is_decided: Callable[[Resp], bool]
+    ) -> Resp | None:
+        """Ask, with pauses, until the answer is a decision; return None as `_ask` does."""
+        asked = 0
+        while (answer := await self._ask(method, question)) is not None and not is_decided(answer):
+            await anyio.sleep(backoff.jittered(PAUSES, asked))
+            asked += 1
+        return answer
+
+    @property
+    def _is_confirmed(self) -> bool:
+        return self.contact is None or self.contact.is_confirmed
+
+    async def _ask(self, method: RpcMethod[Req, Resp], request: Req) -> Resp | None:
+        """Repeat a request until it is answered; return None if the scheduler does not speak its protocol.
+
+        It says so itself: what identify has listed may be older than its first job with rounds to commit.
+        """
+        failures = 0
+        while True:
+            is_confirmed = self._is_confirmed  # as it is asked
+            try:
+                answer = await rpc.call(self.endpoint, self.scheduler, method, request, timeout=TIMEOUT)
+                if is_confirmed or not _is_refusal(answer):
+                    return answer
+                why = "the scheduler has not taken up the job yet"
+            except MessageTooLargeError as error:
+                raise to_bridge_error(error) from error
+            except UnsupportedProtocolError as error:
+                if is_confirmed:
+                    return None
+                why = str(error)
+            except NetError as error:
+                why = str(error)
+            pause = backoff.jittered(PAUSES, failures)
+            _log.info("%s of job %s is repeated in %.1f s: %s", method.variant, self.job_id, pause, why)
+            await anyio.sleep(pause)
+            failures += 1
+
+
+def _is_refusal(answer: object) -> bool:
+    """Return whether a scheduler that has not taken up the job yet may have given an answer for this reason."""
+    if isinstance(answer, ContributionKnown):
+        return not answer.accepted
+    return isinstance(answer, (CommitStatus, RoundToJoin)) and bool(answer.reason)
+
+
+def check_contribution(contribution: Contribution, round_number: int, update: str) -> None:
+    """Check what an executor states about the update that it sends.
+
+    Args:
+        contribution: what it states.
+        round_number: round of the update.
+        update: digest of the file, computed here.
+
+    Raises:
+        BridgeError: it does not describe this update, or a range holds no sample.
+    """
+    if contribution.round != round_number:
+        raise bad_request(
+            f"contribution.round: {contribution.round} is not {round_number}, the round of the request: state the same"
+        )
+    if contribution.update != update:
+        raise bad_request(
+            f"contribution.update: {contribution.update} is not {update}, the digest of the file: compute it when the "
+            "file is complete"
+        )
+    if contribution.optimizer not in (OPTIMIZER_KEPT, OPTIMIZER_RESET):
+        raise bad_request(
+            f"contribution.optimizer: {contribution.optimizer[:40]!r} is neither {OPTIMIZER_KEPT!r} nor "
+            f"{OPTIMIZER_RESET!r}: state what the inner optimizer began with"
+        )
+    if len(contribution.ranges) > MAX_RANGES:
+        raise bad_request(
+            f"contribution.ranges: {len(contribution.ranges)} are more than {MAX_RANGES}: merge consecutive ones"
+        )
+    for number, span in enumerate(contribution.ranges):
+        if span.first >= span.end:
+            raise bad_request(
+                f"contribution.ranges[{number}]: first {span.first} is not before end {span.end}: leave empty ones out"
+            )

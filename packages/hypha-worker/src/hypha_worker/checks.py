@@ -1,0 +1,130 @@
+"""Checks of a worker's folders, GPUs, isolation and executors, for ``run --check`` and ``doctor``. Called by `cli`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Final
+
+from hypha_net.node.checks import Check, check_folder, failed, ok, warning
+from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
+from hypha_worker.executors.isolation.stack import make_stack
+from hypha_worker.hardware.devices import device_nodes
+from hypha_worker.hardware.nvml import read_gpus
+
+START_TIMEOUT: Final = 60.0
+"""Seconds in which an executor's module must be imported."""
+
+
+def check_worker(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
+    """Check what only workers have; with `live` also start what the executors import."""
+    yield from check_folder("work_dir", config.work_dir)
+    yield from check_storage(config)
+    if config.cache.path is not None:
+        yield from check_folder("cache.path", config.cache.path)
+    yield from check_gpus(config)
+    yield from check_isolation(config)
+    for number, executor in enumerate(config.executors):
+        if not executor.is_installed:
+            yield failed(not_installed(number, executor))
+        elif executor.cmd is not None:
+            yield check_start(number, executor) if live else ok(f"executors[{number}].cmd: {executor.cmd!r} is found")
+
+
+def check_storage(config: WorkerConfig) -> Iterator[Check]:
+    """Warn of more storage than the disk of the work directory has free: a job that uses it would fail."""
+    place = config.work_dir.absolute()
+    nearest = next(path for path in (place, *place.parents) if path.exists())
+    storage, free = config.resources.storage, shutil.disk_usage(nearest).free / 1e9
+    if storage > free:
+        yield warning(
+            f"resources.storage = {storage:g}: {free:.1f} GB of the disk of work_dir {config.work_dir} are free; offer "
+            "less, or free some"
+        )
+
+
+def check_gpus(config: WorkerConfig) -> Iterator[Check]:
+    """Check that the GPUs of the configuration exist; those of AMD are known by their device nodes only."""
+    listed = config.resources.devices
+    if not listed and not config.resources.gpu:
+        return
+    found = {gpu.index: gpu for gpu in read_gpus()}
+    if not found and not device_nodes(None):
+        what = f"resources.devices lists {len(listed)}" if listed else f"resources.gpu = {config.resources.gpu:g}"
+        yield failed(f"{what}, and this machine has no GPU: install the driver, or leave it out")
+        return
+    if not found:
+        yield warning("resources: the driver of the GPUs does not tell their memory; compare it yourself")
+        return
+    for number, device in enumerate(listed):
+        what = f"resources.devices[{number}].index = {device.index}"
+        if device.index in found:
+            yield ok(f"{what}: found, {found[device.index].memory / 1e9:.1f} GB")
+        else:
+            there = ", ".join(map(str, sorted(found)))
+            yield failed(f"{what}: the driver reports no such GPU, only {there}: correct the list")
+    if not listed:
+        total = sum(gpu.memory for gpu in found.values()) / 1e9
+        yield ok(f"resources.gpu = {config.resources.gpu:g}: found {len(found)} GPUs with {total:.1f} GB")
+
+
+def check_isolation(config: WorkerConfig) -> Iterator[Check]:
+    """Check that the required layers work; without them a worker does not start."""
+    if not config.isolation.require:
+        return
+    findings = dict(make_stack(config.work_dir, disabled=config.isolation.disable).findings)
+    for name in config.isolation.require:
+        if findings[name].works:
+            yield ok(f"isolation.require: {name} works")
+        else:
+            yield failed(f"isolation.require: {name} does not work here; hypha-worker probe tells why, or remove it")
+
+
+def check_start(number: int, executor: ExecutorSection) -> Check:
+    """Import the module of an executor that is one, ``-m MODULE``; what another command does is not known."""
+    assert executor.cmd is not None
+    what = f"executors[{number}].cmd: {executor.cmd!r}"
+    if "-m" not in executor.args[:-1]:
+        return ok(f"{what} is found; it is not started, as it is no Python module")
+    at = executor.args.index("-m")
+    module = executor.args[at + 1]
+    program = shutil.which(executor.cmd, path=executor.env.get("PATH")) or executor.cmd
+    command = [program, *executor.args[:at], "-c", f"import importlib; importlib.import_module({module!r})"]
+    by_hand = f"run it by hand: {shlex.join(command)}"
+    try:
+        code, lines = _run(command, {**os.environ, **executor.env})
+    except subprocess.TimeoutExpired:
+        return failed(f"{what}: {module} is not imported within {START_TIMEOUT:g} s; {by_hand}")
+    except OSError as error:
+        return failed(f"{what}: cannot be started: {error.strerror or error}; {by_hand}")
+    if code:
+        return failed(f"{what}: {module} cannot be imported (exit code {code}): {''.join(lines[-1:])}; {by_hand}")
+    return ok(f"{what} starts and imports {module}")
+
+
+def _run(command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Return exit code and last output; at the limit the process and its children are ended."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory(prefix="hypha-doctor-") as folder:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(START_TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
+        text = output.read().decode(errors="replace")
+    return code, [line.strip()[:200] for line in text.splitlines() if line.strip()]

@@ -1,0 +1,63 @@
+"""Shows the status of a worker to people. Called by `cli`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+NONE = "none"
+
+
+def render_status(status: Mapping[str, Any]) -> str:
+    """Return the answer to ``status`` as text; control characters of other peers' texts are escaped."""
+    return "".join(f"{_printable(line)}\n" for line in _lines(status))
+
+
+def _lines(status: Mapping[str, Any]) -> Iterator[str]:
+    reason = "" if status["ready"] else f", not ready: {status['reason']}"
+    yield f"{status['state']}{reason}"
+    yield f"peer id   {status['peer_id']}"
+    yield f"free      {_amounts(status['free'])}"
+    for executor in status["excluded"]:
+        yield f"excluded  {executor['executor']}: {executor['reason']}"
+    yield from _section("gateways", [_gateway(each) for each in status["gateways"]])
+    yield from _section("leases", [_lease(each) for each in status["leases"]])
+    yield from _section("jobs", [_job(each) for each in status["jobs"]])
+    yield from _section("requests, the latest first", [_request(each) for each in status["requests"]])
+
+
+def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
+    yield f"{title}:" if lines else f"{title}: {NONE}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _gateway(gateway: Mapping[str, Any]) -> str:
+    return f"{gateway['address']}  {gateway['peer'] or 'not connected'}"
+
+
+def _lease(lease: Mapping[str, Any]) -> str:
+    about = f"{lease['lease']}  {lease['state']}  scheduler {lease['scheduler']}"
+    charged = f"{lease['seconds']:.0f} s at {lease['price']:g} an hour = {lease['tokens']:.4g} tokens"
+    return f"{about}, {_amounts(lease['resources'])}, {charged}"
+
+
+def _job(job: Mapping[str, Any]) -> str:
+    task = "" if job["task"] is None else f" task {job['task']}"
+    price = "" if job["price"] is None else f", price {job['price']:g}"
+    return f"{job['job']}{task}  {job['executor']}  scheduler {job['scheduler']}, since {job['since']}{price}"
+
+
+def _request(request: Mapping[str, Any]) -> str:
+    wanted = f"{', '.join(request['executors']) or 'no executor'} with {_amounts(request['resources'])}"
+    about = f"{request['at']}  scheduler {request['scheduler']}  {wanted}, bid {request['bid']:g}"
+    if request["price"] is not None:
+        return f"{about}: offered at {request['price']:g}"
+    return f"{about}: no offer: {'; '.join(request['reasons'])}"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {amount:g}" for name, amount in resources.items()) or "nothing"
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

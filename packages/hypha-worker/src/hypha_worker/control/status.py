@@ -1,0 +1,143 @@
+"""The command ``status`` of the control socket: what the worker does, and why requests get no offer.
+
+Called by `server`; `display` shows the answer to people.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from msgspec.structs import asdict
+
+from hypha_net.endpoint import Endpoint
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import executor_class
+from hypha_proto.resources import Resources
+from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
+from hypha_worker.control.server import Answer
+from hypha_worker.draining import Draining, Work
+from hypha_worker.executor_starts import ExecutorStarts
+from hypha_worker.jobs.job_manager import Job
+from hypha_worker.leasing.lease_manager import Lease, LeaseManager
+from hypha_worker.tasks.task_run import TaskRun
+
+if TYPE_CHECKING:
+    from hypha_net.node.health import Readiness
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """The parts of a worker that its status is read from."""
+
+    endpoint: Endpoint
+    leases: LeaseManager
+    draining: Draining
+    history: RequestHistory
+    readiness: Readiness
+    starts: Sequence[ExecutorStarts] = ()
+    wall_clock: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True)
+class StatusCommand:
+    """See the module."""
+
+    view: WorkerView
+
+    async def run(self, arguments: Mapping[str, Any], answer: Answer) -> None:
+        """See `server.Command`."""
+        if arguments:
+            raise ValueError("status takes no arguments")
+        await answer(describe_worker(self.view))
+
+
+def describe_worker(view: WorkerView) -> dict[str, Any]:
+    """Return the status as JSON values; times are UTC."""
+    leases, now = view.leases, anyio.current_time()
+    since_epoch = view.wall_clock() - now
+    return {
+        "peer_id": str(view.endpoint.peer_id),
+        "state": "draining" if leases.is_closed else "paused" if leases.is_paused else "running",
+        "ready": view.readiness.is_ready,
+        "reason": view.readiness.reason,
+        "gateways": [
+            {"address": address, "peer": None if peer is None else str(peer)}
+            for address, peer in view.endpoint.gateways().items()
+        ],
+        "excluded": [
+            {"executor": starts.executor, "reason": starts.exclusion}
+            for starts in view.starts
+            if starts.exclusion is not None
+        ],
+        "free": _amounts(leases.free.resources),
+        "leases": [_describe_lease(lease, now) for lease in leases.leases],
+        "jobs": [_describe_work(work, leases, since_epoch) for work in view.draining.running],
+        "requests": [_describe_request(request) for request in reversed(view.history.decided)],
+    }
+
+
+def _describe_lease(lease: Lease, now: float) -> dict[str, Any]:
+    return {
+        "lease": str(lease.id),
+        "scheduler": str(lease.scheduler),
+        "state": lease.state.value,
+        "price": lease.price,
+        "job": None if lease.job_id is None else str(lease.job_id),
+        "resources": _amounts(lease.allocation.resources),
+        "seconds": round(lease.charged, 3),
+        "tokens": round(lease.owed, 6),
+        "expires_in": round(lease.remaining(now), 3),
+    }
+
+
+def _describe_work(work: Work, leases: LeaseManager, since_epoch: float) -> dict[str, Any]:
+    lease = work.lease if isinstance(work, TaskRun) else leases.find(work.lease, work.scheduler)
+    began = None if lease is None else lease.job_began
+    return {
+        **(_describe_task(work) if isinstance(work, TaskRun) else _describe_job(work)),
+        "since": None if began is None else utc_text(since_epoch + began),
+        "price": None if lease is None else lease.price,
+    }
+
+
+def _describe_job(job: Job) -> dict[str, Any]:
+    executor = f"{executor_class(job.spec)}/{job.spec.executor.descriptor.name}"
+    return _identify(job.spec.job_id, None, executor, job.scheduler, job.lease)
+
+
+def _describe_task(run: TaskRun) -> dict[str, Any]:
+    about = run.definition
+    return _identify(about.job_id, about.task, run.spec.executor, run.lease.scheduler, run.lease.id)
+
+
+def _identify(job: uuid.UUID, task: str | None, executor: str, scheduler: PeerId, lease: uuid.UUID) -> dict[str, Any]:
+    return {"job": str(job), "task": task, "executor": executor, "scheduler": str(scheduler), "lease": str(lease)}
+
+
+def _describe_request(request: DecidedRequest) -> dict[str, Any]:
+    return {
+        "at": utc_text(request.decided_at),
+        "scheduler": str(request.scheduler),
+        "request": request.request_id,
+        "executors": list(request.executors),
+        "resources": _amounts(request.resources),
+        "bid": request.bid,
+        "price": request.price,
+        "reasons": list(request.reasons),
+    }
+
+
+def _amounts(resources: Resources) -> dict[str, float]:
+    """Return the amounts that are not 0."""
+    return {name: round(amount, 6) for name, amount in asdict(resources).items() if amount}
+
+
+def utc_text(seconds: float) -> str:
+    """Return a time since the epoch as ``2026-12-31T00:00:00Z``."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,66 @@
+"""Counts failed starts of an executor, and takes it out of bids when several come in a row.
+
+The executions of `executors.process` note how their executor has started, `bidding.arbiter` reads whether it may be
+offered, and the owner's ``resume`` brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import anyio
+
+_log = logging.getLogger(__name__)
+
+MAX_FAILURES: Final = 3
+"""Failed starts in a row after which an executor is taken out of bids."""
+EXCLUSION: Final = 600.0
+"""Seconds for which it is. After that, one further failure takes it out again."""
+
+
+@dataclass(slots=True)
+class ExecutorStarts:
+    """The latest starts of one executor."""
+
+    executor: str
+    """Its class and name, ``train/diloco-transformer``."""
+    clock: Callable[[], float] = anyio.current_time
+    _failures: int = 0
+    """Failed starts in a row."""
+    _reason: str = ""
+    _excluded_until: float = -math.inf
+
+    @property
+    def exclusion(self) -> str | None:
+        """Why the executor is out of bids; None if it is not."""
+        if not self._failures or self.clock() >= self._excluded_until:
+            return None
+        return f"it failed {self._failures} times in a row at its start: {self._reason}"
+
+    def note_failure(self, reason: str) -> None:
+        """Note that the executor could not be started, or ended with an error before it had used its bridge."""
+        self._failures += 1
+        self._reason = reason[:200]
+        if self._failures >= MAX_FAILURES:
+            self._excluded_until = self.clock() + EXCLUSION
+            _log.error(
+                "executor %s is taken out of bids for %.0f minutes: %s; correct it, and run hypha-worker resume or "
+                "start the worker again to bring it back sooner",
+                self.executor,
+                EXCLUSION / 60,
+                self.exclusion,
+            )
+
+    def note_success(self) -> None:
+        """Note that the executor has started."""
+        if self._failures >= MAX_FAILURES:
+            _log.info("executor %s has started again", self.executor)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the failures, so that the executor is offered again."""
+        self._failures, self._excluded_until = 0, -math.inf

@@ -1,0 +1,118 @@
+"""Pushes one outer update to the scheduler and to the workers of a job, all at the same time.
+
+Called by `server`, which goes on with the next round while peers that cannot be reached still have attempts left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import anyio
+
+from hypha_net import backoff, instrumentation
+from hypha_net.errors import NetError, TransferRefusedError
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PushHeader
+
+_log = logging.getLogger(__name__)
+
+PAUSES: Final = (1.0, 2.0, 4.0)
+"""Seconds before a receiver that cannot be reached is tried again; the last repeats."""
+PATIENCE: Final = 2.0
+"""Least number of seconds for which members are waited for when the scheduler has the outer update."""
+LAST_PATIENCE: Final = 10.0
+"""The same for the outer update of the last round, after which nothing is pushed any more."""
+
+
+class OuterPush:
+    """The push of the outer update of one round."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: PushHeader,
+        members: Iterable[PeerId],
+        others: Iterable[PeerId] = (),
+        *,
+        repeats: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            path: the outer update, which `run` removes in the end.
+            header: describes it.
+            members: receivers that are waited for: the scheduler, and those whose updates count.
+            others: all other receivers.
+            repeats: whether a receiver that cannot be reached is tried again until `stop`.
+        """
+        self._path = path
+        self._header = header
+        self._repeats = repeats
+        self._members = frozenset(members)
+        self._scopes = {peer: anyio.CancelScope() for peer in dict.fromkeys([*self._members, *others])}
+        """Of the peers that still have attempts left."""
+        self._changed = anyio.Event()
+        self._began = anyio.current_time()
+        self.reached: set[PeerId] = set()
+        """Peers that have the outer update."""
+
+    async def run(self, push_to: Callable[[PeerId, Path, PushHeader], Awaitable[int]]) -> None:
+        """Push the outer update to all receivers; each failure is logged once."""
+        about = {"hypha.round": self._header.round, "hypha.peers": len(self._scopes)}
+        try:
+            with instrumentation.span("send outer update", about):
+                async with anyio.create_task_group() as tasks:
+                    for peer in list(self._scopes):
+                        tasks.start_soon(self._push_to, peer, push_to)
+        finally:
+            self._path.unlink(missing_ok=True)
+
+    async def _push_to(self, peer: PeerId, push_to: Callable[[PeerId, Path, PushHeader], Awaitable[int]]) -> None:
+        try:
+            with self._scopes[peer]:
+                failures = 0
+                while not await self._attempt(peer, push_to, failures):
+                    await anyio.sleep(backoff.jittered(PAUSES, failures))
+                    failures += 1
+        finally:
+            del self._scopes[peer]
+            self._changed.set()
+
+    async def _attempt(
+        self, peer: PeerId, push_to: Callable[[PeerId, Path, PushHeader], Awaitable[int]], failures: int
+    ) -> bool:
+        """Push to one receiver; return whether no further attempt follows."""
+        try:
+            await push_to(peer, self._path, self._header)
+        except NetError as error:
+            level = logging.DEBUG if failures else logging.WARNING if peer in self._members else logging.INFO
+            _log.log(level, "outer update of round %d did not reach %s: %s", self._header.round, peer, error)
+            return not self._repeats or isinstance(error, TransferRefusedError)
+        self.reached.add(peer)
+        return True
+
+    def stop(self, peers: Iterable[PeerId] | None = None) -> None:
+        """Push to some peers no longer; by default, to none."""
+        for peer in list(self._scopes) if peers is None else peers:
+            if peer in self._scopes:
+                _log.info("outer update of round %d is pushed to %s no longer", self._header.round, peer)
+                self._scopes[peer].cancel()
+
+    async def wait(self, scheduler: PeerId | None, patience: float = 0.0) -> None:
+        """Wait until no member has attempts left.
+
+        Args:
+            scheduler: if it is given, and has the update or has refused it, the others have as much time again; then
+                the push goes on alone.
+            patience: the least number of seconds that they have then.
+        """
+        with anyio.CancelScope() as scope:
+            while self._members & self._scopes.keys():
+                now = anyio.current_time()
+                if scheduler is not None and scheduler not in self._scopes:
+                    scope.deadline = min(scope.deadline, now + max(patience, now - self._began))
+                self._changed = anyio.Event()
+                await self._changed.wait()

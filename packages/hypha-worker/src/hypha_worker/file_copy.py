@@ -1,0 +1,36 @@
+"""Copies of open files: by sharing blocks where the file system can (reflink), otherwise by copying; never a hard link.
+
+The calls block, run in threads, and end when their caller is cancelled. Used by `content_cache` and
+`tasks.output_files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final
+
+import anyio.from_thread
+
+_BLOCK: Final = 1 << 20
+_COPIED_AT_ONCE: Final = 64 << 20
+_NO_COPY_RANGE: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+
+
+def copy_range(reader: int, writer: int, size: int) -> int:
+    """Copy at most `size` bytes, all that there are unless the file becomes shorter; return how many."""
+    copied = 0
+    try:
+        while count := os.copy_file_range(reader, writer, min(_COPIED_AT_ONCE, size - copied)):
+            copied += count
+            anyio.from_thread.check_cancelled()
+    except OSError as error:
+        if error.errno not in _NO_COPY_RANGE:
+            raise
+        while block := os.read(reader, min(_BLOCK, size - copied)):
+            anyio.from_thread.check_cancelled()
+            rest = memoryview(block)
+            while rest:
+                rest = rest[os.write(writer, rest) :]
+            copied += len(block)
+    return copied

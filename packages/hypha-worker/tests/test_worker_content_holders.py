@@ -1,0 +1,250 @@
+"""Files by their SHA-256, from holders in an in-memory network: several, bad ones, and none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hypha_net import content_directory, transfer
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest, Refusal
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.content_holders import check_sha256
+from hypha_worker.connectors.downloads import DownloadedFile, download_from_uri
+from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.errors import BridgeError
+from hypha_worker.job_storage import JobStorage
+
+CONTENT = bytes(range(256)) * 2000
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@dataclass
+class Net:
+    network: MemoryNetwork
+    worker: MemoryEndpoint
+    folder: Path
+    access: AccessPolicy
+    asked: list[str]
+    limit: int = 1 << 20
+
+    async def fetch(self, sha256: str = SHA256) -> DownloadedFile:
+        storage = JobStorage(self.folder, self.limit)
+        files = PeerFiles(self.worker, storage)
+        return await download_from_uri(
+            f"sha256:{sha256}", PurePosixPath(), self.access, storage=storage, files=files, timeout=300
+        )
+
+    @asynccontextmanager
+    async def holder(
+        self, name: str, content: bytes | None = CONTENT, digest: str = SHA256, rate: int | None = None
+    ) -> AsyncIterator[PeerId]:
+        """Announce the content and serve `content` for it, or refuse."""
+        async with self.network.endpoint(name) as endpoint:
+
+            async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+                self.asked.append(name)
+                assert request.dataset == f"sha256:{SHA256}"
+                return (
+                    Refusal(reason="not now") if content is None else transfer.PullSource(content, f"sha256:{digest}")
+                )
+
+            transfer.limit_bandwidth(endpoint, transfer.BandwidthLimits(upload=rate))
+            transfer.serve_pulls(endpoint, resolve)
+            await content_directory.announce_content(endpoint, SHA256, len(CONTENT))
+            yield endpoint.peer_id
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Net], Awaitable[None]]], None]:
+    async def main(case: Callable[[Net], Awaitable[None]]) -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("worker") as worker:
+            await case(Net(network, worker, tmp_path, AccessPolicy(), []))
+
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.LOOKUP_DELAYS", (0.01,))
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.HOLDER_DELAYS", (0.0, 0.01))
+    return lambda case: anyio.run(main, case, backend="trio")
+
+
+def test_content_comes_from_a_holder(run: Callable[..., None], tmp_path: Path) -> None:
+    async def case(net: Net) -> None:
+        async with net.holder("one"):
+            found = await net.fetch()
+        assert (found.size, found.checksum) == (len(CONTENT), f"sha256:{SHA256}")
+        assert (tmp_path / found.path).read_bytes() == CONTENT
+        assert found.path == PurePosixPath(f"sha256-{SHA256}")
+
+    run(case)
+
+
+def test_a_holder_of_other_content_is_asked_last_from_then_on(
+    run: Callable[..., None], tmp_path: Path, recorded: Any
+) -> None:
+    wrong = CONTENT[:-1] + b"x"
+
+    async def case(net: Net) -> None:
+        async with net.holder("good"), net.holder("liar", wrong):
+            for _ in range(4):
+                found = await net.fetch()
+                assert (tmp_path / found.path).read_bytes() == CONTENT
+                (tmp_path / found.path).unlink()
+        counted = [name for name, _, _ in recorded.values if name == "hypha.worker.content.bad"]
+        assert len(counted) == net.asked.count("liar") == 1
+        assert net.asked.count("good") == 4
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    ("content", "digest"),
+    [
+        pytest.param(CONTENT[:-1] + b"x", SHA256, id="other content"),
+        pytest.param(CONTENT[:-1], SHA256, id="less of it"),
+        pytest.param(b"", SHA256, id="nothing"),
+        pytest.param(b"other", hashlib.sha256(b"other").hexdigest(), id="another digest"),
+        pytest.param(None, SHA256, id="a refusal"),
+    ],
+)
+def test_what_no_holder_can_provide_is_named_with_each(
+    run: Callable[..., None], tmp_path: Path, content: bytes | None, digest: str
+) -> None:
+    async def case(net: Net) -> None:
+        async with net.holder("bad", content, digest) as peer:
+            with pytest.raises(BridgeError) as caught:
+                await net.fetch()
+            assert caught.value.status == 502
+            assert f"sha256:{SHA256}" in caught.value.detail
+            assert str(peer) in caught.value.detail
+
+    run(case)
+    assert not list(tmp_path.iterdir())
+
+
+def test_content_that_nobody_has_is_not_found(run: Callable[..., None]) -> None:
+    async def case(net: Net) -> None:
+        with pytest.raises(BridgeError, match="no peer announces it: provide it with hypha-data provide") as caught:
+            await net.fetch()
+        assert caught.value.status == 404
+
+    run(case)
+
+
+def test_a_holder_that_comes_later_is_found(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case(net: Net) -> None:
+        has_looked, has_come = anyio.Event(), anyio.Event()
+        find = content_directory.find_holders
+
+        async def find_and_wait(*arguments: Any) -> Any:
+            found = await find(*arguments)
+            has_looked.set()
+            await has_come.wait()
+            return found
+
+        monkeypatch.setattr(content_directory, "find_holders", find_and_wait)
+        async with anyio.create_task_group() as tasks:
+
+            async def fetch() -> None:
+                assert (await net.fetch()).size == len(CONTENT)
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(fetch)
+            await has_looked.wait()
+            async with net.holder("late"):
+                has_come.set()
+                await anyio.sleep(20)
+                raise AssertionError("it was not found")
+
+    run(case)
+
+
+def test_a_record_that_is_none_is_ignored(run: Callable[..., None]) -> None:
+    async def case(net: Net) -> None:
+        async with net.network.endpoint("strange") as strange:
+            for value in (b"", b"{}", b'{"size": -1}', b"\xff", b"[" * 2000, b'{"size": "1"}'):
+                await strange.put_record(content_directory.content_key(SHA256), value)
+                assert await content_directory.find_holders(net.worker, SHA256) == []
+
+    run(case)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "g" * 64, SHA256.upper(), SHA256[:-1], SHA256 + "0", f"sha512:{SHA256}"])
+def test_what_is_no_digest_is_refused(text: str) -> None:
+    with pytest.raises(BridgeError, match="64 lower-case hex digits"):
+        check_sha256(text)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_digest_or_refused(text: str) -> None:
+    with pytest.raises(BridgeError) as caught:
+        check_sha256(f"{text}.")
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("fault", ["none", "one leaves", "one lies"])
+def test_large_content_comes_from_several_holders_at_once(
+    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
+    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.PART", 50_000)
+    bad = {"none": CONTENT, "one leaves": None, "one lies": CONTENT[:-1] + b"x"}[fault]
+
+    async def case(net: Net) -> None:
+        async with net.holder("one"), net.holder("two"), net.holder("three", bad):
+            for _ in range(2):
+                found = await net.fetch()
+                assert (found.size, found.checksum) == (len(CONTENT), f"sha256:{SHA256}")
+                assert (tmp_path / found.path).read_bytes() == CONTENT
+        assert {"one", "two"} <= set(net.asked)
+
+    run(case)
+
+
+def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
+    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
+
+    async def case(net: Net) -> None:
+        net.limit = 1000
+        async with net.holder("one"), net.holder("two"):
+            with pytest.raises(BridgeError) as caught:
+                await net.fetch()
+            assert caught.value.status == 507
+        assert net.asked == []
+
+    run(case)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_holders_with_limited_uplinks_are_faster_than_one(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
+    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.PART", 64_000)
+
+    async def seconds(net: Net, *names: str) -> float:
+        async with AsyncExitStack() as stack:
+            for name in names:
+                await stack.enter_async_context(net.holder(name, rate=256_000))
+            started = anyio.current_time()
+            await net.fetch()
+            return anyio.current_time() - started
+
+    async def case(net: Net) -> None:
+        one, two = await seconds(net, "one"), await seconds(net, "two", "three")
+        print(f"{one / two:.2f} times one")
+        assert one >= 1.6 * two
+
+    run(case)

@@ -1,0 +1,105 @@
+"""An executor that fails several times in a row at its start is not offered until it is brought back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+
+from hypha_net import rpc
+from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
+from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.tasks import task_executor
+from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
+
+USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsys.exit(3)\n"
+
+
+def test_failures_in_a_row_take_an_executor_out_for_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    starts = ExecutorStarts("train/x", clock=lambda: now)
+    for _ in range(MAX_FAILURES - 1):
+        starts.note_failure("no module")
+    starts.note_success()
+    for _ in range(MAX_FAILURES - 1):
+        starts.note_failure("no module")
+    assert starts.exclusion is None
+    assert not caplog.records
+    starts.note_failure("no module")
+    assert starts.exclusion == "it failed 3 times in a row at its start: no module"
+    assert "executor train/x is taken out of bids for 10 minutes: it failed 3 times in a row" in caplog.text
+    now = EXCLUSION
+    assert starts.exclusion is None
+    starts.note_failure("no module")
+    assert starts.exclusion == "it failed 4 times in a row at its start: no module"
+    now += 1
+    starts.reset()
+    assert starts.exclusion is None
+
+
+async def why_not(lab: Any, peer: Any, *executors: ExecutorDescriptor) -> Reasons:
+    question = WhyNot(request=lab.scheduler.request(*executors, cpu=1.0))
+    return await rpc.call(lab.scheduler.endpoint, peer, WHY_NOT, question)
+
+
+async def fail(lab: Any, peer: Any, count: int) -> None:
+    for _ in range(count):
+        lease = await lab.scheduler.hire()
+        await lab.scheduler.dispatch(peer, lease, lab.train_spec())
+        assert (await lab.scheduler.ended()).outcome == "failed"
+
+
+def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
+    async def case(site: Any) -> None:
+        peer = site.node.endpoint.peer_id
+        site.lab.write_script("sys.exit('no module')\n")
+        await fail(site.lab, peer, MAX_FAILURES)
+        answer = await why_not(site.lab, peer)
+        assert answer.reasons == ("executor train/script is out of bids, because it fails at its start",)
+        assert [rejection.code for rejection in answer.rejections or ()] == ["executor"]
+        [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
+        assert excluded["executor"] == "train/script"
+        assert excluded["reason"].startswith("it failed 3 times in a row at its start: executor ")
+        assert "excluded  train/script: it failed 3 times" in (await site.command("status")).stdout
+        assert (await site.command("resume")).exit_code == 0
+        assert (await why_not(site.lab, peer)).reasons == ()
+
+    on_site(case)
+
+
+def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.write_script("sys.exit(75)\n")
+        await fail(lab, lab.peer, MAX_FAILURES)
+        assert (await why_not(lab, lab.peer)).reasons == ()
+
+    in_lab(case, seconds=55.0)
+
+
+def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: Any) -> None:
+    async def case(lab: Any) -> None:
+        lab.write_script("sys.exit(3)\n")
+        await fail(lab, lab.peer, MAX_FAILURES - 1)
+        lab.write_script(USES_BRIDGE_AND_FAILS)
+        await fail(lab, lab.peer, 1)
+        lab.write_script("sys.exit(3)\n")
+        await fail(lab, lab.peer, 1)
+        assert (await why_not(lab, lab.peer)).reasons == ()
+
+    in_lab(case, seconds=55.0)
+
+
+@pytest.mark.parametrize(("cmd", "is_out"), [("/nowhere/python", True), ("/bin/false", False)])
+def test_of_a_task_only_a_process_that_cannot_be_started_counts(cmd: str, is_out: bool, in_task_lab: Any) -> None:
+    async def case(lab: Any, tasks: Any, lease: Any) -> None:
+        for number in range(MAX_FAILURES):
+            tasks.start(lease, f"t{number}", "", executor="shell/python")
+            await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
+        with anyio.fail_after(10):
+            reasons = (await why_not(lab, lab.peer, task_executor("shell/python"))).reasons
+        assert any("executor shell/python is out of bids" in reason for reason in reasons) == is_out
+
+    executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": cmd}
+    in_task_lab(case, executors=[executor])

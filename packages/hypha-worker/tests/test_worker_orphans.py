@@ -1,0 +1,782 @@
+"""A scheduler that dies: leases that are orphaned and taken back, jobs that train on, on a virtual clock."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from hypha_net import rpc, transfer
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import RequestTimeoutError
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.contributions import (
+    AWAIT_COMMIT,
+    STATE_CONTRIBUTION,
+    AwaitCommit,
+    CommitStatus,
+    ContributionKnown,
+    StateContribution,
+)
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, JobStatus, NotFound, StatusReceived
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import (
+    Adam,
+    AggregateConfig,
+    AggregateJob,
+    All,
+    Descriptor,
+    HuggingFaceReference,
+    JobSpec,
+    Model,
+    Nesterov,
+    PeersReference,
+    SchedulerReference,
+    TrainConfig,
+    TrainJob,
+)
+from hypha_proto.leases import (
+    CANCEL_JOB,
+    JOB_END,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    SAY_GOODBYE,
+    CancelJob,
+    Goodbye,
+    GoodbyeReceived,
+    JobEnd,
+    JobEndReceived,
+    LeaseRenewal,
+    ReleaseLease,
+    Renewed,
+    RenewLease,
+)
+from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.progress import (
+    REPORT,
+    Acknowledged,
+    BatchDone,
+    Continue,
+    Done,
+    OuterStepTaken,
+    ProgressError,
+    ProgressRequest,
+    ProgressResponse,
+    RoundMetrics,
+    ScheduleUpdate,
+    SendingUpdate,
+    UpdateMerged,
+)
+from hypha_proto.resources import Resources
+from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_proto.update_file import UpdateMetadata, write_update
+from hypha_worker.bidding.arbiter import Arbiter
+from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.progress_reports import MAX_UNREPORTED
+from hypha_worker.bridge.round_commits import RoundCommits
+from hypha_worker.connectors import rpc_retry
+from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.peer_files import PeerFiles, request_slice
+from hypha_worker.errors import BridgeError
+from hypha_worker.executors.parameter_server.runtime import RUNTIME
+from hypha_worker.executors.parameter_server.server import ParameterServer
+from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
+from hypha_worker.jobs.job_manager import JobManager
+from hypha_worker.leasing.capacity import Capabilities, Capacity
+from hypha_worker.leasing.lease_manager import Lease, LeaseManager, LeaseState
+from hypha_worker.leasing.terms import LeaseTerms
+from hypha_worker.service import Worker
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.task_run import TaskHost
+
+TRAIN = TrainExecutor(name="x")
+SERVER = AggregateExecutor(name="x")
+MACHINE = Capacity(Resources(cpu=4.0))
+LEASE = uuid.UUID(int=7)
+PRICE = 3600.0
+"""A token a second."""
+Script = Callable[["Job"], Awaitable[None]]
+
+
+@dataclass
+class Job:
+    """A scripted execution, which does what an executor does through its bridge."""
+
+    context: JobContext
+    script: Script
+    reported: list[Any] = field(default_factory=list)
+    batches: int = 0
+    slowest_batch: float = 0.0
+
+    def __post_init__(self) -> None:
+        context = self.context
+        queue = DeliveryQueue(context.spec.job_id, context.work_dir, frozenset(), context.storage, "x")
+        self.bridge = JobBridgeBackend(
+            context.endpoint,
+            context.spec,
+            context.lease,
+            context.scheduler,
+            context.work_dir,
+            queue,
+            AccessPolicy(),
+            PeerFiles(context.endpoint, context.storage),
+            contact=context.contact,
+        )
+
+    senders: Set[PeerId] = frozenset()
+    accepted_push_kind = "x"
+    message_handlers: Mapping[str, MessageHandler] = field(default_factory=dict)
+    trace: ExecutionTrace = field(default_factory=ExecutionTrace)
+
+    async def run(self) -> None:
+        await self.script(self)
+
+    async def accept_push(self, _peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+        return Refusal(reason="none is expected")
+
+    async def batch(self, slices: Mapping[str, int] | None = None) -> ProgressResponse:
+        """Compute for a second and report it."""
+        await anyio.sleep(1.0)
+        begun = anyio.current_time()
+        answer = await self.bridge.report(BatchDone(batch_size=8, slices=dict(slices) if slices else None))
+        self.batches += 1
+        self.slowest_batch = max(self.slowest_batch, anyio.current_time() - begun)
+        return answer
+
+    async def report(self, progress: Any) -> ProgressResponse:
+        answer = await self.bridge.report(progress)
+        self.reported.append(progress)
+        return answer
+
+    async def next_slice(self) -> SliceAssigned:
+        context = self.context
+        request = DataRequest(dataset="digits", job_id=context.spec.job_id, id=uuid.uuid4(), lease=context.lease)
+        return await request_slice(context.contact, request)
+
+
+@dataclass
+class Process:
+    """One run of the scheduler's process. One that was started again knows no job before `take_up`."""
+
+    endpoint: MemoryEndpoint
+    folder: Path
+    knows_job: bool
+    reports: list[ProgressRequest] = field(default_factory=list)
+    ends: list[JobEnd] = field(default_factory=list)
+    goodbyes: list[Goodbye] = field(default_factory=list)
+    pushes: list[str] = field(default_factory=list)
+    """Kinds of the files that it got."""
+    slices: int = 0
+    refused: int = 0
+    silent: bool = False
+
+    def listen(self) -> None:
+        for method, handler in (
+            (REPORT, self._report),
+            (JOB_END, self._end),
+            (JOB_STATUS, self._status),
+            (DATA, self._data),
+            (SAY_GOODBYE, self._goodbye),
+        ):
+            rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
+        transfer.serve_pushes(self.endpoint, self._push)
+
+    async def _push(self, _peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+        if not self.knows_job or header is None:
+            self.refused += 1
+            return Refusal(reason="no such job")
+
+        async def on_complete(_size: int, _digest: str) -> None:
+            self.pushes.append(header.kind)
+
+        return transfer.FilePushTarget(self.folder / f"{uuid.uuid4()}", 1 << 20, on_complete)
+
+    async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
+        if self.silent:
+            await anyio.sleep_forever()
+        if not self.knows_job:
+            self.refused += 1
+            return ProgressError(reason="no such job")
+        self.reports.append(report)
+        if isinstance(report.progress, BatchDone):
+            return ScheduleUpdate(counter=3) if len(self.reports) == 5 else Continue()
+        return Done() if isinstance(report.progress, OuterStepTaken) else Acknowledged()
+
+    async def _data(self, _peer: PeerId, _request: DataRequest) -> SliceAssigned | NotFound:
+        if not self.knows_job:
+            self.refused += 1
+            return NotFound()
+        self.slices += 1
+        return SliceAssigned(data_provider=self.endpoint.peer_id, index=self.slices)
+
+    async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
+        if self.knows_job:
+            self.ends.append(end)
+        return JobEndReceived()
+
+    async def _status(self, _peer: PeerId, _status: JobStatus) -> StatusReceived:
+        return StatusReceived()
+
+    async def _goodbye(self, _peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
+        self.goodbyes.append(goodbye)
+        return GoodbyeReceived()
+
+    def commit_rounds(self) -> None:
+        """Serve the protocol of rounds."""
+        rpc.serve(self.endpoint, STATE_CONTRIBUTION, self._state)
+        rpc.serve(self.endpoint, AWAIT_COMMIT, self._await_commit)
+
+    async def _state(self, _peer: PeerId, _statement: StateContribution) -> ContributionKnown:
+        self.refused += not self.knows_job
+        return ContributionKnown(accepted=self.knows_job, reason="" if self.knows_job else "no such job")
+
+    async def _await_commit(self, _peer: PeerId, _question: AwaitCommit) -> CommitStatus:
+        self.refused += not self.knows_job
+        return CommitStatus(committed=self.knows_job, reason="" if self.knows_job else "no such job")
+
+    def progress(self, *kinds: type[Any]) -> list[Any]:
+        return [report.progress for report in self.reports if isinstance(report.progress, kinds)]
+
+
+@dataclass
+class Site:
+    """A worker with one lease, and the processes of its scheduler."""
+
+    network: MemoryNetwork
+    worker: Worker
+    terms: LeaseTerms
+    spec: JobSpec
+    stack: AsyncExitStack
+    jobs: list[Job]
+    process: Process
+
+    @property
+    def peer(self) -> PeerId:
+        return self.worker.endpoint.peer_id
+
+    @property
+    def lease(self) -> Lease | None:
+        return next((lease for lease in self.worker.lease_manager.leases if lease.id == LEASE), None)
+
+    @property
+    def state(self) -> LeaseState | None:
+        return None if self.lease is None else self.lease.state
+
+    @property
+    def held(self) -> Lease:
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def free(self) -> float:
+        return self.worker.lease_manager.free.resources.cpu
+
+    async def start(self, *, knows_job: bool) -> Process:
+        """Start the scheduler's process; it connects to the worker."""
+        endpoint = await self.stack.enter_async_context(self.network.endpoint("scheduler"))
+        self.process = Process(endpoint, self.process.folder, knows_job)
+        self.process.listen()
+        return self.process
+
+    async def kill(self) -> None:
+        """End the scheduler's process."""
+        await self.stack.aclose()
+
+    async def renew(self) -> LeaseRenewal:
+        return await rpc.call(self.process.endpoint, self.peer, RENEW_LEASE, RenewLease(id=LEASE))
+
+    async def renew_for(self, seconds: float) -> None:
+        end = anyio.current_time() + seconds
+        while anyio.current_time() < end:
+            assert isinstance(await self.renew(), Renewed)
+            await anyio.sleep(min(3.0, end - anyio.current_time()))
+
+    async def dispatch(self, grace: float | None, *, keep_lease: bool = False, spec: JobSpec | None = None) -> None:
+        grace_ms = None if grace is None else int(grace * 1000)
+        message = DispatchJob(
+            id=LEASE, spec=spec or self.spec, orphan_grace_ms=grace_ms, attempt=0, keep_lease=keep_lease or None
+        )
+        answer = await rpc.call(self.process.endpoint, self.peer, DISPATCH_JOB, message)
+        assert type(answer).__name__ == "Dispatched"
+
+    async def seconds_until(self, condition: Callable[[], bool], bound: float = 400.0) -> float:
+        begun = anyio.current_time()
+        with anyio.fail_after(bound):
+            while not condition():
+                await anyio.sleep(0.05)
+        return anyio.current_time() - begun
+
+
+def make_spec(scheduler: PeerId) -> JobSpec:
+    peers = PeersReference(peers=(scheduler,), strategy=All())
+    config = TrainConfig(
+        model=Model(task="x", artifact=HuggingFaceReference(repository="a/b", filenames=("c",)), input_names=("x",)),
+        data=SchedulerReference(peer=scheduler, dataset="digits"),
+        updates=peers,
+        results=peers,
+        optimizer=Adam(learning_rate=0.1),
+        batch_size=8,
+    )
+    return JobSpec(job_id=uuid.UUID(int=9), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+
+
+def make_server_spec(trainer: PeerId, scheduler: PeerId) -> JobSpec:
+    config = AggregateConfig(
+        updates=PeersReference(peers=(trainer,), strategy=All()),
+        results=PeersReference(peers=(trainer, scheduler), strategy=All()),
+        optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
+        members=True,
+    )
+    executor = AggregateJob(descriptor=Descriptor(name="x"), config=config)
+    return JobSpec(job_id=uuid.UUID(int=9), executor=executor)
+
+
+def make_worker(
+    endpoint: Endpoint, leases: LeaseManager, tasks: anyio.abc.TaskGroup, folder: Path, script: Script, jobs: list[Job]
+) -> Worker:
+    def execute(context: JobContext) -> Job:
+        jobs.append(Job(context, script))
+        return jobs[-1]
+
+    manager = JobManager(endpoint, leases, {TRAIN: execute, SERVER: ParameterServer}, folder, tasks)
+    task_manager = TaskManager(TaskHost(endpoint, leases, folder, OutputStore(folder / "outputs")), tasks)
+    methods = RUNTIME.task_methods
+    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, manager, task_manager, methods)
+
+
+@asynccontextmanager
+async def open_site(folder: Path, script: Script, terms: LeaseTerms) -> AsyncIterator[Site]:
+    network, leases, jobs = MemoryNetwork(), LeaseManager(MACHINE, terms), list[Job]()
+    async with (
+        network.endpoint("worker") as endpoint,
+        anyio.create_task_group() as tasks,
+        AsyncExitStack() as stack,
+    ):
+        worker = make_worker(endpoint, leases, tasks, folder, script, jobs)
+        worker.listen()
+        tasks.start_soon(worker.sweep_loop)
+        scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
+        site = Site(network, worker, terms, make_spec(scheduler.peer_id), stack, jobs, Process(scheduler, folder, True))
+        site.process.listen()
+        allocation = MACHINE.fit(Resources(cpu=3.0))
+        assert allocation is not None
+        leases.offer(LEASE, scheduler.peer_id, uuid.uuid4(), allocation, PRICE, anyio.current_time())
+        await site.renew()
+        yield site
+        tasks.cancel_scope.cancel()
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a case on a virtual clock, for which threads do not count: what they would do is done at once."""
+
+    async def at_once(function: Callable[..., Any], *arguments: Any, **_options: Any) -> Any:
+        await anyio.lowlevel.checkpoint()
+        return function(*arguments)
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", at_once)
+
+    def run(case: Callable[[Site], Awaitable[None]], script: Script, **terms: Any) -> None:
+        async def main() -> None:
+            with anyio.fail_after(2000):
+                async with open_site(tmp_path, script, LeaseTerms(**terms)) as site:
+                    await case(site)
+
+        simulate(main)
+
+    return run
+
+
+Play = Callable[..., None]
+
+
+async def train(job: Job) -> None:
+    """Train rounds of ten batches, for ever."""
+    for number in range(1, 1000):
+        await job.next_slice()
+        for _ in range(10):
+            await job.batch({"1": 8})
+        for progress in (SendingUpdate(), UpdateMerged(), RoundMetrics(round=number, metrics={})):
+            await job.report(progress)
+
+
+async def compute(job: Job) -> None:
+    """Only compute, for ever."""
+    while True:
+        await job.batch()
+
+
+def test_a_scheduler_that_is_back_within_the_grace_finds_its_job(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.renew_for(25.0)
+        before, [job] = site.process, site.jobs
+        assert 20 < site.held.charged <= 26
+        batches = job.batches
+        await site.kill()
+        assert 8 < await site.seconds_until(lambda: site.state is LeaseState.ORPHANED) < 11
+        charged = site.held.charged
+        assert site.free == 1.0, "its resources stay taken"
+        await anyio.sleep(50.0)
+        assert (site.state, site.free, site.held.charged) == (LeaseState.ORPHANED, 1.0, charged)
+        assert job.batches > batches, "it has finished its round"
+        after = await site.start(knows_job=False)
+        await anyio.sleep(3.0)
+        assert after.refused > 0, "the job reaches it before it has read its journal"
+        after.knows_job = True
+        assert isinstance(await site.renew(), Renewed)
+        assert site.state is LeaseState.HELD
+        await site.renew_for(30.0)
+        assert charged + 29 < site.held.charged < charged + 31, "charged again from then on"
+        assert [each for each in site.jobs if each is not job] == []
+        reported = [*before.reports, *after.reports]
+        others = [report.progress for report in reported if not isinstance(report.progress, BatchDone)]
+        assert others == job.reported, "each report has arrived once, in order"
+        assert len(others) > 6
+        assert job.slowest_batch < 5.5, "no batch waits for the scheduler"
+
+    with caplog.at_level(logging.INFO):
+        play(case, train)
+    lines = [line for line in caplog.messages if f"lease {LEASE}" in line]
+    assert [line for line in lines if "is orphaned" in line and "runs on for 120 s" in line]
+    assert [line for line in lines if "takes its job back" in line]
+
+
+def test_batches_are_answered_at_once_and_their_samples_counted_later(play: Play) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.renew_for(5.0)
+        [job], worker = site.jobs, site.peer
+        site.network.partition(worker, site.process.endpoint.peer_id)
+        begun = job.batches
+        await anyio.sleep(8.0)
+        assert job.batches >= begun + 7
+        site.network.heal(worker, site.process.endpoint.peer_id)
+        await site.renew_for(6.0)
+        counted = sum(batch.slices["1"] for batch in site.process.progress(BatchDone))
+        assert counted in (8 * job.batches, 8 * job.batches - 8), "all but one that may be under way"
+
+    async def count(job: Job) -> None:
+        while True:
+            await job.batch({"1": 8})
+
+    play(case, count)
+
+
+def test_counts_that_an_executor_invents_in_an_outage_are_bounded(play: Play) -> None:
+    async def invent(job: Job) -> None:
+        await anyio.sleep(2.0)
+        for number in range(3):
+            await job.batch({f"{number}-{slice}": 1 << 31 for slice in range(900)} | {"x" * 5000: 1, "1": 1 << 31})
+        await anyio.sleep(10.0)
+        await job.batch({"1": 8})
+        await anyio.sleep_forever()
+
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        worker, scheduler = site.peer, site.process.endpoint.peer_id
+        await anyio.sleep(1.0)
+        site.network.partition(worker, scheduler)
+        await anyio.sleep(8.0)
+        site.network.heal(worker, scheduler)
+        await site.renew_for(20.0)
+        [batch] = site.process.progress(BatchDone)
+        assert batch.slices["1"] == (1 << 32) - 1
+        assert len(batch.slices) == MAX_UNREPORTED
+        assert max(map(len, batch.slices)) < 20
+
+    play(case, invent)
+
+
+def test_a_scheduler_that_does_not_answer_holds_up_one_batch(play: Play) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.renew_for(5.0)
+        site.process.silent = True
+        [job] = site.jobs
+        begun = job.batches
+        await anyio.sleep(20.0)
+        assert job.batches >= begun + 13
+
+    play(case, compute)
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed", "expected", "script"),
+    [
+        (60.0, 120.0, 60.0, train),
+        (120.0, 20.0, 20.0, train),
+        (60.0, 120.0, 60.0, compute),
+        (120.0, 20.0, 20.0, compute),
+        (2.0**53, 20.0, 20.0, compute),
+        (None, 120.0, 0.0, compute),
+        (0.0, 120.0, 0.0, compute),
+        (120.0, 0.0, 0.0, compute),
+    ],
+)
+def test_a_job_ends_when_the_grace_is_over(
+    play: Play, tmp_path: Path, asked: float | None, allowed: float, expected: float, script: Script
+) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(asked)
+        await site.kill()
+        [job] = site.jobs
+        took = await site.seconds_until(lambda: site.free == 4.0)
+        assert 10.0 <= took - expected <= 10.5
+        assert job.context.scope.cancel_called
+        assert site.worker.jobs.running == ()
+        assert site.state is None
+        assert site.worker.lease_manager.owed == pytest.approx(10.0, abs=0.2), "the grace costs nothing"
+        await site.start(knows_job=True)
+        assert type(await site.renew()).__name__ == "RenewalFailed"
+
+    play(case, script, orphan_grace=allowed)
+    assert not list(tmp_path.glob("hypha-*")), "its folder is removed"
+
+
+def test_without_the_field_a_report_fails_as_before(play: Play) -> None:
+    failures: list[BridgeError] = []
+
+    async def report_once(job: Job) -> None:
+        await anyio.sleep(1.0)
+        try:
+            await job.report(SendingUpdate())
+        except BridgeError as error:
+            failures.append(error)
+        await anyio.sleep_forever()
+
+    async def case(site: Site) -> None:
+        await site.dispatch(None, keep_lease=True)
+        other = site.process.endpoint
+        rpc.serve(other, REPORT, _fail)
+        await site.renew_for(30.0)
+        assert [error.kind for error in failures] == ["peer-failed"]
+
+    play(case, report_once)
+
+
+async def _fail(_peer: PeerId, _report: ProgressRequest) -> ProgressResponse:
+    raise RequestTimeoutError("broken")
+
+
+def test_a_scheduler_that_renews_and_cannot_answer_fails_the_report(play: Play) -> None:
+    """Only an outage is waited out: an error of the scheduler must not hold up the job for ever."""
+    failed: list[float] = []
+
+    async def report_once(job: Job) -> None:
+        begun = anyio.current_time()
+        try:
+            await job.report(SendingUpdate())
+        except BridgeError:
+            failed.append(anyio.current_time() - begun)
+        await anyio.sleep_forever()
+
+    async def case(site: Site) -> None:
+        rpc.serve(site.process.endpoint, REPORT, _fail)
+        await site.dispatch(120.0)
+        await site.renew_for(40.0)
+        assert [seconds == pytest.approx(sum(rpc_retry.REPORT_DELAYS), abs=1.0) for seconds in failed] == [True]
+
+    play(case, report_once)
+
+
+@pytest.mark.parametrize("how", ["release", "cancel"])
+def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(play: Play, how: str) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.kill()
+        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        after = await site.start(knows_job=True)
+        if how == "release":
+            answer: Any = await rpc.call(after.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=LEASE))
+        else:
+            answer = await rpc.call(after.endpoint, site.peer, CANCEL_JOB, CancelJob(id=LEASE, reason="x", attempt=0))
+        assert answer.known
+        assert await site.seconds_until(lambda: site.free == 4.0) < 1.0
+        await site.seconds_until(lambda: bool(after.ends))
+        assert (after.ends[0].outcome, after.ends[0].attempt) == ("cancelled", 0)
+
+    play(case, compute)
+
+
+def test_other_schedulers_cannot_take_an_orphaned_lease(play: Play) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.kill()
+        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        async with site.network.endpoint("stranger") as stranger:
+            answer = await rpc.call(stranger, site.peer, RENEW_LEASE, RenewLease(id=LEASE))
+            assert type(answer).__name__ == "RenewalFailed"
+            released = await rpc.call(stranger, site.peer, RELEASE_LEASE, ReleaseLease(id=LEASE))
+            assert not released.known
+        assert site.state is LeaseState.ORPHANED
+
+    play(case, compute)
+
+
+@pytest.mark.parametrize("keep_lease", [False, True])
+def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(play: Play, keep_lease: bool) -> None:
+    async def end_later(job: Job) -> None:
+        await anyio.sleep(30.0)
+
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0, keep_lease=keep_lease)
+        await site.kill()
+        await site.seconds_until(lambda: site.free == 4.0)
+        assert site.state in (LeaseState.SPENT, None)
+        await anyio.sleep(40.0)
+        after = await site.start(knows_job=False)
+        await anyio.sleep(5.0)
+        after.knows_job = True
+        await site.seconds_until(lambda: bool(after.ends), 10.0)
+        assert [end.outcome for end in after.ends] == ["finished"]
+        if not keep_lease:
+            assert isinstance(await site.renew(), Renewed), "the scheduler learns of the end by the report"
+        with anyio.fail_after(20.0):
+            await site.worker.jobs.wait_until_idle()
+
+    play(case, end_later)
+
+
+def test_a_lease_without_a_job_is_not_orphaned(play: Play) -> None:
+    async def end_soon(_job: Job) -> None:
+        await anyio.sleep(1.0)
+
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0, keep_lease=True)
+        await site.renew_for(3.0)
+        await site.kill()
+        states: set[LeaseState | None] = set()
+        took = await site.seconds_until(lambda: states.add(site.state) or site.lease is None)
+        assert took < 11.0
+        assert states == {LeaseState.HELD, None}
+
+    play(case, end_soon)
+
+
+def test_a_drain_ends_orphaned_leases_when_its_time_is_over(play: Play) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.kill()
+        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        begun = anyio.current_time()
+        site.worker.draining.request(30.0, "it is told to")
+        left = await site.worker.draining.run()
+        assert anyio.current_time() - begun == pytest.approx(30.0, abs=0.1)
+        assert len(left) == 1
+        after = await site.start(knows_job=True)
+        await site.worker.say_goodbye("it is over")
+        assert [goodbye.leases for goodbye in after.goodbyes] == [(LEASE,)]
+
+    play(case, compute)
+
+
+def test_states_and_what_is_owed_are_measured(play: Play, recorded: Any) -> None:
+    async def case(site: Site) -> None:
+        await site.dispatch(20.0)
+        await site.kill()
+        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        await anyio.sleep(1.0)
+        await site.start(knows_job=True)
+        await site.renew()
+        await site.kill()
+        await site.seconds_until(lambda: site.lease is None)
+        await anyio.sleep(1.0)
+
+    play(case, compute)
+    states = [about["hypha.lease.state"] for name, value, about in recorded.values
+              if name == "hypha.worker.leases.active" and value == 1]  # fmt: skip
+    assert list(dict.fromkeys(states))[:3] == ["held", "orphaned", "ending"]
+    assert recorded.total("hypha.worker.lease.renewals", hypha_outcome="taken-back") == 1
+    assert recorded.total("hypha.worker.lease.ends", hypha_outcome="expired", hypha_lease_state="orphaned") == 1
+    assert recorded.total("hypha.worker.lease.owed") == pytest.approx(20.0, abs=0.5)
+
+
+@pytest.mark.parametrize("knows_protocol", [False, True])
+def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play, knows_protocol: bool) -> None:
+    """Neither a refusal nor a missing protocol counts before: the update would be lost, or merged without a commit."""
+    answers: list[Any] = []
+    digest = f"blake3:{1:064}"
+
+    async def finish_round(job: Job) -> None:
+        context = job.context
+        commits = RoundCommits(
+            context.endpoint, context.scheduler, context.spec.job_id, context.lease, contact=context.contact
+        )
+        await anyio.sleep(12.0)
+        answers.append(await commits.state_contribution(1, digest, 8, None))
+        answers.append(await commits.wait(1, digest))
+        await anyio.sleep_forever()
+
+    async def case(site: Site) -> None:
+        await site.dispatch(120.0)
+        await site.kill()
+        await anyio.sleep(40.0)
+        after = await site.start(knows_job=False)
+        if knows_protocol:
+            after.commit_rounds()
+        await anyio.sleep(10.0)
+        assert answers == []
+        assert (after.refused > 0) == knows_protocol
+        after.knows_job = True
+        after.commit_rounds()
+        await site.renew_for(15.0)
+        assert answers == [ContributionKnown(accepted=True), CommitStatus(committed=True)]
+
+    play(case, finish_round)
+
+
+def test_a_parameter_server_holds_its_outer_update_and_report(play: Play, tmp_path: Path) -> None:
+    """It takes the step while the scheduler is gone; the members have the outer update before the scheduler."""
+
+    async def case(site: Site) -> None:
+        async with site.network.endpoint("trainer") as endpoint:
+            trainer = Process(endpoint, tmp_path, True)
+            trainer.listen()
+            spec = make_server_spec(endpoint.peer_id, site.process.endpoint.peer_id)
+            await site.dispatch(120.0, spec=spec)
+            named = RoundMembers(
+                job_id=spec.job_id, round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000
+            )
+            assert (await rpc.call(site.process.endpoint, site.peer, ROUND_MEMBERS, named)).accepted
+            site.network.partition(site.peer, site.process.endpoint.peer_id)
+            await push_update(endpoint, site.peer, spec, tmp_path / "update")
+            await site.seconds_until(lambda: trainer.pushes == [OUTER_UPDATE], 5.0)
+            await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+            await anyio.sleep(60.0)
+            site.process.knows_job = False
+            site.network.heal(site.peer, site.process.endpoint.peer_id)
+            await site.seconds_until(lambda: site.process.refused > 0)
+            site.process.knows_job = True
+            await site.renew()
+            await site.seconds_until(lambda: bool(site.process.ends), 20.0)
+            assert site.process.pushes == [OUTER_UPDATE]
+            assert [type(report) for report in site.process.progress(OuterStepTaken)] == [OuterStepTaken]
+            assert [end.outcome for end in site.process.ends] == ["finished"]
+
+    play(case, compute)
+
+
+async def push_update(endpoint: MemoryEndpoint, server: PeerId, spec: JobSpec, path: Path) -> None:
+    write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
+    size, digest = await transfer.describe(path)
+    header = PushHeader(
+        job_id=spec.job_id, round=1, kind=PSEUDO_GRADIENT, name="u", size=size, digest=digest, samples=1
+    )
+    await transfer.push(endpoint, server, path, header)

@@ -1,0 +1,186 @@
+"""Reports of several batches: to schedulers that take them in one message, one by one to others, and in an outage."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from hypha_net import rpc
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches
+from hypha_proto.ids import PeerId
+from hypha_proto.progress import (
+    REPORT,
+    BatchDone,
+    Continue,
+    Done,
+    ProgressError,
+    ProgressRequest,
+    ProgressResponse,
+    ScheduleUpdate,
+    TrainedBatch,
+)
+from hypha_worker.bridge.progress_reports import BATCH_TIMEOUT, ProgressReports
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
+from hypha_worker.errors import BridgeError
+
+JOB, LEASE = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def trained(first: int, count: int, number: int = 4) -> TrainedBatches:
+    return TrainedBatches(
+        round=number, first=first, batches=tuple(TrainedBatch(batch_size=8, slices={"1": 8}) for _ in range(count))
+    )
+
+
+@dataclass
+class Scene:
+    """A worker's reports and its scheduler."""
+
+    network: MemoryNetwork
+    worker: MemoryEndpoint
+    scheduler: MemoryEndpoint
+    contact: SchedulerContact
+    reports: ProgressReports
+    single: list[ProgressRequest] = field(default_factory=list)
+    several: list[ReportBatches] = field(default_factory=list)
+    answers: list[ProgressResponse] = field(default_factory=list)
+    """Answers to reports of single batches; then `Continue`."""
+    answer: BatchesCounted = field(default_factory=lambda: BatchesCounted(counted=9, last=12))
+    """Answer to several batches."""
+
+    def take_single(self) -> None:
+        async def handle(_peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+            self.single.append(request)
+            return self.answers.pop(0) if self.answers else Continue()
+
+        rpc.serve(self.scheduler, REPORT, handle)
+
+    def take_several(self) -> None:
+        async def handle(_peer: PeerId, request: ReportBatches) -> BatchesCounted:
+            self.several.append(request)
+            return self.answer
+
+        rpc.serve(self.scheduler, REPORT_BATCHES, handle)
+
+
+@asynccontextmanager
+async def open_scene(*, waits: bool = True, takes_batches: bool = True) -> AsyncIterator[Scene]:
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
+        await worker.connect_peer(scheduler.peer_id)
+        contact = SchedulerContact(worker, scheduler.peer_id, may_wait=lambda: waits)
+        reports = ProgressReports(JOB, LEASE, contact, takes_batches=takes_batches)
+        yield Scene(network, worker, scheduler, contact, reports)
+
+
+Case = Callable[[Scene], Awaitable[None]]
+
+
+def play(case: Case, *, waits: bool = True, takes_batches: bool = True) -> None:
+    async def main() -> None:
+        with anyio.fail_after(200):
+            async with open_scene(waits=waits, takes_batches=takes_batches) as scene:
+                await case(scene)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["with a grace", "without"])
+def test_several_batches_travel_in_one_message(waits: bool) -> None:
+    async def case(scene: Scene) -> None:
+        scene.take_single()
+        scene.take_several()
+        assert await scene.reports.report_batches(trained(6, 3)) == BatchesCounted(counted=9, last=12)
+        batches = trained(6, 3).batches
+        assert scene.several == [ReportBatches(job_id=JOB, lease=LEASE, round=4, first=6, batches=batches)]
+        assert scene.single == []
+
+    play(case, waits=waits)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["with a grace", "without"])
+@pytest.mark.parametrize("takes_batches", [True, False], ids=["older scheduler", "another strategy"])
+def test_a_scheduler_that_takes_no_several_gets_one_report_a_batch(waits: bool, takes_batches: bool) -> None:
+    async def case(scene: Scene) -> None:
+        scene.take_single()
+        scene.answers = [Continue(), ScheduleUpdate(counter=7), Continue()]
+        report = scene.reports.report_batches
+        assert await report(trained(0, 3)) == BatchesCounted(counted=3, last=9)
+        assert [request.progress for request in scene.single] == [BatchDone(batch_size=8, slices={"1": 8})] * 3
+        assert await report(trained(3, 1)) == BatchesCounted(counted=4, last=9)
+        scene.answers = [ScheduleUpdate(counter=2)]
+        assert await report(trained(4, 1)) == BatchesCounted(counted=5, last=7)
+        assert await report(trained(0, 1, number=5)) == BatchesCounted(counted=1), "the end of another round"
+        scene.answers = [Continue(), Done()]
+        assert await report(trained(1, 3, number=5)) == BatchesCounted(counted=3, done=True)
+        scene.answers = [ProgressError(reason="no such job")]
+        assert await report(trained(3, 1, number=5)) == BatchesCounted(counted=4, reason="no such job")
+        assert len({request.id for request in scene.single}) == len(scene.single)
+
+    play(case, waits=waits, takes_batches=takes_batches)
+
+
+def test_the_end_of_a_round_that_is_begun_anew_is_not_that_of_before() -> None:
+    async def case(scene: Scene) -> None:
+        scene.take_single()
+        scene.answers = [ScheduleUpdate(counter=7)]
+        assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1, last=8)
+        assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1)
+
+    play(case)
+
+
+def test_batches_of_an_outage_are_reported_again_after_it() -> None:
+    async def case(scene: Scene) -> None:
+        scene.take_several()
+        report, scheduler = scene.reports.report_batches, scene.scheduler.peer_id
+        scene.network.partition(scene.worker.peer_id, scheduler)
+        began = anyio.current_time()
+        assert await report(trained(6, 1)) == BatchesCounted(counted=6), "none is counted"
+        assert anyio.current_time() - began <= BATCH_TIMEOUT
+        began = anyio.current_time()
+        assert await report(trained(6, 2)) == BatchesCounted(counted=6)
+        assert anyio.current_time() == began, "later ones do not wait"
+        scene.network.heal(scene.worker.peer_id, scheduler)
+        await scene.worker.connect_peer(scheduler)
+        scene.contact.on_renewed()
+        assert await report(trained(6, 3)) == BatchesCounted(counted=9, last=12)
+        assert [(each.first, len(each.batches)) for each in scene.several] == [(6, 3)]
+
+    play(case)
+
+
+def test_a_refusal_counts_only_of_a_scheduler_that_runs_the_job() -> None:
+    async def case(scene: Scene) -> None:
+        began = anyio.Event()
+
+        async def lose_confirmation(_peer: PeerId, _request: ReportBatches) -> BatchesCounted:
+            began.set()
+            scene.contact.on_silence()  # the connection was lost meanwhile: another process answers
+            return BatchesCounted(counted=0, reason="no such job")
+
+        rpc.serve(scene.scheduler, REPORT_BATCHES, lose_confirmation)
+        assert await scene.reports.report_batches(trained(6, 1)) == BatchesCounted(counted=6)
+        assert began.is_set()
+        scene.contact.on_renewed()
+        scene.answer = BatchesCounted(counted=0, reason="no such job")
+        scene.take_several()
+        assert await scene.reports.report_batches(trained(6, 1)) == scene.answer
+
+    play(case)
+
+
+def test_a_job_that_ends_with_its_lease_fails_when_the_scheduler_stays_away() -> None:
+    async def case(scene: Scene) -> None:
+        scene.take_several()
+        scene.network.partition(scene.worker.peer_id, scene.scheduler.peer_id)
+        with pytest.raises(BridgeError):
+            await scene.reports.report_batches(trained(6, 1))
+
+    play(case, waits=False)

@@ -1,0 +1,548 @@
+"""Rounds as a training worker sees them: contributions before updates, commits before outer updates."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import httpx
+import msgspec
+import pytest
+from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, make_spec, open_rounds
+
+from hypha_net import rpc, transfer
+from hypha_net.errors import TransferRefusedError
+from hypha_proto.bridge_api import ASSIGNED, Transfer
+from hypha_proto.codec import to_plain
+from hypha_proto.contributions import (
+    AWAIT_COMMIT,
+    MAX_RANGES,
+    STATE_CONTRIBUTION,
+    AwaitCommit,
+    CommitStatus,
+    Contribution,
+    ContributionKnown,
+    SampleRange,
+    StateContribution,
+)
+from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import (
+    All,
+    One,
+    PeersReference,
+    Reference,
+    SliceAddress,
+    TrainJob,
+)
+from hypha_proto.protocols import ROUND
+from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PushHeader
+from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT
+from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.uncommitted_updates import PendingFile
+from hypha_worker.bridge.unix_socket import SocketPlace
+from hypha_worker.errors import BridgeError
+from hypha_worker.jobs.references import job_references, reference_peers, with_secrets, without_secrets
+
+
+@pytest.fixture(autouse=True)
+def quick_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_worker.bridge.round_commits.PAUSES", (0.01,))
+
+
+@pytest.fixture
+def in_rounds(tmp_path: Path) -> Callable[..., None]:
+    def run(case: Callable[[Rounds], Awaitable[None]], **changes: Any) -> None:
+        async def main() -> None:
+            with anyio.fail_after(20):
+                async with open_rounds(tmp_path, **changes) as rounds:
+                    await case(rounds)
+
+        anyio.run(main, backend="trio")
+
+    return run
+
+
+InRounds = Callable[..., None]
+
+
+# ---------------------------------------------------------------------------------------------------- contributions
+
+
+def test_an_update_is_stated_to_the_scheduler_before_it_is_pushed(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        sent = await rounds.send()
+        statement, header = rounds.history
+        assert isinstance(statement, StateContribution)
+        assert isinstance(header, PushHeader)
+        assert (statement.job_id, statement.lease, statement.round, statement.samples) == (JOB, LEASE, 1, 30)
+        assert statement.update == sent.checksum == header.digest
+        assert statement.contribution == header.contribution
+        assert statement.contribution is not None
+        assert statement.contribution.ranges == RANGES
+        assert header.term == 2
+
+    in_rounds(case)
+
+
+def test_an_executor_that_states_nothing_is_stated_as_such(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        await rounds.send(contribution=None)
+        statement, header = rounds.history
+        assert statement.contribution is header.contribution is None
+        assert (statement.samples, header.term) == (30, 2)
+
+    in_rounds(case)
+
+
+def test_an_update_that_the_scheduler_does_not_accept_is_not_pushed(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        rounds.known = ContributionKnown(accepted=False, reason="slice 3 was assigned to another worker")
+        with pytest.raises(BridgeError, match="round 1: slice 3 was assigned to another worker") as refused:
+            await rounds.send()
+        assert (refused.value.status, refused.value.kind) == (409, "update-refused")
+        assert rounds.got(PushHeader) == []
+
+    in_rounds(case)
+
+
+def test_an_update_that_the_parameter_server_refuses_costs_its_executor_the_round(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        rounds.refused_push = "tensor 'a' has NaN"
+        with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
+            await rounds.send()
+        assert (refused.value.status, refused.value.kind) == (409, "update-refused")
+
+    in_rounds(case)
+
+
+def test_a_refused_update_of_a_job_without_terms_is_a_failure_of_the_peer(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        rounds.refused_push = "tensor 'a' has NaN"
+        with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
+            await rounds.send(contribution=None)
+        assert (refused.value.status, refused.value.kind) == (502, "peer-failed")
+
+    in_rounds(case, term=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"round": 2}, "contribution.round: 2 is not 1"),
+        ({"update": f"blake3:{9:064x}"}, "contribution.update: blake3:0"),
+        ({"optimizer": "lost"}, "contribution.optimizer: 'lost'"),
+        ({"ranges": (*RANGES, SampleRange(epoch=0, slice=4, first=5, end=5))}, r"contribution.ranges\[2\]: first 5 "),
+        ({"ranges": RANGES[:1] * (MAX_RANGES + 1)}, f"contribution.ranges: {MAX_RANGES + 1} are more than"),
+    ],
+)
+def test_a_contribution_that_does_not_describe_the_update_is_refused(
+    in_rounds: InRounds, changes: dict[str, Any], named: str
+) -> None:
+    async def case(rounds: Rounds) -> None:
+        with pytest.raises(BridgeError, match=named) as refused:
+            await rounds.send(**changes)
+        assert refused.value.status == 400
+        assert rounds.history == []
+
+    in_rounds(case)
+
+
+def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        reference = PeersReference(peers=(rounds.scheduler.peer_id,), strategy=All())
+        (rounds.backend.work_dir / "u").write_bytes(b"x")
+        _, digest = await transfer.describe(b"x")
+        stated = Contribution(
+            round=1, weights=WEIGHTS, ranges=(), batches=0, batch_size=1, seed=0, optimizer="reset", update=digest
+        )
+        with pytest.raises(BridgeError, match="contribution: only a file for the peers of `updates`"):
+            await rounds.backend.send(Transfer(reference, "u", round=1, contribution=stated))
+
+    in_rounds(case)
+
+
+@pytest.mark.parametrize("changes", [{"term": None}, {"speaks": False}], ids=["no term", "older scheduler"])
+def test_jobs_without_commits_are_as_before(in_rounds: InRounds, changes: dict[str, Any]) -> None:
+    async def case(rounds: Rounds) -> None:
+        await rounds.send()
+        [header] = rounds.history
+        assert isinstance(header, PushHeader)
+        assert header.term is header.contribution is None
+        await rounds.push()
+        claimed = rounds.claim(await rounds.next_file())
+        assert (claimed.round, claimed.weights) == (1, None)
+
+    in_rounds(case, **changes)
+
+
+def test_the_list_of_identify_may_be_older_than_the_schedulers_first_such_job(
+    in_rounds: InRounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler serves the protocol from its first such job on, to which workers may have been connected before."""
+
+    async def case(rounds: Rounds) -> None:
+        listed = rounds.worker.connected_peers()
+        rpc.serve(rounds.scheduler, STATE_CONTRIBUTION, rounds.state)
+        rpc.serve(rounds.scheduler, AWAIT_COMMIT, rounds.await_commit)
+        monkeypatch.setattr(rounds.worker, "connected_peers", lambda: listed)
+        assert ROUND not in listed[rounds.scheduler.peer_id].protocols
+        await rounds.send()
+        digest = await rounds.push()
+        await rounds.until_asked(1)
+        rounds.commit(digest, CommitStatus(committed=True))
+        rounds.claim(await rounds.next_file())
+        assert [type(message) for message in rounds.history[:2]] == [StateContribution, PushHeader]
+
+    in_rounds(case, speaks=False)
+
+
+def test_a_contribution_waits_for_a_scheduler_that_is_away(
+    in_rounds: InRounds, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hypha_worker.bridge.round_commits")
+
+    async def case(rounds: Rounds) -> None:
+        rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rounds.send)
+            while "StateContribution of job" not in caplog.text:
+                await anyio.lowlevel.checkpoint()
+            assert rounds.history == []
+            rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
+        assert [type(message) for message in rounds.history] == [StateContribution, PushHeader]
+
+    in_rounds(case)
+
+
+HOSTILE_FIELDS = (
+    '"seed": -1',
+    '"seed": NaN',
+    '"seed": 1e400',
+    f'"seed": {2**64}',
+    f'"seed": {"9" * 10_000}',
+    '"batches": 1.5',
+    f'"batches": {2**32}',
+    f'"weights": "blake3:{"0" * 100_000}"',
+    f'"ranges": {"[" * 100_000}',
+    '"ranges": [{"epoch": 0, "slice": 0, "first": 0, "end": Infinity}]',
+    '"ranges": [{"epoch": 4294967296, "slice": 0, "first": 0, "end": 1}]',
+    '"optimizer": null',
+)
+"""Fields of a contribution that stand after, and thus replace, those that are right."""
+
+
+def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        content = b"over http"
+        (rounds.backend.work_dir / "u").write_bytes(content)
+        _, digest = await transfer.describe(content)
+        stated = {
+            "round": 1,
+            "weights": WEIGHTS,
+            "ranges": [{"epoch": 0, "slice": 3, "first": 0, "end": 16}],
+            "batches": 1,
+            "batch_size": 16,
+            "seed": 5,
+            "optimizer": "reset",
+            "update": digest,
+        }
+        body = {"resource": to_plain(Reference, rounds.backend.spec.executor.config.updates), "path": "u", "round": 1}
+        with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
+            path = Path(folder) / "b.sock"
+            async with (
+                open_bridge(rounds.backend, SocketPlace(path)),
+                httpx.AsyncClient(
+                    transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20
+                ) as client,
+            ):
+                answer = await client.post("/resources/send", json=body | {"contribution": stated})
+                assert (answer.status_code, answer.json()["checksum"]) == (200, digest)
+                rounds.known = ContributionKnown(accepted=False, reason="no")
+                answer = await client.post("/resources/send", json=body | {"contribution": stated})
+                assert (answer.status_code, answer.json()["error"]) == (409, "update-refused")
+                for wrong in HOSTILE_FIELDS:
+                    text = json.dumps(body | {"contribution": stated | {"last": 0}}).replace('"last": 0', wrong)
+                    answer = await client.post("/resources/send", content=text)
+                    assert (answer.status_code, answer.json()["error"]) == (400, "bad-request"), wrong
+        [header] = rounds.got(PushHeader)
+        assert header.contribution.optimizer == "reset"
+
+    in_rounds(case)
+
+
+def test_statements_and_commits_add_little_to_the_bytes_of_a_round(tmp_path: Path) -> None:
+    """At most 2 % more than before, with an update of 64 KiB, which is far below any model's."""
+    moved: dict[bool, int] = {}
+    content = b"\x01" * (1 << 16)
+
+    async def measure(with_term: bool) -> None:
+        folder = tmp_path / str(with_term)
+        folder.mkdir()
+        async with open_rounds(folder, term=2 if with_term else None) as rounds:
+            _, digest = await transfer.describe(b"outer" + content)
+            rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
+            await (rounds.send(content) if with_term else rounds.send(content, contribution=None))
+            await rounds.push(b"outer" + content, **({"term": 2} if with_term else {}))
+            rounds.claim(await rounds.next_file())
+            moved[with_term] = sum(node.traffic.sent for node in (rounds.worker, rounds.scheduler, rounds.server))
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            await measure(False)
+            await measure(True)
+
+    anyio.run(main, backend="trio")
+    assert moved[False] > 2 * len(content)
+    assert moved[False] < moved[True] <= 1.02 * moved[False]
+
+
+# ----------------------------------------------------------------------------------------------------- outer updates
+
+
+def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        digest = await rounds.push()
+        await rounds.until_asked(2)  # not committed yet: asked again
+        assert rounds.waiting_files() == 1
+        got: list[PendingFile] = []
+
+        async def wait() -> None:
+            got.append(await rounds.next_file())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await rounds.until_asked(4)
+            assert got == []
+            rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
+        claimed = rounds.claim(got[0])
+        assert (claimed.round, claimed.kind, claimed.weights) == (1, OUTER_UPDATE, NEW_WEIGHTS)
+        assert (rounds.backend.work_dir / claimed.path).read_bytes() == b"outer"
+        assert rounds.waiting_files() == 0
+        question = rounds.got(AwaitCommit)[0]
+        assert (question.job_id, question.lease, question.round, question.update) == (JOB, LEASE, 1, digest)
+
+    in_rounds(case)
+
+
+def test_an_outer_update_that_is_never_committed_is_deleted(
+    in_rounds: InRounds, recorded: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case(rounds: Rounds) -> None:
+        wrong, right = await rounds.push(b"wrong"), await rounds.push(b"right")
+        await rounds.until_asked(2)
+        rounds.commit(wrong, CommitStatus(committed=False, reason="round 1 has another outer update"))
+        rounds.commit(right, CommitStatus(committed=True))
+        claimed = rounds.claim(await rounds.next_file())
+        assert (rounds.backend.work_dir / claimed.path).read_bytes() == b"right"
+        while rounds.waiting_files():
+            await anyio.lowlevel.checkpoint()
+        assert recorded.total("hypha.worker.outer_updates.discarded") == 1
+        assert "is not committed: round 1 has another outer update" in caplog.text
+        rounds.commit(wrong, CommitStatus(committed=True))  # a later parameter server computes the same
+        await rounds.push(b"wrong")
+        rounds.claim(await rounds.next_file())
+
+    in_rounds(case)
+
+
+def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        await rounds.push(b"first", 1)
+        await rounds.until_asked(1)
+        await rounds.push(b"other", kind=OTHER_FILE)
+        assert rounds.claim(await rounds.next_file()).kind == OTHER_FILE
+        second = await rounds.push(b"second", 2)
+        rounds.commit(second, CommitStatus(committed=True))
+        assert rounds.claim(await rounds.next_file()).round == 2
+        assert rounds.waiting_files() == 1
+
+    in_rounds(case)
+
+
+def test_few_outer_updates_wait_for_a_commit(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        for number in range(QUEUE_LIMIT):
+            await rounds.push(b"%d" % number, 1)
+        with pytest.raises(TransferRefusedError, match=f"{QUEUE_LIMIT} files wait"):
+            await rounds.push(b"one more", 1)
+        assert rounds.waiting_files() == QUEUE_LIMIT
+
+    in_rounds(case)
+
+
+def test_an_outer_update_that_is_pushed_again_is_handed_over_once(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        digest = await rounds.push()
+        await rounds.push(name="the same under another name")
+        assert rounds.waiting_files() == 1
+        rounds.commit(digest, CommitStatus(committed=True))
+        rounds.claim(await rounds.next_file())
+        asked = len(rounds.got(AwaitCommit))
+        await rounds.push()
+        other = await rounds.push(b"next", 2)
+        rounds.commit(other, CommitStatus(committed=True))
+        assert rounds.claim(await rounds.next_file()).round == 2
+        assert {question.update for question in rounds.got(AwaitCommit)[asked:]} == {other}
+
+    in_rounds(case)
+
+
+def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        with pytest.raises(TransferRefusedError, match="term: 1 is over, the parameter server of term 2"):
+            await rounds.push(b"old", term=1)
+        await rounds.push(b"new", 1, term=4)
+        with pytest.raises(TransferRefusedError, match="term: 3 is over, the parameter server of term 4"):
+            await rounds.push(b"second", 2, term=3)
+        assert rounds.waiting_files() == 1
+
+    in_rounds(case)
+
+
+def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
+        digest = await rounds.push()
+        rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
+        assert rounds.waiting_files() == 1
+        rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
+        assert rounds.claim(await rounds.next_file()).weights == NEW_WEIGHTS
+
+    in_rounds(case)
+
+
+# --------------------------------------------------------------------------------------------- weights and positions
+
+
+def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        reference = rounds.backend.spec.executor.config.weights
+        assert reference is not None
+        for content in (b"weights of round 1", b"weights of round 2"):
+            rounds.served[0] = content
+            [file] = await rounds.backend.fetch(Transfer(reference, "weights"))
+            assert file.path == "weights/weights.safetensors"
+            assert (rounds.backend.work_dir / file.path).read_bytes() == content
+
+    in_rounds(case)
+
+
+def test_weights_may_come_from_a_peer_that_no_other_reference_names() -> None:
+    class Peer:
+        def __init__(self, number: int) -> None:
+            self.peer_id = PeerId.from_public_key(bytes([number]) * 32)
+
+    scheduler, server, other = (Peer(number) for number in range(3))
+    address = SliceAddress(dataset="w", index=0)
+    weights = PeersReference(peers=(other.peer_id,), strategy=One(), resource=address)
+    spec = make_spec(scheduler, server, weights=weights)  # type: ignore[arg-type]
+    assert other.peer_id in reference_peers(job_references(spec))
+    shown = without_secrets(spec)
+    assert isinstance(shown.executor, TrainJob)
+    assert shown.executor.config.weights == weights
+    assert isinstance(spec.executor, TrainJob)
+    assert with_secrets(spec, shown.executor.config.model.artifact) == spec.executor.config.model.artifact
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "metadata"),
+    [(None, None, {}), (16, 48, {"first": "16", "end": "48"}), (None, 16, {"end": "16"}), (16, None, {"first": "16"})],
+)
+def test_the_metadata_of_a_slice_has_its_positions(
+    in_rounds: InRounds, first: int | None, end: int | None, metadata: dict[str, str]
+) -> None:
+    async def case(rounds: Rounds) -> None:
+        _, digest = await transfer.describe(b"slice")
+
+        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
+            peer = rounds.scheduler.peer_id
+            return SliceAssigned(data_provider=peer, index=3, epoch=1, digest=digest, first=first, end=end)
+
+        rpc.serve(rounds.scheduler, DATA, assign)
+        [file] = await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, "slices"))
+        assert {name: file.metadata[name] for name in ("slice", "epoch")} == {"slice": "3", "epoch": "1"}
+        assert {name: text for name, text in file.metadata.items() if name in ("first", "end")} == metadata
+
+    in_rounds(case)
+
+
+def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_their_assignment(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        _, digest = await transfer.describe(b"slice")
+        asking = most = count = 0
+
+        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
+            nonlocal asking, most, count
+            asking, count = asking + 1, count + 1
+            most, index = max(most, asking), 10 + count
+            await anyio.sleep(0.01 * (5 - count))  # the first answers take longest
+            asking -= 1
+            return SliceAssigned(data_provider=rounds.scheduler.peer_id, index=index, epoch=0, digest=digest)
+
+        rpc.serve(rounds.scheduler, DATA, assign)
+        found: dict[str, str] = {}
+
+        async def fetch(number: int) -> None:
+            [file] = await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, f"slices/{number}"))
+            found[file.metadata[ASSIGNED]] = file.metadata["slice"]
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(fetch, number)
+        assert found == {"0": "11", "1": "12", "2": "13", "3": "14"}
+        assert most == 1
+
+    in_rounds(case)
+
+
+def test_a_slice_without_positions_to_use_is_an_error(in_rounds: InRounds) -> None:
+    async def case(rounds: Rounds) -> None:
+        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
+            return SliceAssigned(data_provider=rounds.scheduler.peer_id, index=3, first=9, end=9)
+
+        rpc.serve(rounds.scheduler, DATA, assign)
+        with pytest.raises(BridgeError, match="first 9 is not before end 9"):
+            await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, "slices"))
+
+    in_rounds(case)
+
+
+# ------------------------------------------------------------------------------------------------------ whole worker
+
+
+LISTENS = """
+peers = {"resource": config["results"], "path": "received"}
+event = next(listen(peers))
+assert event["weights"] == "WEIGHTS", event
+assert open(event["path"], "rb").read() == b"outer"
+"""
+
+
+def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Callable[..., None]) -> None:
+    async def case(lab: Any) -> None:
+        asked: list[AwaitCommit] = []
+
+        async def answer(_peer: PeerId, question: AwaitCommit) -> CommitStatus:
+            asked.append(question)
+            return CommitStatus(committed=len(asked) > 1, weights=NEW_WEIGHTS)
+
+        rpc.serve(lab.scheduler.endpoint, AWAIT_COMMIT, answer)
+        spec = lab.train_spec()
+        config = msgspec.structs.replace(spec.executor.config, term=1)
+        spec = msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=config))
+        await lab.start(LISTENS.replace("WEIGHTS", NEW_WEIGHTS), spec)
+        size, digest = await transfer.describe(b"outer")
+        header = PushHeader(job_id=spec.job_id, round=1, kind=OUTER_UPDATE, name="u", size=size, digest=digest, term=1)
+        await transfer.push(lab.server, lab.peer, b"outer", header)
+        end = await lab.scheduler.ended()
+        assert end.outcome == "finished", end
+        assert [question.update for question in asked] == [digest, digest]
+        assert ROUND in lab.scheduler.endpoint._handlers
+
+    in_lab(case)

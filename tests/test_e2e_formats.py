@@ -1,0 +1,130 @@
+"""Sources of several formats on real processes: prepared, served, trained on and evaluated."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support.local_network import Job, LocalNetwork, processes_of
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hypha_local.processes import script
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+WORDS = {"good": ("fine", "great", "lovely"), "bad": ("awful", "dull", "poor")}
+FILLERS = ("a", "film", "with", "actors")
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+    "num_labels": 2,
+}
+
+
+def run(program: str, *arguments: object) -> str:
+    """Run a command; return what it prints."""
+    words = [script(program), *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write_reviews(path: Path) -> None:
+    pick = random.Random(0)
+    with path.open("w") as file:
+        file.write("review,mood\n")
+        for number in range(240):
+            mood = ("good", "bad")[number % 2]
+            words = [*pick.sample(FILLERS, 3), pick.choice(WORDS[mood])]
+            pick.shuffle(words)
+            file.write(f"{' '.join(words)},{mood}\n")
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Write a tokenizer of whole words; return how many there are."""
+    words = ["[PAD]", "[UNK]", *FILLERS, *(word for group in WORDS.values() for word in group)]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    return len(words)
+
+
+def write_pictures(folder: Path) -> None:
+    pick = random.Random(0)
+    for name, low in (("dark", 0), ("light", 128)):
+        (folder / name).mkdir(parents=True)
+        for number in range(100):
+            pixels = bytes(pick.randrange(low, low + 128) for _ in range(64))
+            Image.frombytes("L", (8, 8), pixels).save(folder / name / f"{number}.png")
+
+
+class FormatsNetwork(LocalNetwork):
+    """A network whose data node serves a table and pictures."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, 1)
+        data = self.folders.data
+        write_reviews(root / "reviews.csv")
+        write_pictures(root / "pictures")
+        words = write_tokenizer(root / "tokenizer")
+        (root / "bert.json").write_text(json.dumps(BERT | {"vocab_size": words}))
+        table = ("--text", "review", "--label", "mood", "--tokenizer", root / "tokenizer", "--length", 6)
+        run("hypha-data", "prepare", root / "reviews.csv", "--out", data / "reviews", *table, "--test", 0.2)
+        run("hypha-data", "prepare", root / "pictures", "--out", data / "pictures", "--test", 0.2)
+        model = ("--task", "sequence-classification", "--config-json", root / "bert.json", "--out", root / "bert")
+        run("hypha-accelerate-executor", "create-model", *model)
+        for name in ("reviews", "pictures"):
+            self.extend("data", f'\n[[datasets]]\nname = "{name}"\npath = "../data/{name}"\n')
+
+    def train(self, dataset: str, model: str, kind: str) -> Job:
+        """Run a job to its end."""
+        runs = self.folders.runs / dataset
+        runs.mkdir()
+        text = self.configuration("scheduler").read_text()
+        for old, new in (
+            ('output_dir = "../runs"', f'output_dir = "../runs/{dataset}"'),
+            ('dataset = "digits"', f'dataset = "{dataset}"'),
+            ('path = "../start-model"', f'path = "../{model}"'),
+            ('type = "vision-classification"', f'type = "{kind}"'),
+            ("update_rounds = 16", "update_rounds = 5"),
+        ):
+            assert old in text, text
+            text = text.replace(old, new)
+        self.configuration(dataset).write_text(text)
+        job = self.restart(dataset)
+        assert job.wait(150) == 0, job.log
+        return job
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FormatsNetwork]:
+    root = tmp_path_factory.mktemp("formats")
+    made = FormatsNetwork(root / "network")
+    try:
+        made.up()
+        yield made
+    finally:
+        made.down()
+    assert processes_of(root) == []
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "kind"),
+    [("reviews", "bert", "sequence-classification"), ("pictures", "start-model", "image-classification")],
+)
+def test_a_source_becomes_an_evaluated_model(network: FormatsNetwork, dataset: str, model: str, kind: str) -> None:
+    job = network.train(dataset, model, kind)
+    measure = ("evaluate", "--task", kind, "--model", job.directory / "model", "--data")
+    result = json.loads(run("hypha-accelerate-executor", *measure, network.folders.data / f"{dataset}-test"))
+    assert result["samples"] == {"reviews": 48, "pictures": 40}[dataset]
+    assert result["accuracy"] >= 0.7  # a guess is right in half of the reviews

@@ -1,0 +1,73 @@
+"""A model by its digest on a real network: a worker with a cache fetches each byte of model and slices once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.local_network import Job, LocalNetwork
+from support.numpy_executor import executor_toml, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(180)]
+
+FEATURES = 64
+ROUNDS = 8
+"""400 samples each, of a dataset with fewer than 1600: two epochs."""
+
+
+class Network(LocalNetwork):
+    """One worker with a cache, and a model in an archive that the data node announces."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, 1)
+        write_model(root / "small-model", FEATURES, unused=100_000)
+        with tarfile.open(root / "model.tar", "w") as archive:
+            archive.add(root / "small-model", "small-model")
+        self.archive = root / "model.tar"
+        self.sha256 = hashlib.sha256(self.archive.read_bytes()).hexdigest()
+        self.extend("worker-1", f'[cache]\npath = "{root / "cache"}"\nmax_size = 0.1\n{executor_toml("numpy")}')
+        data = self.configuration("data")
+        data.write_text(f"provide = {json.dumps([str(self.archive)])}\n{data.read_text()}")
+
+    def _run(self, program: str, *args: str) -> None:
+        if program != "hypha-accelerate-executor":  # its model, which needs torch, is not used
+            super()._run(program, *args)
+
+    def train(self) -> Job:
+        """Run a job to its end."""
+        job = self.job(rounds=ROUNDS, kind="numpy", model=f'dht = "{self.sha256}"')
+        assert job.wait(120) == 0, job.log
+        return job
+
+    def sent_to_worker(self) -> Counter[int]:
+        """Return how many files of each size the data node has sent to the worker."""
+        lines = re.findall(r" for (12D3\w+), (\d+) bytes", self.log("data"))
+        return Counter(int(size) for peer, size in lines if peer == self.peer_id("worker-1"))
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    planned = Network(tmp_path / "run")
+    try:
+        planned.up()
+        yield planned
+    finally:
+        planned.down()
+
+
+def test_neither_the_second_epoch_nor_the_second_job_fetches_model_or_slices_again(network: Network) -> None:
+    first = network.train()
+    members = [member for record in first.records("round") for member in record["members"]]
+    assert max(epoch for member in members for epoch, *_ in member["ranges"]) >= 1
+    sent = network.sent_to_worker()
+    slices = Counter(path.stat().st_size for path in (network.folders.data / "digits").glob("*.safetensors"))
+    assert sent == slices + Counter([network.archive.stat().st_size])
+    second = network.train()
+    assert second.records("round")[-1]["weights"] == first.records("round")[-1]["weights"]
+    assert network.sent_to_worker() == sent
