@@ -170,7 +170,7 @@ def run(
 
     provider = PeerId.from_public_key(bytes([77]) * 32)
     strategy = cast(ScriptedStrategy, STRATEGY)
-    run_jobs(monkeypatch, folder, strategy, with_dataset, workers=workers, real_time=True)
+    run_jobs(monkeypatch, folder, strategy, with_dataset, workers=workers)
 
 
 def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

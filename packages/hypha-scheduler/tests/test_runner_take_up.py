@@ -450,9 +450,10 @@ def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.Mon
     async def case(lab: Lab) -> None:
         first = await begin(lab, 1)
         journal = first.context.directory / JOURNAL
+        began = time.time()
         os.utime(journal, (1000.0, 1000.0))
         await anyio.sleep(6.0)
-        assert time.time() - journal.stat().st_mtime < 60
+        assert journal.stat().st_mtime > began - 1
         await lab.finish(first)
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
@@ -545,7 +546,7 @@ def test_a_configured_job_that_is_taken_up_does_not_run_twice(
         assert len(strategy.operators) == 4
         assert len([path async for path in anyio.Path(runs).glob("*/result.json")]) == 3
 
-    run_jobs(monkeypatch, tmp_path, strategy, case, real_time=True)
+    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 # ---------------------------------------------------------------------------------------------------------- the records

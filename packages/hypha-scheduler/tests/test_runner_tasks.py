@@ -499,7 +499,7 @@ def test_pushed_file_is_told_of_once_and_refused_after_its_task(
         made.demand = (role(count=2, minimum=2, distinct=False),)
         return made
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2, real_time=True)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2)
 
 
 # ----------------------------------------------------------------------------------------------------------- two jobs
