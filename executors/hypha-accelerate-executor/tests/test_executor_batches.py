@@ -70,7 +70,7 @@ def test_the_next_slice_is_fetched_when_half_is_used(tmp_path: Path) -> None:
     next(batches)
     assert asked == [0]
     next(batches)
-    assert again.wait(10)
+    assert again.wait(60)
     assert asked == [0, 1]
     batches.close()
 

@@ -23,8 +23,6 @@ from support.waiting import wait_until
 
 from hypha_proto.weights_digest import digest_weights
 
-pytestmark = pytest.mark.timeout(60)
-
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 WEIGHTS = {
     "type": "peers",
@@ -59,7 +57,7 @@ def forget(worker: Any) -> None:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for the end; return exit code, output and errors."""
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     return process.returncode, output, errors
 
 
@@ -175,7 +173,7 @@ def test_it_exits_with_a_code_and_a_message(worker: Any) -> None:
 
 def test_it_stops_itself_before_it_sends_and_goes_on(worker: Any) -> None:
     process = start(worker, Failure(round=2, how=STOP))
-    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, 20, "the executor stops")
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, 60, "the executor stops")
     assert len(worker.sent) == 1
     process.send_signal(signal.SIGCONT)
     assert finish(process)[0] == 0

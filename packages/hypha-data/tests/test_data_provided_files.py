@@ -40,10 +40,9 @@ async def running(*files: Path) -> AsyncIterator[tuple[Node, MemoryEndpoint]]:
     ):
         node = Node(endpoint, tasks)
         tasks.start_soon(serve, config, node)
-        with anyio.fail_after(30):
-            while not node.readiness.is_ready:
-                await anyio.sleep(0.01)
-            yield node, worker
+        while not node.readiness.is_ready:
+            await anyio.sleep(0.01)
+        yield node, worker
         tasks.cancel_scope.cancel()
 
 

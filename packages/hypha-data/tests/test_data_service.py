@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.waiting import run
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
 from hypha_data.catalog import MANIFEST, open_dataset
@@ -78,14 +79,6 @@ async def running(folder: Path, *, verify: bool = False) -> AsyncIterator[DataNo
         tasks.start_soon(serve, config, node)
         yield DataNode(node, worker, folder.parent / "pulled")
         tasks.cancel_scope.cancel()
-
-
-def run(case: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        with anyio.fail_after(30):
-            await case()
-
-    anyio.run(main, backend="trio")
 
 
 def prepared(folder: Path, samples: int = 23) -> Path:
@@ -480,9 +473,11 @@ def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(tmp_pat
 
 @pytest.mark.parametrize("fault", ["not json", "missing slice"])
 def test_a_broken_new_manifest_leaves_the_old_one_served(
-    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = prepared(tmp_path)
+    folder, find = prepared(tmp_path), manifest_watch.find_manifest
+    looks: list[Path] = []
+    monkeypatch.setattr(manifest_watch, "find_manifest", lambda path: (looks.append(path), find(path))[1])
     written = (folder / MANIFEST).read_bytes()
     content = json.loads(written)
     extra = {**content["slices"][0], "file": "slice-00009.safetensors"}
@@ -499,7 +494,9 @@ def test_a_broken_new_manifest_leaves_the_old_one_served(
             (tmp_path / "new").replace(folder / MANIFEST)
             while not warnings():
                 await anyio.sleep(0.01)
-            await anyio.sleep(0.2)  # several further looks
+            seen = len(looks)
+            while len(looks) < seen + 4:
+                await anyio.sleep(0.01)
             assert await node.pull(3) == slice_file(folder, 3).read_bytes()
             assert await node.announced() == [before]
             assert len(warnings()) == 1
