@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class OwnError(Exception):
     pass
 
 # blocking code sleeps in steps: a signal that arrives just before a blocking call is handled only when the call returns
-STEPS = range(600)
+STEPS = range(6000)
 
 class SlowToGo:  # the interpreter prints and swallows what its destructor raises
     def __del__(self):
@@ -49,26 +48,27 @@ async def serve(config, node):
         node.tasks.start_soon(fails)
     elif behaviour == "done":
         return
-    drain = node.drain_on_sigterm(1.0 if behaviour == "drains too long" else 60.0) if "drain" in behaviour else None
+    drain = node.drain_on_sigterm(1.0 if behaviour == "drains too long" else 600.0) if "drain" in behaviour else None
     if behaviour == "holds on":
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "600"])
     node.ready()
     print("running", flush=True)
     if behaviour == "holds on":
         with anyio.CancelScope(shield=True):
-            await anyio.sleep(60)
+            await anyio.sleep(600)
     if drain is not None:
         await drain.wait()
         print("draining", flush=True)
         if behaviour == "drains":
-            await anyio.sleep(1.5)  # longer than the grace
+            await anyio.sleep(1.5)  # longer than the grace, which begins when the drain is over
+            print("drained", flush=True)
             return
         with anyio.CancelScope(shield=behaviour == "drains too long"):
-            await anyio.sleep(60)
+            await anyio.sleep(600)
     if behaviour == "blocks":
         for _ in STEPS:
             time.sleep(0.1)
-    await anyio.sleep(60)
+    await anyio.sleep(600)
 
 def connect(config, role):
     if behaviour == "slow to start":
@@ -105,13 +105,12 @@ class Daemon:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "draining\n"
 
-    def end(self, number: signal.Signals | None = None) -> tuple[int, float, list[dict[str, str]]]:
-        """Return exit code, seconds it took, and log."""
-        start = time.monotonic()
+    def end(self, number: signal.Signals | None = None) -> tuple[int, list[dict[str, str]]]:
+        """Return exit code and log; the program itself would take ten minutes."""
         if number is not None:
             self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=20)
-        return self.process.returncode, time.monotonic() - start, [json.loads(line) for line in errors.splitlines()]
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, [json.loads(line) for line in errors.splitlines()]
 
 
 @pytest.fixture
@@ -126,9 +125,8 @@ def daemon(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signal_ends_the_daemon_cleanly(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()
-    returned, seconds, log = daemon.end(number)
+    returned, log = daemon.end(number)
     assert returned == code
-    assert seconds < 15  # the program itself would take 60
     assert f"{number.name}: ending" in [entry["message"] for entry in log]
     assert all("exception" not in entry and entry["level"] == "info" for entry in log)
 
@@ -137,18 +135,14 @@ def test_signal_ends_the_daemon_cleanly(daemon: Daemon, number: signal.Signals, 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signal_ends_the_daemon_before_the_event_loop_runs(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()
-    returned, seconds, log = daemon.end(number)
+    returned, log = daemon.end(number)
     assert (returned, log) == (code, [])
-    assert seconds < 15  # the program itself would take 60
 
 
 @pytest.mark.parametrize("daemon", ["waits", "slow to start"], indirect=True)
 def test_sighup_reloads_certificates_and_keeps_running(daemon: Daemon) -> None:
     daemon.wait_until_running()
-    for _ in range(3):
-        daemon.process.send_signal(signal.SIGHUP)
-        time.sleep(0.1)
-    assert daemon.process.poll() is None
+    daemon.process.send_signal(signal.SIGHUP)
     assert daemon.end(signal.SIGTERM)[0] == 0
 
 
@@ -160,12 +154,11 @@ def test_sighup_reloads_certificates_and_keeps_running(daemon: Daemon) -> None:
 def test_blocking_code_is_named_and_ended(daemon: Daemon, says: str) -> None:
     daemon.wait_until_running()
     children = psutil.Process(daemon.process.pid).children()
-    returned, seconds, log = daemon.end(signal.SIGTERM)
+    returned, log = daemon.end(signal.SIGTERM)
     assert returned == 1
-    assert seconds < 15  # the program itself would take 60
     [told] = [entry["message"] for entry in log if "still not ended 0.5 s after being told to" in entry["message"]]
     assert says in told
-    gone, left = psutil.wait_procs(children, timeout=5)
+    gone, left = psutil.wait_procs(children, timeout=30)
     assert not left
     assert len(gone) == len([entry for entry in log if "was left" in entry["message"]])
 
@@ -174,9 +167,10 @@ def test_blocking_code_is_named_and_ended(daemon: Daemon, says: str) -> None:
 def test_sigterm_lets_a_draining_program_finish(daemon: Daemon) -> None:
     daemon.wait_until_running()
     daemon.begin_drain()
-    returned, seconds, log = daemon.end()
+    assert daemon.process.stdout is not None
+    assert daemon.process.stdout.readline() == "drained\n"
+    returned, log = daemon.end()
     assert returned == 0
-    assert seconds > 1.0  # the grace is 0.5 s: it begins when the drain is over
     assert [entry["level"] for entry in log] == ["info"] * len(log)
 
 
@@ -185,16 +179,15 @@ def test_sigterm_lets_a_draining_program_finish(daemon: Daemon) -> None:
 def test_second_signal_ends_a_draining_program_at_once(daemon: Daemon, number: signal.Signals, code: int) -> None:
     daemon.wait_until_running()
     daemon.begin_drain()
-    returned, seconds, log = daemon.end(number)
+    returned, log = daemon.end(number)
     assert returned == code
-    assert seconds < 15  # the drain may take 60
     assert f"{number.name}: ending" in [entry["message"] for entry in log]
 
 
 @pytest.mark.parametrize("daemon", ["drains"], indirect=True)
 def test_sigint_ends_a_program_without_a_drain(daemon: Daemon) -> None:
     daemon.wait_until_running()
-    returned, _, log = daemon.end(signal.SIGINT)
+    returned, log = daemon.end(signal.SIGINT)
     assert returned == 130
     assert not [entry for entry in log if "drain" in entry["message"]]
 
@@ -202,9 +195,8 @@ def test_sigint_ends_a_program_without_a_drain(daemon: Daemon) -> None:
 @pytest.mark.parametrize("daemon", ["drains too long"], indirect=True)
 def test_drain_that_does_not_end_in_its_time_is_forced_to(daemon: Daemon) -> None:
     daemon.wait_until_running()
-    returned, seconds, log = daemon.end(signal.SIGTERM)
+    returned, log = daemon.end(signal.SIGTERM)
     assert returned == 1
-    assert seconds < 15  # the program itself would take 60
     assert [entry for entry in log if "still not ended 1.5 s after being told to" in entry["message"]]
 
 
@@ -212,7 +204,7 @@ def test_drain_that_does_not_end_in_its_time_is_forced_to(daemon: Daemon) -> Non
     ("daemon", "traceback"), [("known", False), ("os", False), ("surprise", True)], indirect=["daemon"]
 )
 def test_failure_exits_with_code_1_and_its_message(daemon: Daemon, traceback: bool) -> None:
-    returned, _, log = daemon.end()
+    returned, log = daemon.end()
     assert returned == 1
     assert "words of the failure" in log[-1]["message"]
     assert ("exception" in log[-1]) is traceback

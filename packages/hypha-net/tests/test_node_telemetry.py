@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +46,12 @@ def absent_collector() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def patient_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exporters wait an hour for a collector, so that whatever waits for one never ends."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
 
 
 def node_config(**keys: Any) -> NodeConfig:
@@ -207,7 +212,7 @@ def test_log_records_of_the_exporters_are_not_exported(caplog: pytest.LogCapture
         collector.refuse = "/v1/logs"
         with exporting(telemetry_endpoint=collector.url):
             logging.getLogger("somewhere").info("told")
-            time.sleep(0.1)
+            wait_until(lambda: "takes no" in caplog.text, 30, "the log saying so")
         collector.refuse = ""
         with exporting(telemetry_endpoint=collector.url):
             logging.getLogger("urllib3.connectionpool").debug("own")
@@ -218,13 +223,11 @@ def test_log_records_of_the_exporters_are_not_exported(caplog: pytest.LogCapture
     assert "takes no logs, not told again until it does" in told
 
 
-def test_log_burst_is_bounded_and_does_not_block() -> None:
+def test_log_burst_is_bounded_and_does_not_block(patient_exporters: None) -> None:
     logging.getLogger().setLevel(logging.INFO)
     with hanging_collector() as url, exporting(telemetry_endpoint=url):
-        began = time.monotonic()
         for number in range(3_000):  # more than the queue's capacity
             logging.getLogger("somewhere").info("line %d", number)
-        assert time.monotonic() - began < 10  # one batch that blocks would take that long
 
 
 # -------------------------------------------------------------------------------------------------- per-signal settings
@@ -294,12 +297,12 @@ def node_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         (hanging_collector, "http/protobuf"),
         (absent_collector, "grpc"),
-        pytest.param(hanging_collector, "grpc", marks=pytest.mark.slow),
-        pytest.param(absent_collector, "http/protobuf", marks=pytest.mark.slow),
+        pytest.param(hanging_collector, "grpc", marks=pytest.mark.nightly),
+        pytest.param(absent_collector, "http/protobuf", marks=pytest.mark.nightly),
     ],
 )
-def test_failing_collector_delays_the_end_by_two_seconds_and_is_logged_once(
-    collector: Any, protocol: str, caplog: pytest.LogCaptureFixture
+def test_failing_collector_does_not_block_and_is_logged_once(
+    collector: Any, protocol: str, patient_exporters: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     # the library logs nothing twice in 20 seconds, and would be silent after the previous test
@@ -313,18 +316,14 @@ def test_failing_collector_delays_the_end_by_two_seconds_and_is_logged_once(
             instance="i",
         )
         instrumentation.install(export.recorder)
-        began = time.monotonic()
         for _ in range(2500):  # more than the capacity of the span queue
             instrumentation.span("work").end()
             logging.getLogger("somewhere").info("at work")
         WORK.add()
-        assert time.monotonic() - began < 9  # one batch that blocks takes ten
         instrumentation.install(None)
         if collector is absent_collector:  # it refuses at once, which is logged
-            wait_until(lambda: any("takes no" in line for line in node_warnings(caplog)), 15, "the log saying so")
-        began = time.monotonic()
+            wait_until(lambda: any("takes no" in line for line in node_warnings(caplog)), 30, "the log saying so")
         export.close()
-        assert time.monotonic() - began < 8  # two seconds, plus delay on busy cores; the library waits for ten
     # a thread of an earlier test's exporter, blocked by its own collector, may still log
     told = node_warnings(caplog)
     assert len(told) <= 1, told
@@ -354,40 +353,35 @@ sys.exit(run_daemon(config, serve, role="data", version="1", connect=connect))
 """
 
 
-def run_and_end(folder: Path, *args: str) -> tuple[str, int, float]:
-    """Return whether a daemon imported OpenTelemetry, its exit status after SIGTERM, and the seconds until its end."""
+def run_and_end(folder: Path, *args: str) -> tuple[str, int]:
+    """Return whether a daemon imported OpenTelemetry, and its exit status after SIGTERM."""
     script = folder / "daemon.py"
     script.write_text(DAEMON)
     command = [sys.executable, str(script), *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             imported = first_line(process)
-            began = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            status = process.wait(20)
-            return imported, status, time.monotonic() - began
+            return imported, process.wait(60)
         finally:
             process.kill()
 
 
 def test_daemon_without_a_collector_does_not_import_opentelemetry(tmp_path: Path) -> None:
-    imported, status, _ = run_and_end(tmp_path)
-    assert (imported, status) == ("False", 0)
+    assert run_and_end(tmp_path) == ("False", 0)
 
 
 def test_daemon_exports_until_its_end(tmp_path: Path) -> None:
     with http_collector() as collector:
-        assert run_and_end(tmp_path, collector.url)[:2] == ("True", 0)
+        assert run_and_end(tmp_path, collector.url) == ("True", 0)
         assert [span.name for span in collector.spans] == ["life"]
         assert "hypha.peers.connected" in collector.metrics
         assert {resource["service.name"] for resource in collector.resources} == {"hypha-data"}
 
 
-def test_daemon_ends_in_time_when_its_collector_hangs(tmp_path: Path) -> None:
+def test_daemon_does_not_wait_for_a_collector_that_hangs(tmp_path: Path, patient_exporters: None) -> None:
     with hanging_collector() as url:
-        imported, status, seconds = run_and_end(tmp_path, url)
-    assert (imported, status) == ("True", 0)
-    assert seconds < 9  # two for the collector, which blocks for ten, the rest for two busy cores
+        assert run_and_end(tmp_path, url) == ("True", 0)
 
 
 # ----------------------------------------------------------------------------------------------------- between peers
