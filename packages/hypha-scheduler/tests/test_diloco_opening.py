@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import anyio
 import numpy as np
 import pytest
 from support.diloco_simulation import PEERS, SERVER, FakeContext, FakeDataset, job_table
+from support.waiting import run
 
 from hypha_proto.update_file import TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
@@ -24,14 +25,6 @@ from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, outer_opti
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 
 Journal = list[dict[str, Any]]
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(30):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 class Context(FakeContext):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,6 +13,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+from support.waiting import run
 
 from hypha_proto.global_model import GlobalModel
 from hypha_proto.job_spec import Nesterov
@@ -22,14 +22,6 @@ from hypha_scheduler.strategies.diloco.evaluations import Evaluation, Evaluation
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, ResultModel
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(30):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 def make_job(directory: Path) -> Path:

@@ -16,8 +16,6 @@ from typing import Any
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
-import anyio.to_thread
 import numpy as np
 import pytest
 from support.fake_hf_hub import hub_server
@@ -97,6 +95,8 @@ from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.diloco import operator as diloco_operator
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import SETTLE
+
+pytestmark = pytest.mark.usefixtures("inline_threads")
 
 NOW = Timestamp.of(0)
 SLICES = 8
@@ -430,16 +430,10 @@ def run_network(
             await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared)
             tasks.cancel_scope.cancel()
 
-    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        await anyio.lowlevel.checkpoint()
-        return work(*arguments)
-
     if real_time:
         anyio.run(main, backend="trio")
     else:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(anyio.to_thread, "run_sync", inline)
-            simulate(main, seed=7)
+        simulate(main, seed=7)
 
 
 def events(tmp_path: Path) -> list[dict[str, Any]]:
@@ -531,6 +525,7 @@ def test_a_private_repository_is_served_to_workers_without_its_token(
             assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]
         assert not (path.parent / ".model-served").exists()
 
+    monkeypatch.undo()  # a download asks its thread whether it was cancelled
     with hub_server(files, token) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         run_network(tmp_path, case, real_time=True)

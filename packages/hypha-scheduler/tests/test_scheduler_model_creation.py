@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from support.waiting import run
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -41,14 +41,6 @@ numbers = random.Random(int(given["--seed"])).randbytes(config["width"])
 header = json.dumps({"w": {"dtype": "U8", "shape": [len(numbers)], "data_offsets": [0, len(numbers)]}}).encode()
 (out / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
 """
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(60):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 @pytest.fixture
@@ -92,7 +84,7 @@ def test_the_same_configuration_and_seed_give_the_same_bytes(tmp_path: Path, com
         assert await created(tmp_path / "2" / START_MODEL, table(config / "config.json", 7), command) == first
         assert await created(tmp_path / "3" / START_MODEL, table(config, 8), command) != first
 
-    run(case)
+    run(case, 60)
 
 
 def test_a_tokenizer_beside_the_configuration_comes_with_the_model(tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -106,7 +98,7 @@ def test_a_tokenizer_beside_the_configuration_comes_with_the_model(tmp_path: Pat
         assert found.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
         assert b"task" in found["config.json"], "the configuration is that of the created model"
 
-    run(case)
+    run(case, 60)
 
 
 def test_an_interrupted_job_creates_no_model_again(tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -119,7 +111,7 @@ def test_an_interrupted_job_creates_no_model_again(tmp_path: Path, command: tupl
         first = await created(copy, table(config), command)
         assert await created(copy, table(config), ("no-such-command",)) == first
 
-    run(case)
+    run(case, 60)
 
 
 def test_a_command_that_fails_or_is_missing_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -134,7 +126,7 @@ def test_a_command_that_fails_or_is_missing_is_named(tmp_path: Path, command: tu
             await created(copy, table(config), ("no-such-command",))
         assert not await anyio.Path(copy).exists()
 
-    run(case)
+    run(case, 60)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +197,6 @@ def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
         model = StartModelTable(path=checkpoint, type="causal-lm")
         await open_start_model(model, tmp_path / "next" / START_MODEL, JOB, PEER, unchanged=True)
 
-    run(case)
+    run(case, 60)
     with TensorFile(tmp_path / "next" / START_MODEL / "model.safetensors") as file:
         assert file.tensor("w").tolist() == [3.0] * 3

@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from hypha_net import dataset_directory, rpc, transfer
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -22,6 +22,8 @@ from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 
+pytestmark = pytest.mark.usefixtures("inline_threads")
+
 DIGEST = "blake3:" + "1" * 64
 ENTRY = SliceEntry(file="0.safetensors", samples=4, size=1, digest=DIGEST)
 
@@ -30,10 +32,9 @@ def run(case: Callable[[MemoryNetwork, list[MemoryEndpoint], AsyncExitStack], Aw
     async def main() -> None:
         network = MemoryNetwork(seed=3)
         async with AsyncExitStack() as stack:
-            stack.enter_context(anyio.fail_after(20))
             await case(network, [await stack.enter_async_context(network.endpoint(name)) for name in names], stack)
 
-    anyio.run(main, backend="trio")
+    simulate(main, seed=3)
 
 
 async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
@@ -89,7 +90,7 @@ def test_format_and_columns_are_those_of_the_manifest(tmp_path: Path) -> None:
         assert (rows.format, rows.columns) == ("jsonl", {"prompt": "text"})
         await serve(a, 4, tmp_path, format="parquet")
         with pytest.raises(JobFailedError, match="format 'parquet', and this scheduler knows safetensors, jsonl"):
-            await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=0.1)
+            await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
 
     run(case, "as")
 
@@ -113,9 +114,7 @@ def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> 
     run(case, "abs")
 
 
-def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_directory, "RECORD_TTL", 0.05)
-
+def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path) -> None:
     async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, scheduler = nodes
         digest = await serve(a, 2, tmp_path)
@@ -125,10 +124,9 @@ def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path, monkeypatc
             await providers.refresh()
             assert {providers.order(n)[0] for n in range(2)} == {a.peer_id, b.peer_id}
         assert [providers.order(n)[0] for n in range(4)] == [a.peer_id] * 4
-        with anyio.fail_after(15):
-            while len(providers.order(0)) > 1:
-                await providers.refresh()
-                await anyio.sleep(0.01)
+        await anyio.sleep(dataset_directory.RECORD_TTL + 1)
+        await providers.refresh()
+        assert providers.order(0) == (a.peer_id,)
 
     run(case, "as")
 
@@ -144,9 +142,7 @@ def test_a_dataset_is_reachable_while_one_of_its_data_nodes_is(tmp_path: Path) -
                 await providers.refresh()
                 assert providers.is_reachable
             assert providers.is_reachable
-        with anyio.fail_after(10):
-            while providers.is_reachable:
-                await anyio.sleep(0.01)
+        assert not providers.is_reachable
         assert len(providers.order(0)) == 2  # they may come back
 
     run(case, "s")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import numpy as np
 import pytest
+from support.waiting import run
 
 from hypha_proto.global_model import MOMENTUM, WEIGHTS, digest_directory, digest_file
 from hypha_proto.job_spec import Nesterov
@@ -23,14 +22,6 @@ from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, Advance, ResultModel, UpdateFileError
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(30):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 def make_job(directory: Path, dtype: str = "F32") -> Path:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import anyio
 import numpy as np
 import pytest
+from support.waiting import run
 
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.safetensors_io import Array, Float32Array, TensorFile, TensorFileWriter, TensorInfo, from_float
@@ -17,14 +16,6 @@ from hypha_scheduler.strategies.diloco.result_model import START_MODEL, ResultMo
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
 ROUNDS = 40
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(20):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 def make_model(folder: Path, dtype: str, start: Float32Array) -> Path:

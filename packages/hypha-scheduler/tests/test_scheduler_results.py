@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.waiting import run
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -24,14 +24,6 @@ from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.model_files import missing_files
 
 PEER = PeerId.from_public_key(bytes(32))
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(20):
-            await main()
-
-    anyio.run(bounded, backend="trio")
 
 
 def make_model(folder: Path) -> Path:

@@ -236,14 +236,13 @@ class Server:
         """Return what a function in a thread returns while the server accepts jobs."""
 
         async def case() -> Any:
-            with anyio.fail_after(20):
-                async with anyio.create_task_group() as tasks:
-                    resume = self.resume if self.can_resume else None
-                    tasks.start_soon(SubmissionServer(self.runs, self.run, None, resume).serve)
-                    while not await anyio.Path(socket_path(self.runs)).exists():
-                        await anyio.sleep(0.01)
-                    found = await anyio.to_thread.run_sync(act)
-                    tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                resume = self.resume if self.can_resume else None
+                tasks.start_soon(SubmissionServer(self.runs, self.run, None, resume).serve)
+                while not await anyio.Path(socket_path(self.runs)).exists():
+                    await anyio.sleep(0.01)
+                found = await anyio.to_thread.run_sync(act)
+                tasks.cancel_scope.cancel()
             return found
 
         return anyio.run(case, backend="trio")

@@ -43,21 +43,21 @@ def test_a_dataset_of_a_rust_data_node_has_no_manifest_and_the_node_goes_on(
         async with running(gateway, data):
             await data.announce(gateway)
             async with scheduler_of(authority, gateway.address) as endpoint:
-                dataset = await open_dataset(endpoint, "mnist", tmp_path / "manifest.json", timeout=10)
+                dataset = await open_dataset(endpoint, "mnist", tmp_path / "manifest.json", timeout=60)
                 assert (dataset.provider, dataset.slices) == (data.identity.peer_id, (None, None))
                 request = PullRequest(dataset="mnist", index=1)  # a worker's, which finds the node alive
                 assert await transfer.pull_bytes(endpoint, data.identity.peer_id, request, max_bytes=100) == b"second"
                 assert (data.served, data.log) == ([1], [])
 
-    run(main)
+    run(main, 60)
 
 
 async def allocate(endpoint: Endpoint, count: int) -> set[PeerId]:
-    """Look for `count` training workers within 15 s; return those whose leases are held."""
+    """Look for `count` training workers within 60 s; return those whose leases are held."""
     spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),))
     wanted = (RoleRequest("train", spec, bid=100, max_price=100, count=count),)
     async with anyio.create_task_group() as tasks:
-        allocator = Allocator(endpoint, wanted, HeldLeases(), {"train": count}, 15, tasks)
+        allocator = Allocator(endpoint, wanted, HeldLeases(), {"train": count}, 60, tasks)
 
         async def take(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
             allocator.add_offer(peer, offer)
@@ -81,7 +81,7 @@ def test_rust_workers_behind_a_rust_gateway_are_placed(authority: Authority) -> 
                 assert [len(worker.renewed) for worker in workers] == [1, 1]
                 assert [worker.dial_failures for worker in workers] == [0, 0]
 
-    run(main)
+    run(main, 60)
 
 
 def test_rust_workers_behind_our_gateway_are_placed(authority: Authority) -> None:
@@ -104,4 +104,4 @@ def test_rust_workers_behind_our_gateway_are_placed(authority: Authority) -> Non
                 assert await allocate(endpoint, 1) == {worker.identity.peer_id}
                 assert (worker.requests, worker.dial_failures) == (1, 0)
 
-    run(main)
+    run(main, 60)

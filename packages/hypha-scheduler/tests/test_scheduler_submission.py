@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import run
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
@@ -23,15 +24,6 @@ from hypha_scheduler.jobs.event_file import EVENTS, EventFile
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with anyio.fail_after(20):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
 
 JOB = """
 [scheduler.job]
@@ -65,7 +57,6 @@ def submit_with(
             tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
             while not await anyio.Path(socket_path(tmp_path / "r")).exists():
                 await anyio.sleep(0.01)
-            await anyio.sleep(0.1)  # the socket file exists a moment before it listens
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from support.waiting import run
 
 from hypha_net.node.config.loader import load_config
 from hypha_net.node.lifecycle import Node
@@ -161,14 +162,13 @@ def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: 
     config = load_config(SchedulerConfig, file, {}, {"output_dir": str(tmp_path / "runs")}).config
 
     async def main() -> None:
-        with anyio.fail_after(20):
-            async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
-                tasks.start_soon(serve, config, Node(endpoint, tasks))
-                while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
-                    await anyio.sleep(0.01)
-                tasks.cancel_scope.cancel()
+        async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, config, Node(endpoint, tasks))
+            while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
 
-    anyio.run(main, backend="trio")
+    run(main)
     [message] = [record.getMessage() for record in caplog.records if record.name == "hypha_scheduler.jobs.unfinished"]
     assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
     assert "completed round 3 and was last recorded 2" in message
