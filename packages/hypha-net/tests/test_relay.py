@@ -13,15 +13,17 @@ from typing import Any
 
 import anyio
 import pytest
+import trio.testing
 from support.endpoint_helpers import echo, read_all
 from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net._libp2p.relay import server
 from hypha_net._libp2p.relay.circuit import CircuitRelay
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
-from hypha_net._libp2p.relay.server import SWEEP_EVERY, RelayServer
+from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net._libp2p.yamux.buffer_pool import MAX_POOLED_BODY
 from hypha_net._libp2p.yamux.frames import HEADER, size_with_tls
@@ -54,11 +56,9 @@ async def hidden_nodes(
             open_endpoint(authority.identity("one"), hidden) as one,
             open_endpoint(authority.identity("two", "worker"), hidden) as two,
         ):
-            with anyio.fail_after(15):
-                for node in (one, two):
-                    await node.wait_for_gateway()
-                    while hidden.relay_circuit and not node.addresses:
-                        await anyio.sleep(0.01)
+            for node in (one, two):
+                await node.wait_for_gateway(15)
+                await until(lambda node=node: node.addresses or not hidden.relay_circuit)  # type: ignore[misc]
             yield gateway, one, two
 
 
@@ -120,11 +120,7 @@ def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: 
                 open_endpoint(authority.identity("two", "worker"), settings) as two,
             ):
                 two.handle(ECHO, echo)
-                with anyio.fail_after(10):
-                    for node in (one, two):
-                        await node.wait_for_gateway()
-                        while len(node.addresses) < 2:
-                            await anyio.sleep(0.01)
+                await until(lambda: len(one.addresses) == len(two.addresses) == 2)
                 with one.events.follow(Connected) as connected:
                     await (await one.open_stream(two.peer_id, [ECHO])).aclose()
                     assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
@@ -247,7 +243,9 @@ def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
     play(authority, case)
 
 
-def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any) -> None:
+def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server, "SWEEP_EVERY", 0.0)
+
     async def main() -> None:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
@@ -255,9 +253,9 @@ def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority
             for name in ("one", "two"):
                 hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
                 async with open_endpoint(authority.identity(name), hidden) as node:
-                    await until(lambda: bool(node.addresses))
+                    await until(lambda: node.addresses and gateway.connected_peers()[node.peer_id].agent)
+                    await until(lambda: node.connected_peers()[gateway.peer_id].agent)
                     kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
-                    await anyio.sleep(SWEEP_EVERY)
                 await until(lambda: not gateway.connected_peers())
             assert len(kept) == 2
             gc.collect()
@@ -359,10 +357,9 @@ def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
 
             relay.handle(ECHO, carry)
             stream = await left.open_stream(relay.peer_id, [ECHO])
-            with anyio.fail_after(10):
-                await stream.send_all(bytes(200_000))
-                await stream.send_eof()
-                assert len(await read_all(stream)) == 200_000
+            await stream.send_all(bytes(200_000))
+            await stream.send_eof()
+            assert len(await read_all(stream)) == 200_000
 
     run(main)
 
@@ -377,6 +374,12 @@ async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) 
 
 
 def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> None:
+    clock = trio.testing.MockClock(rate=1)
+
+    async def main() -> None:
+        async with hidden_nodes(authority, limits) as nodes:
+            await case(*nodes)
+
     async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         told: list[Any] = []
 
@@ -391,7 +394,7 @@ def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> No
             ends = aiter(ended)
             stream, answer = await circuit(one, gateway, two.peer_id)
             for message in (reserved, answer, told[0]):
-                assert (message.limit.data, message.limit.duration) == (100_000, 1)
+                assert (message.limit.data, message.limit.duration) == (100_000, 10)
             with pytest.raises(StreamResetError):
                 while True:
                     await stream.send_all(bytes(10_000))
@@ -403,6 +406,7 @@ def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> No
             second, _ = await circuit(one, gateway, two.peer_id)
             assert (await circuit(one, gateway, two.peer_id))[1].status == Status.RESOURCE_LIMIT_EXCEEDED
             assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
+            clock.jump(10)
             for each in (first, second):
                 with pytest.raises(StreamResetError):
                     await each.receive_some()
@@ -410,7 +414,8 @@ def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> No
             assert gateway._relay_server is not None
             assert not gateway._relay_server._circuits
 
-    play(authority, case, limits=RelayLimits(max_bytes=100_000, max_duration=1, max_circuits_per_peer=2))
+    limits = RelayLimits(max_bytes=100_000, max_duration=10, max_circuits_per_peer=2)
+    trio.run(main, clock=clock)
 
 
 def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) -> None:
@@ -496,7 +501,7 @@ def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: 
     play(authority, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
     """64 MiB with its digest: by default a gateway does not limit circuits to 128 MiB or 10 minutes."""
     source, target = tmp_path / "source", tmp_path / "target"

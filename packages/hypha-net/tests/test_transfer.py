@@ -20,7 +20,7 @@ from hypha_net import transfer
 from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import StreamResetError
-from hypha_net.events import Event, Transferred
+from hypha_net.events import Transferred
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.token_bucket import TokenBucket
 from hypha_net.transfer import retry
@@ -366,32 +366,6 @@ def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, monkeyp
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-def _states(events: list[Event]) -> list[tuple[str, str]]:
-    return [(event.direction, event.state) for event in events if isinstance(event, Transferred)]
-
-
-def test_both_ends_emit_progress_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-    source = content(tmp_path / "source")
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        take_into(b, tmp_path / "landing")
-        with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
-            await transfer.push(a, b.peer_id, source, await header_of(source))
-            await anyio.sleep(0.05)
-            sent, received = list(at_a._waiting), list(at_b._waiting)
-        for events, direction, peer in ((sent, "sent", b), (received, "received", a)):
-            states = _states(events)
-            assert states[0] == (direction, "begun")
-            assert states[-1] == (direction, "done")
-            assert set(states[1:-1]) == {(direction, "moving")}
-            last = events[-1]
-            assert isinstance(last, Transferred)
-            assert (last.peer, last.name, last.done, last.size) == (peer.peer_id, "source", SIZE, SIZE)
-
-    run(case)
-
-
 def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
@@ -461,24 +435,4 @@ def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, 
                 await stream.reset()
             await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
 
-    async def bounded() -> None:
-        with anyio.fail_after(60):
-            await main()
-
-    anyio.run(bounded, backend="trio")
-
-
-@pytest.mark.parametrize("limit", ["upload", "peer_upload", "download", "peer_download"])
-def test_transfer_respects_its_bandwidth_limit(tmp_path: Path, limit: str) -> None:
-    size, rate = 1 << 20, 2 << 20
-    source = content(tmp_path / "source", size=size)
-
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        landed = take_into(b, tmp_path / "landing")
-        transfer.limit_bandwidth(b if "download" in limit else a, transfer.BandwidthLimits(**{limit: rate}))
-        began = anyio.current_time()
-        await transfer.push(a, b.peer_id, source, await header_of(source))
-        assert anyio.current_time() - began >= size / rate - BURST - 0.05
-        assert landed[0].read_bytes() == source.read_bytes()
-
-    run(case)
+    anyio.run(main, backend="trio")

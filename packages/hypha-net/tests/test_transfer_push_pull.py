@@ -170,7 +170,6 @@ def test_an_interrupted_pull_is_an_error_and_leaves_no_file(tmp_path: Path) -> N
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def cut(stream: Stream) -> None:
             await stream.send_all(b"half of a slice")
-            await anyio.sleep(0.01)
             await stream.reset()
 
         b.handle(PULL, cut)
