@@ -29,7 +29,7 @@ def test_every_round_says_where_its_time_has_gone(make_worker: Callable[..., Any
     first, second = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
     assert first["compute_seconds"] > 0
     assert first["data_wait_seconds"] > 0
-    assert first["report_wait_seconds"] >= 0
+    assert "report_wait_seconds" in first
     assert "sync_seconds" not in first
     assert second["sync_seconds"] > 0  # between the two
 

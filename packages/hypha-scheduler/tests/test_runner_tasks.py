@@ -19,7 +19,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import CANCEL_JOB
 from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, RefusalKnown, RoundMembers, UpdateRefused
-from hypha_proto.transfer import PushHeader
+from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.runner import MAX_WAITING
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -577,7 +577,7 @@ async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, wha
             await worker.end(lease)
         case "push":
             header = PushHeader(job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64)
-            assert "over" in str(await lab.service._push(worker.endpoint.peer_id, header))
+            assert await lab.service._push(worker.endpoint.peer_id, header) == Refusal(reason="the job is over")
         case "finish":
             operator.act(EndJob())
         case "lose":
