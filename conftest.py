@@ -22,6 +22,34 @@ def pytest_xdist_auto_num_workers() -> int:
     return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", PROCESSES))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let a failed test of real processes run once more; pytest-rerunfailures does so, but refuses ``--pdb``."""
+    for item in items:
+        if item.get_closest_marker("processes") is None:
+            continue
+        if not item.get_closest_marker("gate") and not item.get_closest_marker("nightly"):
+            raise pytest.UsageError(f"{item.nodeid}: an everyday test is not repeated; mark it gate or nightly as well")
+        if not config.getoption("usepdb"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+            # a timeout of the whole test would bound both attempts together; starting a network has bounds of its own
+            timeout = item.get_closest_marker("timeout")
+            seconds = timeout.args[0] if timeout else config.getini("timeout")
+            item.add_marker(pytest.mark.timeout(seconds, func_only=True))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the repeated tests printed when they failed, and their number and names."""
+    repeated = terminalreporter.getreports("rerun")
+    for report in repeated:
+        terminalreporter.section(f"failed, then repeated: {report.nodeid}", "-")
+        terminalreporter.write_line(report.longreprtext)
+        for name, text in report.sections:
+            terminalreporter.write_line(f"--- {name}\n{text}")
+    names = sorted({report.nodeid for report in repeated})
+    terminalreporter.write_line(" ".join((f"repeated: {len(names)}", *names)))
+
+
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
     """Restore the root logger after tests that run a command in this process, because later tests may read warnings."""

@@ -32,7 +32,7 @@ from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
 
-SEEDS = [0, *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.concurrent]) for seed in (1, 2, 3, 4))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3, 4))]
 EXECUTORS = frozenset({TrainExecutor(name="train"), AggregateExecutor(name="aggregate")})
 ROOM = Resources(cpu=1.0)
 """Resources of a worker, and what each request asks: a worker has room for one lease."""
@@ -140,8 +140,7 @@ def play(
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_as_many_of_ten_schedulers_are_placed_as_fit_on_twenty_workers(seed: int) -> None:
     schedulers = play(seed, 10, 20, role_requests(3, 1))

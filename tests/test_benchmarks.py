@@ -47,8 +47,7 @@ def run(tmp_path: Path, *arguments: str, timeout: float) -> tuple[str, list[dict
     return done.stdout, json.loads(found.read_text())["rows"]
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(640)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_and_transfers_its_data(tmp_path: Path, name: str) -> None:
@@ -69,7 +68,7 @@ def test_an_unknown_benchmark_is_refused_with_the_known_names() -> None:
     assert f"no benchmark 'transfers'; there are: {', '.join(NAMES)}" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_eight_transfers_of_a_gibibyte_take_less_than_128_mib(tmp_path: Path) -> None:
     _, rows = run(tmp_path, "footprint", "--size", "1024", timeout=800)
@@ -78,7 +77,7 @@ def test_eight_transfers_of_a_gibibyte_take_less_than_128_mib(tmp_path: Path) ->
         assert row["ours"] < 128, row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_runner_takes_less_than_five_milliseconds_a_report_and_reads_a_long_journal_in_25_seconds(
     tmp_path: Path,

@@ -121,7 +121,7 @@ def healthy(program: str, address: str, config: Path, env: dict[str, str]) -> di
         time.sleep(0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path: Path) -> None:
     """The file is verbatim that of the document. Replaced by HYPHA_* variables: the folders of certificates and jobs,
     the listen address (a known port, for the probe) and the gateway addresses (one here)."""
@@ -162,8 +162,7 @@ def test_the_complete_worker_starts_by_the_older_command_and_is_healthy(tmp_path
     assert re.search(rf"{file}:\d+: work_dir stands under \[resources\]", log)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(block("worker-older:339").text)
     code = (
@@ -177,8 +176,7 @@ def test_a_file_for_accelerate_is_one(tmp_path: Path) -> None:
     assert done.stdout.split()[3:] == ["fp16", "False"]
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
     """The block is interactive, so only its help and its default are run."""
@@ -189,8 +187,7 @@ def test_accelerate_asks_for_a_configuration(tmp_path: Path) -> None:
     assert json.loads(written.read_text())["compute_environment"] == "LOCAL_MACHINE"  # JSON is YAML
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path: Path) -> None:
     """Replaced: the release site (a local server), the version (that of this tree) and the Python interpreter."""
@@ -207,8 +204,7 @@ def test_the_executor_is_run_from_the_wheel_of_a_release(wheels: Path, tmp_path:
         assert environment.shell(command) == "Success\n"
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) -> None:
     """The user's documents choose PyTorch's build by `--extra`; ours use `package[extra] @ URL`, for this reason."""
     with empty_environment(tmp_path / "env", wheels) as environment:
@@ -222,7 +218,7 @@ def test_an_extra_without_a_project_has_no_effect(tmp_path: Path, wheels: Path) 
     "program",
     [
         "hypha-worker",
-        *(pytest.param(f"hypha-{each}", marks=pytest.mark.slow) for each in ("gateway", "data", "scheduler")),
+        *(pytest.param(f"hypha-{each}", marks=pytest.mark.nightly) for each in ("gateway", "data", "scheduler")),
     ],
 )
 def test_what_init_writes_is_valid_and_lists_every_key(program: str, tmp_path: Path) -> None:
@@ -238,7 +234,7 @@ def test_what_init_writes_is_valid_and_lists_every_key(program: str, tmp_path: P
     assert "--force" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_exit_codes_of_the_conventions(tmp_path: Path) -> None:
     worker = script("hypha-worker")
     node = NodePlan("worker", "hypha-worker", "worker", 1)

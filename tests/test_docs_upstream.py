@@ -6,11 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 FOLDER = Path(__file__).parent.parent / "docs" / "upstream"
 FILES = sorted(FOLDER.glob("[0-9]*.md"))
@@ -43,12 +40,9 @@ def test_the_index_lists_every_report() -> None:
     ]
 
 
-def as_parameter(title: str, program: str, output: str) -> Any:
-    """Return a report as a test's parameter; they mostly wait, but the sixth opens 256 streams in five seconds."""
-    return pytest.param(program, output, id=title, marks=() if title.startswith("6. ") else pytest.mark.concurrent)
-
-
-@pytest.mark.parametrize(("program", "output"), [as_parameter(*report) for report in REPORTS])
+@pytest.mark.upstream
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("program", "output"), [pytest.param(*rest, id=title) for title, *rest in REPORTS])
 def test_a_report_s_program_prints_what_the_report_says(program: str, output: str, tmp_path: Path) -> None:
     path = tmp_path / "report.py"
     path.write_text(program)

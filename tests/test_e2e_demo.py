@@ -14,10 +14,16 @@ from support.local_network import processes_of
 
 from hypha_local.processes import child_environment, script
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 PROMISED = {"accuracy", "rounds", "workers", "samples", "wall_seconds", "placement_seconds", "model_dir"}
 PROMISED |= {"bytes_sent_per_worker"}
+ROUNDS = 16
+LEARNED = 0.9
+"""Accuracy after `ROUNDS` rounds, whatever share of the batches each worker computes; 0.96 to 0.99 on an idle machine.
+
+Updates that are added instead of averaged reach 0.2, and so do batch-norm statistics that are not averaged.
+"""
 PLAIN = Path(__file__).parent / "support" / "baseline_accuracy.py"
 
 
@@ -81,44 +87,30 @@ def assert_proven(folder: Path, rounds: int) -> None:
     assert done.stdout.splitlines()[-1] == f"proven: {rounds} rounds equal to the bit"
 
 
+@pytest.mark.gate
 def test_one_command_trains_a_model_over_a_real_network(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    summary, progress = run_demo(folder, "--workers", "2", "--rounds", "3", "--seed", "1")
+    summary, progress = run_demo(folder, "--seed", "1")
+    print(summary)
     assert set(summary) >= PROMISED
-    assert (summary["workers"], summary["rounds"], summary["seed"]) == (2, 3, 1)
+    assert (summary["workers"], summary["rounds"], summary["seed"]) == (3, ROUNDS, 1)
     assert summary["model_dir"] == str(folder / "model")
-    assert_clean(folder, workers=2)
     assert summary["accuracy"] == plain_accuracy(summary, folder)
-    assert summary["accuracy"] > 0.5
+    assert summary["accuracy"] >= LEARNED
+    assert summary["per_step_bytes_per_worker"] > 5 * summary["bytes_sent_per_worker"]
+    assert_clean(folder, workers=3)
     assert json.loads((folder / "summary.json").read_text()) == summary
     events = [json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [events.count(kind) for kind in ("placement", "round", "finished", "failed")] == [1, 3, 1, 0]
+    assert [events.count(kind) for kind in ("placement", "round", "finished", "failed")] == [1, ROUNDS, 1, 0]
     kept = {path.name for path in folder.iterdir()}
     assert {"model", "metrics.jsonl", "logs", "test.safetensors", "summary.json"} <= kept
     assert not kept & {"certs", "config", "data", "work", "runs"}
-    for stage in ("healthy", "placement", "round 3/3", "every process ended"):
+    for stage in ("healthy", "placement", f"round {ROUNDS}/{ROUNDS}", "every process ended"):
         assert stage in progress
     assert "Traceback" not in progress
 
 
-@pytest.mark.slow
-@pytest.mark.alone  # others may hold up two workers in the last round: the third computes most of it, to less accuracy
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_three_workers_learn_the_digits_in_time(seed: int, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    summary, _ = run_demo(folder, "--seed", str(seed), "--keep")
-    print(summary)
-    assert summary["workers"] == 3
-    assert summary["accuracy"] >= 0.95
-    assert summary["accuracy"] == plain_accuracy(summary, folder)
-    assert summary["wall_seconds"] < 120
-    assert summary["placement_seconds"] < 1
-    assert summary["per_step_bytes_per_worker"] > 5 * summary["bytes_sent_per_worker"]
-    assert_clean(folder, workers=3)
-    assert_proven(folder, summary["rounds"])
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["scheduler", "data"])
 def test_a_job_goes_on_when_a_process_is_killed(victim: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -130,7 +122,7 @@ def test_a_job_goes_on_when_a_process_is_killed(victim: str, tmp_path: Path) -> 
     assert_proven(folder, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_runs_with_one_worker(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     summary, _ = run_demo(folder, "--workers", "1", "--rounds", "2", "--keep")
@@ -143,7 +135,7 @@ def test_the_demo_runs_with_one_worker(tmp_path: Path) -> None:
         assert key.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["worker", "executor", "parameter-server"])
 def test_a_job_goes_on_when_a_member_is_killed(victim: str, tmp_path: Path) -> None:
     folder, rounds = tmp_path / "run", 10

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hypha_local.processes import script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 WORDS = {"good": ("fine", "great", "lovely"), "bad": ("awful", "dull", "poor")}
 FILLERS = ("a", "film", "with", "actors")

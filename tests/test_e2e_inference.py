@@ -19,7 +19,7 @@ from hypha_local.inference_layout import MODULE
 from hypha_local.network_layout import process_executor
 from hypha_local.processes import script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 PLAIN: Final = Path(__file__).parent / "support" / "plain_inference.py"
 QUESTIONS: Final = 100
@@ -188,6 +188,7 @@ def test_the_inference_demo_classifies_every_image_although_a_process_is_killed(
     assert not (tmp_path / "run" / "certs").exists()
 
 
+@pytest.mark.gate
 def test_the_generate_demo_continues_the_prompts_of_a_file(network: InferenceNetwork, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"number {number}"}) + "\n" for number in range(8)))

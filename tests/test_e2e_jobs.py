@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from hypha_local.processes import script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 NAP = "import time; time.sleep(4)"
@@ -29,7 +29,7 @@ LONG = {"name": "sleeps", "driver": {"shell/python": {"code": SLEEP}}}
 SHORT = {"name": "passes", "driver": {"shell/pass": {}}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
     with task_network(tmp_path_factory.mktemp("network") / "run", workers=1) as running:
         yield running

@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from hypha_local.processes import child_environment, script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 ROUNDS = 2
 
@@ -120,7 +120,7 @@ def test_a_network_takes_jobs_and_finds_them_at_its_next_start(place: Path) -> N
         assert (folder / "certs" / "worker-1-cert.pem").stat().st_mtime < began, "its certificates last"
         assert "worker-2 has ended" not in network.errors.read_text()
         network.run(f"hypha-worker drain --config {folder / 'config' / 'worker-2.toml'}")
-        wait_until(lambda: "worker-2 has ended; the network goes on" in network.errors.read_text(), 30, "its end")
+        wait_until(lambda: "worker-2 has ended; the network goes on" in network.errors.read_text(), 60, "its end")
         assert "finished" in network.run(jobs, "--all")
         assert network.end(signal.SIGTERM) == 0
     assert processes_of(folder) == []

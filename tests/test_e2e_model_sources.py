@@ -14,7 +14,7 @@ import pytest
 from support.local_network import Job, LocalNetwork
 from support.numpy_executor import executor_toml, write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
 
 FEATURES = 64
 ROUNDS = 8

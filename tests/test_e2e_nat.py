@@ -9,7 +9,7 @@ import pytest
 from support.homed_network import HomedNetwork, homed_network
 from support.netns import needs_namespaces
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), needs_namespaces]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(500), needs_namespaces]
 
 HOMES = {"data": "b", "worker-2": "b", "parameter-server": "b"}
 """Programs in the second home; the scheduler and the other worker are in the first."""
@@ -34,4 +34,4 @@ def train(network: HomedNetwork) -> None:
         assert "Traceback" not in network.log(name)
     gateway = network.processes.child("gateway").process
     gateway.send_signal(signal.SIGTERM)
-    assert gateway.wait(10) == 0
+    assert gateway.wait(60) == 0

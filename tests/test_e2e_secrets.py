@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 import hypha_local.processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(300)]
 
 TOKEN = "hf_LookForMe0123456789abcdef"
 WRONG = "hf_WrongOne0123456789abcdef"

@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from support.doc_snippets import block
 from support.task_network import TaskNetwork, executor, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
 
 SECRET = "s3cr3t-0f-th3-0wn3r"
 DATASET = b"a,b\n1,2\n" * 100_000

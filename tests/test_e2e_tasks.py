@@ -11,10 +11,10 @@ import pytest
 from support.task_network import TaskNetwork, task_network
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     with task_network(root, workers=2, leases=2) as running:
@@ -33,6 +33,7 @@ def result(name: str, task: str, output: str) -> dict[str, Any]:
     return {"name": name, "result": {"task": task, "output": output}}
 
 
+@pytest.mark.gate
 def test_tasks_use_each_others_results_and_the_last_are_brought_home(network: TaskNetwork) -> None:
     square = "n = task['index']; pathlib.Path('square').write_text(str(n * n))"
     folder = """
@@ -63,7 +64,7 @@ pathlib.Path('total.json').write_text(json.dumps(found))
     assert sorted(path.name for path in (job.directory / "results").iterdir()) == ["total"]
     assert summary["job_id"] == job.job_id
     assert sorted(job.finished()) == sorted([*(f"square[{n}]" for n in range(5)), "folder", "total"])
-    wait_until(lambda: not list(network.folders.work.glob("*/outputs*/*/*")), 10, "released outputs")
+    wait_until(lambda: not list(network.folders.work.glob("*/outputs*/*/*")), 60, "released outputs")
 
 
 def test_files_uris_and_datasets_reach_a_task(network: TaskNetwork) -> None:

@@ -12,7 +12,7 @@ from support.otlp_collector import Collector, grpc_collector, http_collector
 
 import hypha_local.processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(300)]
 
 SPANS = {
     "hypha-scheduler": {"job", "advertise", "lease", "dispatch", "WorkerOffer", "Data", "receive outer-update"},

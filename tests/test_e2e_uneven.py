@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.local_network import local_network, trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 ROUNDS = 6
 # a batch alone takes about 0.02 s; the delay dominates, so that sharing two cores does not decide who is slow

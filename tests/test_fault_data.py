@@ -12,7 +12,7 @@ from support.waiting import wait_until
 
 from hypha_local.demo_tasks import DIGITS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 def given(network: LocalNetwork, name: str) -> int:
@@ -20,7 +20,7 @@ def given(network: LocalNetwork, name: str) -> int:
     return network.log(name).count("INFO hypha_data.slice_resolver: slice ")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     """A network with one data node; `second_data_node` adds another for the tests after it."""
     network = LocalNetwork(tmp_path_factory.mktemp("network") / "run", 2, twins={"data-2": "data"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from support.local_network import Job, LocalNetwork, processes_of, trainer
 
 from hypha_local.processes import script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(300)]
 
 DRAIN_TIMEOUT = 100
 ROUNDS = 8
@@ -22,11 +21,9 @@ SLOW = "slow-trainer"
 """Executor whose job lasts longer than a command takes to start on a busy machine."""
 MANY = 2000
 """More rounds than any test waits for."""
-WELL_BEFORE = 40.0
-"""Seconds of a drain that is over when its worker's round is."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     network = LocalNetwork(root, workers=3)
@@ -72,14 +69,13 @@ def check_left(network: LocalNetwork, job: Job, name: str) -> None:
     assert job.events("worker_lost") == []
 
 
+@pytest.mark.gate
 def test_worker_that_gets_sigterm_leaves_the_job_after_its_round(network: LocalNetwork) -> None:
     job = network.job(rounds=ROUNDS, min_workers=2)
     job.wait_for_round(2)
     process = network.processes.child("worker-1").process
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(DRAIN_TIMEOUT) == 0
-    assert time.monotonic() - began < WELL_BEFORE
     check_left(network, job, "worker-1")
     assert "executor exited with status 0" in network.log("worker-1")
 
@@ -93,9 +89,9 @@ def test_owner_drains_a_worker_by_command(network: LocalNetwork) -> None:
     begun, over = map(json.loads, done.stdout.splitlines())
     assert [entry["class"] for entry in begun["jobs"]] == ["train"]
     assert over == {"drained": True, "cancelled": []}
-    assert network.processes.child("worker-2").process.wait(10) == 0
+    assert network.processes.child("worker-2").process.wait(60) == 0
     check_left(network, job, "worker-2")
-    again = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 3
 
 
@@ -107,9 +103,7 @@ def test_worker_that_the_job_needs_stays_until_a_second_sigterm(network: LocalNe
     job.wait_for_round(len(job.events("round")) + 2)
     assert len(job.events("lease_draining")) == 1
     assert process.poll() is None
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
-    assert time.monotonic() - began < 15.0
-    assert job.wait(30) == 1
+    assert process.wait(60) == 0
+    assert job.wait(60) == 1
     assert "2 of at least 3 remain" in job.events("paused")[0]["reason"]

@@ -13,7 +13,7 @@ from support.waiting import wait_until
 
 from hypha_local.processes import child_environment, script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 ENDS_WITHIN = 90.0
 """Seconds for seven programs to shut down in order, while other tests run."""
@@ -89,7 +89,7 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: sign
 def test_a_demo_that_has_just_started_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     demo = Demo(tmp_path / "run")
     try:
-        wait_until(lambda: (tmp_path / "run").exists(), 30, "the run directory")
+        wait_until(lambda: (tmp_path / "run").exists(), 60, "the run directory")
         demo.interrupt(number)
         demo.assert_ended_by(number)
     finally:

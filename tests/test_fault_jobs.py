@@ -17,7 +17,7 @@ from support.numpy_executor import executor_toml, write_model
 from support.proof import check_rounds, check_whole_epochs, prove
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 MANY = 2000
 """More rounds than any test waits for."""
@@ -33,7 +33,7 @@ GRACE = 2.0
 """Seconds for which workers train on, where a test waits until they do no longer."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     executors = BROKEN + INVALID + SMALL
@@ -47,11 +47,12 @@ def _no_process_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
     network.revive()
-    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    wait_until(lambda: not network.executors(), 60, "the end of all executors")
     for name in network.daemons:
         assert "Traceback" not in network.log(name), network.log(name)
 
 
+@pytest.mark.processes
 def test_a_killed_executor_is_started_again(network: LocalNetwork, fault_row: FaultRow) -> None:
     """With torch, whose import takes most of the time."""
     rounds = 12
@@ -77,6 +78,7 @@ def test_a_killed_executor_is_started_again(network: LocalNetwork, fault_row: Fa
     fault_row("an executor with torch is killed", f"trains again after {joined['time'] - killed:.1f} s")
 
 
+@pytest.mark.processes
 def test_the_same_error_on_two_workers_ends_the_job_with_its_last_lines(network: LocalNetwork) -> None:
     job = network.job(rounds=MANY, kind="broken")
     assert job.wait(PROMPTLY) == 1
@@ -87,6 +89,7 @@ def test_the_same_error_on_two_workers_ends_the_job_with_its_last_lines(network:
     assert all(network.peer_id(name) in failed["error"] for name in network.trainers)
 
 
+@pytest.mark.processes
 def test_an_executor_to_which_the_job_is_invalid_ends_it_with_its_last_lines(network: LocalNetwork) -> None:
     job = network.job(rounds=MANY, kind="invalid")
     assert job.wait(PROMPTLY) == 1
@@ -96,6 +99,7 @@ def test_an_executor_to_which_the_job_is_invalid_ends_it_with_its_last_lines(net
     assert job.events(RESTARTED) == []
 
 
+@pytest.mark.processes
 def test_the_next_job_gets_its_workers_as_soon_as_the_last_has_ended(network: LocalNetwork) -> None:
     placements = []
     for _ in range(3):
@@ -115,7 +119,8 @@ def small_job(network: LocalNetwork, settings: str = "", resources: str = "") ->
     return network.job(rounds=ROUNDS, kind="numpy", model=model, settings=settings, resources=resources)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.gate), signal.SIGTERM])
+@pytest.mark.processes
 def test_a_scheduler_that_is_back_in_time_goes_on_with_its_workers(network: LocalNetwork, how: signal.Signals) -> None:
     """Its executors are the same processes, and compute while it is away."""
     job = small_job(network)
@@ -123,11 +128,10 @@ def test_a_scheduler_that_is_back_in_time_goes_on_with_its_workers(network: Loca
     executors = {process.pid for process in network.commands()}
     assert len(executors) == len(network.trainers)
     job.child.process.send_signal(how)
-    assert job.wait(15) == (-how if how is signal.SIGKILL else 0)
+    assert job.wait(60) == (-how if how is signal.SIGKILL else 0)
     assert [event["tasks_run_on"] for event in job.events("interrupted")] == [True] * (how is signal.SIGTERM)
     closed = len(job.records("round"))
     assert closed < ROUNDS
-    time.sleep(1.0)  # as long as a round takes: the workers wait for the scheduler at its end
     assert {process.pid for process in network.commands()} == executors
     again = network.restart(job.name)
     again.wait_for_round(closed + 1)
@@ -138,11 +142,12 @@ def test_a_scheduler_that_is_back_in_time_goes_on_with_its_workers(network: Loca
     assert again.records("failed") == []
 
 
+@pytest.mark.processes
 def test_a_job_resumes_from_its_record_when_the_workers_have_given_up(network: LocalNetwork) -> None:
     job = small_job(network, f"orphan_grace = {GRACE}\n")
     job.wait_for_round(3)
     job.child.process.kill()
-    assert job.wait(10) == -signal.SIGKILL
+    assert job.wait(60) == -signal.SIGKILL
     wait_until(lambda: not network.executors(), 15 + GRACE, "executors of a scheduler that is gone")
     closed = len(job.records("round"))
     resumed = network.scheduler_command(job, "resume", "--config", str(network.configuration(job.name)))
@@ -152,26 +157,30 @@ def test_a_job_resumes_from_its_record_when_the_workers_have_given_up(network: L
     assert terms == {number: 1 if number <= closed else 2 for number in range(1, ROUNDS + 1)}
 
 
+@pytest.mark.processes
 def test_without_grace_a_killed_scheduler_costs_its_leases_and_executors(network: LocalNetwork) -> None:
     job = network.job(rounds=MANY, settings="orphan_grace = 0\n")
     job.wait_for_round(1)
     assert len(network.commands()) == len(network.trainers)
     job.child.process.kill()
-    assert job.wait(10) == -signal.SIGKILL
-    wait_until(lambda: not network.executors(), 15, "executors of a scheduler that is gone")
+    assert job.wait(60) == -signal.SIGKILL
+    wait_until(lambda: not network.executors(), 60, "executors of a scheduler that is gone")
     after = network.job(rounds=1)
     assert after.wait(90) == 0, after.log
 
 
+@pytest.mark.processes
 def test_an_interrupted_scheduler_releases_its_workers(network: LocalNetwork) -> None:
     job = network.job(rounds=MANY)
     job.wait_for_round(1)
     job.child.process.send_signal(signal.SIGINT)
-    assert job.wait(10) == 130
+    assert job.wait(60) == 130
     assert "Traceback" not in job.log
-    wait_until(lambda: not network.executors(), 10, "executors of a scheduler that left")
+    wait_until(lambda: not network.executors(), 60, "executors of a scheduler that left")
 
 
+@pytest.mark.gate
+@pytest.mark.processes
 def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNetwork) -> None:
     """Its only one is killed and started again: it begins a new term."""
     job = small_job(network)
@@ -192,6 +201,8 @@ def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNe
     assert terms == {number: 1 if number <= closed else 2 for number in range(1, ROUNDS + 1)}
 
 
+@pytest.mark.gate
+@pytest.mark.processes
 def test_a_job_pauses_without_a_killed_worker_and_goes_on_when_it_is_back(network: LocalNetwork) -> None:
     """The executor of the killed worker leaves."""
     job = small_job(network)
@@ -202,13 +213,14 @@ def test_a_job_pauses_without_a_killed_worker_and_goes_on_when_it_is_back(networ
     network.kill("worker-1")
     paused = job.wait_for_event(PAUSED, after=killed)
     assert "1 of at least 2" in paused["reason"]
-    wait_until(lambda: not any(map(is_alive, orphans)), 15, "an executor whose worker is gone")
+    wait_until(lambda: not any(map(is_alive, orphans)), 60, "an executor whose worker is gone")
     network.revive()
     job.wait_for_event(CONTINUED, after=killed)
     prove(network, job, ROUNDS)
     check_whole_epochs(job, ROUNDS // 2)
 
 
+@pytest.mark.processes
 def test_a_job_without_enough_workers_fails_after_its_timeout(network: LocalNetwork) -> None:
     job = small_job(network, resources="allocation_timeout = 6\n")
     job.wait_for_round(1)
@@ -222,15 +234,15 @@ def test_a_job_without_enough_workers_fails_after_its_timeout(network: LocalNetw
     assert "Traceback" not in job.log
 
 
+@pytest.mark.gate
 def test_a_worker_of_another_authority_is_refused_on_both_sides(network: LocalNetwork) -> None:
     began = len(network.log("gateway"))
     child = network.start_untrusted_worker("untrusted")
-    wait_until(lambda: "refused" in child.log.read_text(), 20, "the refusal in the worker's log")
-    wait_until(lambda: "refused" in network.log("gateway")[began:], 5, "the refusal in the gateway's log")
-    time.sleep(1.0)
+    wait_until(lambda: "refused" in child.log.read_text(), 60, "the refusal in the worker's log")
+    wait_until(lambda: "refused" in network.log("gateway")[began:], 60, "the refusal in the gateway's log")
     assert child.process.poll() is None  # it keeps trying, because its owner may replace the certificate
     for text in (child.log.read_text(), network.log("gateway")[began:]):
         print(text)
         assert "Traceback" not in text
     child.process.terminate()
-    assert child.process.wait(10) == 0
+    assert child.process.wait(60) == 0

@@ -40,7 +40,7 @@ from support.proof import check_whole_epochs, prove
 from support.small_disk import full_disk, small_disk
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(240)]
 
 NODES = 4
 WORKERS = 3
@@ -78,7 +78,7 @@ def executors(root: Path) -> str:
     return executor_toml("numpy", DELAY) + executor_toml("failing", DELAY, failures=FAILING, counts=counts / "failing")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     twins = {"data-2": "data", "parameter-server-2": "parameter-server"}
@@ -94,7 +94,7 @@ def _every_node_runs(network: LocalNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
     network.revive()
-    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    wait_until(lambda: not network.executors(), 60, "the end of all executors")
     for name in network.daemons:
         assert "Traceback" not in network.log(name), network.log(name)
 
@@ -384,7 +384,7 @@ def leave(network: LocalNetwork, job: Job, name: str, fault_row: FaultRow) -> No
     began = time.time()
     process.send_signal(signal.SIGTERM)
     left = job.wait_for_event(LEFT, after=began, worker=network.peer_id(name))
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     job.wait_for_round(left["round"])
     [record] = [record for record in job.records("round") if record["round"] == left["round"]]
     assert network.peer_id(name) in {member["peer"] for member in record["members"]}
@@ -450,7 +450,7 @@ def fill_worker(network: LocalNetwork, job: Job, folder: Path, fault_row: FaultR
     peer, began = network.peer_id("worker-1"), time.time()
     with full_disk(folder):
         replaced = job.wait_for_event(REPLACED, after=began, worker=peer)
-        wait_until(lambda: not network.executors("worker-1"), 15, "the end of the executor without a disk")
+        wait_until(lambda: not network.executors("worker-1"), 60, "the end of the executor without a disk")
         joined = job.wait_for_event(JOINED, after=began, worker=network.peer_id("worker-4"))
     assert f"work/{folder.name}/" in replaced["reason"]
     assert [event for event in job.events(REPLACED) if event["worker"] == peer] == [replaced]

@@ -18,7 +18,7 @@ from support.numpy_executor import executor_toml, write_model
 from support.proof import check_whole_epochs, prove
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), needs_namespaces]
 
 WORKERS = 3
 HOMES = {"worker-3": "b", "job-2": "b"}
@@ -42,7 +42,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HomedNetwork]:
 def _no_executor_is_left(network: HomedNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
-    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    wait_until(lambda: not network.executors(), 60, "the end of all executors")
     for name in network.daemons:
         assert "Traceback" not in network.log(name), network.log(name)
 

@@ -32,7 +32,7 @@ from support.numpy_replay import replay_job
 from support.small_disk import fill, small_disk
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(240)]
 
 WORKERS = 3
 WRONG = "worker-3"
@@ -81,7 +81,7 @@ def executors(worker: str) -> str:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     names = [f"worker-{number}" for number in range(1, WORKERS + 1)]
@@ -94,7 +94,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
 @pytest.fixture(autouse=True)
 def _no_process_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
-    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    wait_until(lambda: not network.executors(), 60, "the end of all executors")
     for name in network.daemons:
         assert "Traceback" not in network.log(name), network.log(name)
 
@@ -197,7 +197,7 @@ def test_three_updates_that_must_not_count_exclude_their_worker(network: LocalNe
     rounds = 8
     job = start(network, "repeated", rounds=rounds)
     wait_until(lambda: bool(job.events("worker_excluded")), 60, "the exclusion of a worker")
-    wait_until(lambda: not network.executors(WRONG), 10, "the end of the executor of a worker that was excluded")
+    wait_until(lambda: not network.executors(WRONG), 60, "the end of the executor of a worker that was excluded")
     assert job.child.process.poll() is None, "the lease was not released before the end of the job"
     check(network, job, rounds)
     faults = SCENARIOS["repeated"]
@@ -250,7 +250,7 @@ def pause_and_continue(job: Job, filler: Path, left: int) -> None:
     reason = re.split(PAUSE, job.log)[-1]
     assert reason.startswith(f"{directory_of(job)}: there is no room for the job's files: ")
     filler.unlink()
-    wait_until(lambda: len(job.events("paused")) == len(job.events("continued")) > ended, 30, "the end of the pause")
+    wait_until(lambda: len(job.events("paused")) == len(job.events("continued")) > ended, 60, "the end of the pause")
 
 
 def test_a_round_costs_four_bytes_for_each_parameter_and_peer(network: LocalNetwork) -> None:

@@ -13,10 +13,10 @@ import pytest
 from support.task_network import Submission, TaskNetwork, task_network
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     with task_network(root, workers=3) as running:
@@ -27,7 +27,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
 def _no_process_is_left(network: TaskNetwork) -> Iterator[None]:
     yield
     network.revive()
-    wait_until(lambda: not network.executors(), 15, "the end of all executors")
+    wait_until(lambda: not network.executors(), 60, "the end of all executors")
     for name in network.daemons:
         assert "Traceback" not in network.log(name), network.log(name)
 
@@ -62,6 +62,8 @@ def check(job: Submission, count: int, length: int) -> None:
         assert text.split() == [f"c{chain}-{number}" for number in range(length)]
 
 
+@pytest.mark.gate
+@pytest.mark.processes
 def test_a_killed_worker_costs_its_attempts_and_its_outputs_are_made_again(network: TaskNetwork) -> None:
     job = network.submit(chains(6, 5, 0.1))
     job.wait_for_finished(8)
@@ -71,9 +73,10 @@ def test_a_killed_worker_costs_its_attempts_and_its_outputs_are_made_again(netwo
     assert summary["job_id"] == job.job_id
 
 
+@pytest.mark.processes
 def test_a_killed_executor_is_one_failed_attempt(network: TaskNetwork) -> None:
     job = network.submit(chains(3, 3, 1.0))
-    wait_until(lambda: bool(network.executors()), 30, "an executor")
+    wait_until(lambda: bool(network.executors()), 60, "an executor")
     network.executors()[0].send_signal(signal.SIGKILL)
     job.wait(120)
     check(job, 3, 3)
@@ -82,6 +85,7 @@ def test_a_killed_executor_is_one_failed_attempt(network: TaskNetwork) -> None:
     assert failed[0]["exit_code"] == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_the_outputs_of_a_killed_holder_are_made_again(network: TaskNetwork) -> None:
     """The holder of every output is killed while a task waits that reads them."""
     make = "import time; open('x', 'w').write(str(time.time()))"
@@ -106,6 +110,7 @@ def test_the_outputs_of_a_killed_holder_are_made_again(network: TaskNetwork) -> 
     assert (job.directory / "results" / "last" / "y").read_text() == "3"
 
 
+@pytest.mark.processes
 def test_a_worker_that_is_told_to_end_hands_its_tasks_over(network: TaskNetwork) -> None:
     job = network.submit(chains(6, 4, 0.3))
     job.wait_for_finished(6)
@@ -135,7 +140,7 @@ def test_a_job_whose_scheduler_was_killed_is_resumed(network: TaskNetwork, is_re
     job = network.submit(chains(6, 5, 0.4, ran))
     job.wait_for_finished(8)
     network.kill("scheduler")
-    assert job.process.wait(10) == 3
+    assert job.process.wait(60) == 3
     finished = job.finished()
     if is_restarted:
         network.revive()

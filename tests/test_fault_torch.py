@@ -12,7 +12,7 @@ from support.local_network import LocalNetwork, local_network, trainer
 from support.member_faults import JOINED, RESTARTED, name_of
 from support.proof import check_used_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 WORKERS = 3
 ROUNDS = 16
@@ -20,7 +20,7 @@ SLOW = trainer("slow", 0.05)
 """Takes a second and more for a round."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
     with local_network(root, WORKERS, **{f"worker_{number}": SLOW for number in range(1, WORKERS + 1)}) as running:

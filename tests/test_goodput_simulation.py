@@ -23,8 +23,7 @@ def test_our_job_takes_its_samples_in_spite_of_failures() -> None:
     assert 0.5 < found.rate / whole.rate <= 1.05
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_goodput_is_higher_than_with_restarts_if_failures_are_frequent() -> None:
     found = goodput(2, rounds=6, seeds=2)
 

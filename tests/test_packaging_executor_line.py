@@ -17,7 +17,7 @@ from support.doc_snippets import block
 from support.local_network import local_network
 from support.wheelhouse import ROOT, packages, release_site, uv
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 NAME = "users-own"
 

@@ -24,8 +24,7 @@ def test_the_extras_are_those_of_the_documents() -> None:
         assert re.fullmatch(r"torch>=2\.\d+", requirement)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["", *VARIANTS])
 def test_a_variant_resolves(wheels: Path, tmp_path: Path, variant: str) -> None:
     wanted = tmp_path / "wanted.txt"
@@ -36,8 +35,7 @@ def test_a_variant_resolves(wheels: Path, tmp_path: Path, variant: str) -> None:
     assert {"hypha-accelerate-executor", "hypha-proto", "torch", "accelerate", "transformers"} <= names
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_page_names_the_cuda_version_of_the_lock_file() -> None:
     """The page names the build in the lock file and must change with it."""
     lock = (ROOT / "uv.lock").read_text()

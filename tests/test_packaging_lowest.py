@@ -29,8 +29,7 @@ packages = ["src/{module}"]
 """
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @each_package
 def test_the_lowest_siblings_have_what_is_used_of_them(package: Package, tmp_path: Path, wheels: Path) -> None:
     required = siblings(package, BY_NAME)
@@ -65,8 +64,7 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "use", ["from low.parts import later", "def f():\n    from low import parts\n    parts.later()"]
 )

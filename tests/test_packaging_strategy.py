@@ -16,7 +16,7 @@ from support.wheelhouse import OVERRIDE, ROOT, Environment, empty_environment, p
 
 from hypha_proto.update_file import TensorFile, open_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 SWEEP = ROOT / "examples" / "strategies" / "sweep"
 ONLY = "only-worker-1"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.wheelhouse import OVERRIDE, ROOT, Package, empty_environment, packages
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-scheduler", "hypha-worker"}
 """Packages that need the override."""
@@ -42,13 +42,11 @@ def metadata_of(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-@pytest.mark.concurrent
 def test_ten_packages_are_built(wheels: Path) -> None:
     assert len(packages()) == 10
     assert len(list(wheels.glob("*.whl"))) == len(list(wheels.glob("*.tar.gz"))) == 10
 
 
-@pytest.mark.concurrent
 @each_package
 def test_a_wheel_holds_its_package_alone_with_licence_and_types(wheels: Path, package: Package) -> None:
     wheel = wheel_of(wheels, package)
@@ -65,7 +63,6 @@ def test_a_wheel_holds_its_package_alone_with_licence_and_types(wheels: Path, pa
     assert not [name for name in names if not name.endswith((".py", "py.typed", ".json", ".html", ".css", ".js"))]
 
 
-@pytest.mark.concurrent
 @each_package
 def test_an_sdist_has_what_is_needed_to_build_and_test(wheels: Path, package: Package) -> None:
     with tarfile.open(wheels / f"{package.name.replace('-', '_')}-{package.version}.tar.gz") as archive:
@@ -85,8 +82,13 @@ def documented_installation(name: str) -> str:
     return command if name in ON_LIBP2P else f"uv pip install {name}"
 
 
-@pytest.mark.concurrent
-@each_package
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(each, marks=pytest.mark.gate if each.name == "hypha-worker" else (), id=each.name)
+        for each in packages()
+    ],
+)
 def test_it_installs_alone_without_a_compiler_and_shows_its_help(
     wheels: Path, tmp_path: Path, package: Package
 ) -> None:
@@ -114,7 +116,6 @@ def check_executor_by_uv(file: Path) -> None:
     assert train["args"][separator + 1 : separator + 4] == ["python", "-m", "hypha.accelerate_executor.training"]
 
 
-@pytest.mark.concurrent
 def test_hypha_proto_needs_only_msgspec_and_cbor2(wheels: Path, tmp_path: Path) -> None:
     proto = next(package for package in packages() if package.name == "hypha-proto")
     with empty_environment(tmp_path / "env", wheels) as environment:

@@ -61,8 +61,7 @@ def test_free_offers_without_a_lease_behind_them(denies: bool) -> None:
     assert found.placement.seconds < 3.0, found.placement.failure
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_thousands_of_offers_that_last_a_minute() -> None:
     """They all arrive before the workers have decided about the requests."""
     flood = OfferFlood(count=2100, concurrent=2100)
@@ -93,8 +92,7 @@ def test_a_hundred_requests_in_each_batch_window() -> None:
     assert found.placement.seconds < 5.0, found.placement.failure
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_of_ten_jobs_that_compete_all_that_fit_are_placed(seed: int) -> None:
     """Ten jobs of 4 leases each ask 20 workers with one lease each at the same moment; five can be placed."""

@@ -89,9 +89,7 @@ def run_jobs(seed: int, conditions: Conditions) -> World:
     return world
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.concurrent]) for seed in range(1, 5))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
 def test_jobs_are_placed_in_the_model(seed: int) -> None:
     """The model reaches what it is about: without placed jobs its invariants would hold trivially."""
     assert sum(scheduler.placed for scheduler in run_jobs(seed, Conditions()).schedulers) >= 3

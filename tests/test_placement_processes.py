@@ -9,14 +9,16 @@ import pytest
 from benchmarks.measures.placement import REAL_WORKERS, place_on_real_workers
 from benchmarks.run import open_run
 
-BOUND = 4.0
-"""Seconds. The benchmark `placement` asks for one on an idle machine."""
+BOUND = 1.0
+"""Seconds, on an idle machine."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.processes
 @pytest.mark.timeout(240)
-def test_a_job_gets_all_of_eight_real_workers_within_a_bound(tmp_path: Path) -> None:
+def test_a_job_gets_all_of_eight_real_workers_within_a_second(tmp_path: Path) -> None:
     with open_run(tmp_path, size=1, repeat=1, count=1, leaves=1, minutes=1, workers=1) as run:
         times = place_on_real_workers(run, REAL_WORKERS, jobs=3)
+    print(*(f"{seconds:.3f} s" for seconds in times))
     assert len(times) == 3
-    assert max(times) < BOUND, times
+    assert sorted(times)[1] < BOUND, times

@@ -31,7 +31,7 @@ def check(network: PlacementNetwork, now: float) -> None:
                 assert manager.find(held.lease, scheduler) is not None, f"{held} is believed at {now:g}"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.concurrent])])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_leases_stay_consistent_on_a_rough_network(seed: int) -> None:
     """Jobs of different sizes come and go, with more demand than there is, on links that break and lose gossip."""
     random = Random(f"jobs/{seed}")

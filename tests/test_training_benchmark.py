@@ -93,8 +93,7 @@ def test_delayed_links_carry_every_byte_in_order_and_late() -> None:
     assert waited >= 2 * DELAY
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_the_plain_loop_takes_its_steps(tmp_path: Path) -> None:
     from click.testing import CliRunner

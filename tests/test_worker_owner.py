@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from hypha_local.processes import script
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(300)]
 
 WORKER = "worker-1"
 CLIENTS = 2000
@@ -66,7 +66,7 @@ def connect_idle_clients(folder: Path, stack: ExitStack) -> None:
 
 
 def test_owner_follows_pauses_drains_and_accounts_a_worker(network: TaskNetwork) -> None:
-    wait_until(lambda: any(network.folders.root.rglob("worker.sock")), 30, "the control socket")
+    wait_until(lambda: any(network.folders.root.rglob("worker.sock")), 60, "the control socket")
     [control] = network.folders.root.rglob("worker.sock")
     work_dir = control.parent.parent
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def test_owner_follows_pauses_drains_and_accounts_a_worker(network: TaskNetwork)
     go.touch()
     output, errors = drain.communicate(timeout=100)
     assert (drain.returncode, json.loads(output)) == (0, {"drained": True, "cancelled": []}), errors
-    assert network.processes.child(WORKER).process.wait(30) == 0
+    assert network.processes.child(WORKER).process.wait(60) == 0
     job.wait(60)
     rows = accounts(network)
     assert [row["outcome"] for row in rows if row["job"] == job.job_id] == ["interrupted", "finished"]

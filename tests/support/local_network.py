@@ -237,7 +237,7 @@ class LocalNetwork:
         """Kill a node with SIGKILL."""
         process = self.processes.child(name).process
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
 
     def revive(self) -> None:
         """Restart killed nodes and wait until they are healthy."""
@@ -336,7 +336,7 @@ class LocalNetwork:
         for job in self._started:
             if job.child.process.poll() is None:
                 job.child.process.send_signal(signal.SIGINT)
-                job.child.process.wait(15)
+                job.child.process.wait(60)
         self._started.clear()
 
     def scheduler_command(self, job: Job, command: str, *args: str) -> subprocess.CompletedProcess[str]:

@@ -136,6 +136,6 @@ def _veth(made: Namespaces, one: str, two: str, name: str, other: str = "wan") -
 
 
 def _passed(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout

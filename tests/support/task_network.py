@@ -177,7 +177,7 @@ class TaskNetwork(LocalNetwork):
     def stop_child(self, child: Child) -> int:
         """Ask a process to end (SIGTERM); return its exit status."""
         child.process.terminate()
-        return child.process.wait(30)
+        return child.process.wait(60)
 
 
 @contextmanager

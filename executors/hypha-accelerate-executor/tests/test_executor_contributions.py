@@ -310,8 +310,7 @@ def test_a_later_start_without_weights_to_fetch_begins_from_the_model(job: Calla
     assert scheduler.contributions[0].weights == scheduler.digests[0]
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_fetched_weights_reach_all_processes(job: Callable[..., Any], llama: Path, tmp_path: Path) -> None:
     """Two processes go on from the fetched weights exactly as if they had never had others."""

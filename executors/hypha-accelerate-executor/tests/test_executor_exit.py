@@ -39,8 +39,7 @@ def _process(worker: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     done = _process(worker)
@@ -52,8 +51,7 @@ def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[.
     assert done.stderr.splitlines()[-1].endswith("the job is done")
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_process_fails_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=100)
     worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)

@@ -17,8 +17,7 @@ def test_the_entry_point_does_not_import_torch(entry: str) -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_loaded_model_imports_only_its_own_class(digit_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from hypha.accelerate_executor.modeling.hf import load_model\n"
@@ -51,8 +50,7 @@ assert not any(torch.equal(*pair) for pair in zip(before, model.parameters()))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_step_does_not_import_the_compiler(digit_model: Path) -> None:
     code = (
         STEP + "print([m for m in ('torch._dynamo.eval_frame', 'torch._dynamo.symbolic_convert') if m in sys.modules])"
@@ -62,8 +60,7 @@ def test_a_step_does_not_import_the_compiler(digit_model: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_compiler_works_after_it_was_deferred(digit_model: Path) -> None:
     code = STEP + (
         "double = torch.compile(lambda value: value * 2, backend='eager')\n"

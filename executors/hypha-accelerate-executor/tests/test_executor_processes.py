@@ -22,7 +22,7 @@ from hypha.accelerate_executor import training
 from hypha.accelerate_executor.data.microbatches import count_labels, split_batch
 from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 # an epsilon well above rounding errors of gradients, which AdamW's first steps would amplify to a whole learning rate
@@ -149,7 +149,7 @@ def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=1e-4)
 
 
-@pytest.mark.parametrize("micro", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro", ["1", pytest.param("2", marks=pytest.mark.nightly)])
 def test_two_processes_produce_the_update_of_one(start: Callable[..., Any], plain: Any, micro: str) -> None:
     worker, processes = start(2, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=micro)
     leader, follower = _finish(processes)
@@ -220,7 +220,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_in_shards_are_gathered_and_set(llama: Path, tmp_path: Path) -> None:
     """FSDP shards on two CPU processes, which torch supports and Accelerate does not."""
     stored = safetensors.numpy.load_file(llama / "model.safetensors")
@@ -242,7 +242,7 @@ def test_weights_in_shards_are_gathered_and_set(llama: Path, tmp_path: Path) -> 
         np.testing.assert_array_equal(value, stored[name] + np.float32(0.25))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lost", [0, 1])
 def test_all_processes_exit_when_one_is_lost(start: Callable[..., Any], lost: int) -> None:
     worker, processes = start(2, rounds=100_000)
@@ -258,7 +258,7 @@ def test_all_processes_exit_when_one_is_lost(start: Callable[..., Any], lost: in
     assert "another process of this executor has ended" in error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accelerate_launch_with_a_configuration_file(
     make_worker: Callable[..., Any], text_slices: list[Path], llama: Path, plain: Any, tmp_path: Path
 ) -> None:

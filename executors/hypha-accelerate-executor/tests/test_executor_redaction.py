@@ -14,7 +14,7 @@ import pytest
 
 from hypha.accelerate_executor.bridge.redaction import Redaction
 
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120)]
 
 TOKEN = "hf_secretSECRETsecretSECRET0123456789"
 

@@ -312,7 +312,7 @@ def _repeat(pick: random.Random, data: bytes) -> bytes:
 MUTATIONS: list[Mutation] = [_replace, _flip, _cut, _repeat]
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.concurrent])])
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_mutated_sources_are_refused_by_line_or_read_as_json_reads_them(count: int, tmp_path: Path) -> None:
     pick, path = random.Random(5), tmp_path / "fuzz.jsonl"
     original = ("\n".join(ROWS) + "\n").encode()

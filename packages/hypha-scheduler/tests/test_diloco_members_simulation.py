@@ -24,7 +24,7 @@ from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 
 ROUNDS = 8
 SEEDS = [
-    seed if seed < 8 else pytest.param(seed, marks=(pytest.mark.slow, pytest.mark.concurrent)) for seed in range(50)
+    seed if seed < 8 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)
 ]
 EXECUTOR_PHASES = ["preparing", "joining", "training", "sending", "stated", "pushed", "waiting", "merging"]
 SERVER_PHASES = [
@@ -545,8 +545,7 @@ def test_whatever_happens_there_is_one_model_and_each_sample_counts_once(seed: i
     finish(Misfortunes(seed).network(table()))
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_seeds_meet_every_misfortune() -> None:
     seen: Counter[str] = Counter()
     wanted = {*Misfortunes.KINDS, "taken up", "resumed", "power lost", "rejoined", "answer lost"}

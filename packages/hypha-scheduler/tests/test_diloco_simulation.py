@@ -20,7 +20,7 @@ WORKERS = PEERS[:4]
 ROUNDS = 6
 STEPS = 6000
 SEEDS = [
-    seed if seed < 20 else pytest.param(seed, marks=(pytest.mark.slow, pytest.mark.concurrent)) for seed in range(50)
+    seed if seed < 20 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)
 ]
 
 Span = tuple[int, int, int, int]
@@ -303,8 +303,7 @@ def test_records_are_true_and_the_ledger_is_exact_whatever_happens(seed: int) ->
     simulate(case)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_the_seeds_meet_every_fault_and_most_jobs_finish() -> None:
     seen: Counter[str] = Counter()
 
