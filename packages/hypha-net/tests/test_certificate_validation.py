@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
+import trio.testing
 from support.endpoint_helpers import echo_at_once
 from support.waiting import run, until
 
@@ -61,7 +63,12 @@ def test_a_renewed_certificate_is_presented_without_a_restart(authority: Any, ca
         run(main)
 
 
-def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(authority: Any, caplog: Any) -> None:
+def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(
+    authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Mock(wraps=certificate_monitor.file_state)
+    monkeypatch.setattr(certificate_monitor, "file_state", looks)
+
     async def main() -> None:
         async with opened(authority.identity("gateway"), role="gateway") as one:
             authority.files("gateway")
@@ -70,7 +77,8 @@ def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(authority: An
             assert "restart the node" in caplog.text
             async with opened(authority.identity("leaf")) as two:
                 assert await two.connect(one.addresses[0]) == one.peer_id
-            await anyio.sleep(5 * QUICK)
+            seen = looks.call_count
+            await until(lambda: looks.call_count > seen + 4)
         assert caplog.text.count("are not reloaded") == 1
 
     run(main)
@@ -105,11 +113,12 @@ def test_a_file_is_read_after_it_has_been_written_completely(authority: Any, cap
                 for at in range(0, len(whole), 64):
                     file.write(whole[at : at + 64])
                     await anyio.sleep(QUICK / 2)
-            await until(lambda: "certificates reloaded" in caplog.text)
+            while "certificates reloaded" not in caplog.text:
+                await anyio.sleep(QUICK)
         assert "are not reloaded" not in caplog.text
 
     with caplog.at_level(logging.INFO):
-        run(main)
+        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 @pytest.mark.parametrize("lists", [False, True])
@@ -245,7 +254,7 @@ def test_a_peer_whose_certificate_expires_while_connected_is_disconnected(author
     run(main)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_certificate_that_expires_by_the_real_clock_ends_its_connections(authority: Any) -> None:
     async def main() -> None:
         brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))

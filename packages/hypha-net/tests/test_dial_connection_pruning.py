@@ -129,7 +129,7 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
     return ID(peer.peer_id.raw) in node._gossip[1].mesh.get(TOPIC, set())
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.nightly)])
 def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
     authority: Any, short_grace: None, times: int
 ) -> None:
@@ -151,9 +151,8 @@ def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
                     await wait_for_one_connection_dialled_by_smaller(smaller, larger)
                     assert smaller._dialer.connection(larger.peer_id) is not kept, "the newest"
                 before = traffic.answered
-                await until(lambda: traffic.answered > before + 10)
+                await until(lambda: traffic.answered > before + 10 and traffic.sent.total() > 10 * times, 60)
             assert traffic.received == traffic.sent, "each message once, none lost"
-            assert traffic.sent.total() > 10 * times
 
     run(main, 100)
 
@@ -163,7 +162,7 @@ async def wait_for_one_connection_dialled_by_smaller(smaller: Libp2pEndpoint, la
     assert (initiators(smaller, larger), initiators(larger, smaller)) == ([True], [False])
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.concurrent])])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace: None, times: int) -> None:
     async def main() -> None:
         simultaneous = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-import anyio
 import pytest
 import trio
 from support.waiting import run, until
@@ -33,7 +32,6 @@ def test_silent_sockets_do_not_count_as_connections(authority: Any) -> None:
         ):
             for _ in range(8):
                 await stack.enter_async_context(await idle(gateway.addresses[0]))
-            await anyio.sleep(0.2)
             await leaf.connect(gateway.addresses[0])
 
     run(main)
@@ -62,8 +60,7 @@ def test_concurrent_handshakes_of_one_host_are_limited(
             AsyncExitStack() as stack,
         ):
             sockets = [await stack.enter_async_context(await idle(gateway.addresses[0])) for _ in range(3)]
-            with anyio.fail_after(10):
-                assert await sockets[2].receive_some(1) == b""
+            assert await sockets[2].receive_some(1) == b""
             assert caplog.text.count("rejected: too many concurrent handshakes") == 1
             with pytest.raises(UnreachableError, match="it ended the connection before a handshake; is it full"):
                 await leaf.connect(gateway.addresses[0])

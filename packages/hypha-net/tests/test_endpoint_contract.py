@@ -403,10 +403,11 @@ def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> Non
     async def case(nodes: list[Endpoint]) -> None:
         gateway, first, second = nodes
         assert first.round_trip_time(second.peer_id) is None
+        began = anyio.current_time()
         await first.connect_peer(second.peer_id)
         round_trip = first.round_trip_time(second.peer_id)
         assert round_trip is not None
-        assert 0 <= round_trip < 5
+        assert 0 <= round_trip <= anyio.current_time() - began
         await until(lambda: second.round_trip_time(first.peer_id) is not None)
         await first.connect_peer(second.peer_id)  # connected already
         stranger = PeerId.from_public_key(bytes(range(32)))

@@ -30,10 +30,10 @@ from support.waiting import run, until
 from support.wire_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
-from hypha_net._libp2p.bootstrap.gateways import BACKOFF
+from hypha_net._libp2p.bootstrap import gateways
 from hypha_net._libp2p.dial import upgrade
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
-from hypha_net.backoff import JITTER
+from hypha_net._libp2p.yamux import session
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (
     RefusedError,
@@ -249,10 +249,10 @@ def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(authority: Any
             secured = await dial_yamux(gateway, context)
             await until(lambda: len(gateway.connected_peers()) == 1)
             await secured.send_all(wire)
-            await anyio.sleep(0.1)
             await check_serves(gateway, authority)
             await secured.transport_stream.aclose()
             await until(lambda: not gateway.connected_peers())
+            await check_serves(gateway, authority)
             await until(lambda: inbound_tokens(gateway) == 0)
 
     run(main, 40)
@@ -280,27 +280,31 @@ async def connect_repeatedly(authority: Any, times: int) -> None:
         await check_serves(gateway, authority)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_hundred_connections_in_turn_leak_no_tokens(authority: Any) -> None:
     run(lambda: connect_repeatedly(authority, 100), 60)
 
 
-def test_reconnects_to_a_gateway_that_drops_peers_back_off(authority: Any, caplog: Any) -> None:
+def test_reconnects_to_a_gateway_that_drops_peers_back_off(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, int]] = []
+
+    def pause(pauses: tuple[float, ...], failures: int) -> float:
+        asked.append((pauses, failures))
+        return 0.0
+
+    monkeypatch.setattr(gateways, "jittered", pause)
+
     async def main() -> None:
         async with open_gateway(authority) as gateway:
             settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-            began, times = anyio.current_time(), 0
             async with open_endpoint(authority.identity("leaf", "worker"), settings):
-                while times < 4:
+                while len(asked) < 5:
                     for peer in gateway.connected_peers():
                         await gateway.disconnect(peer)
                     await anyio.sleep(0.01)
-                    times = sum("connected to gateway" in record.getMessage() for record in caplog.records)
-            assert anyio.current_time() - began >= JITTER[0] * sum(BACKOFF[:3])
 
-    with caplog.at_level(logging.INFO, "hypha_net.gateways"):
-        run(main, 40)
+    run(main, 40)
+    assert asked[:5] == [(gateways.BACKOFF, failures) for failures in range(5)]
 
 
 async def stable_count(count: Callable[[], int]) -> int:
@@ -410,6 +414,7 @@ def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.1,))
+    monkeypatch.setattr(session, "PING_INTERVAL", 3600.0)  # it is not the next ping that detects it
     slices = tmp_path / "slices" / "large"
     slices.parent.mkdir()
     with slices.open("wb") as file:
@@ -444,10 +449,8 @@ def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
                     tasks.start_soon(pull)
                     await until(lambda: gateway.traffic.received > 4 << 20)
                     os.kill(pid, signal.SIGKILL)
-                    killed = anyio.current_time()
-                    await until(lambda: bool(ends) and peer not in gateway.connected_peers(), 10)
-                    assert anyio.current_time() - killed < 5 * 1.0
-                    await until(lambda: bool(failures), 20)
+                    await until(lambda: bool(ends) and peer not in gateway.connected_peers(), 60)
+                    await until(lambda: bool(failures), 60)
                 with pytest.raises(UnreachableError):
                     await gateway.open_stream(peer, [ECHO], timeout=5)
             assert ends == ["reset"]
@@ -482,7 +485,7 @@ def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[su
     return process, first_line(process)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_recover_after_their_gateway_was_killed_and_restarted(authority: Any, tmp_path: Path) -> None:
     files = authority.files("gateway", "gateway")
     state = tmp_path / "state"

@@ -239,7 +239,6 @@ def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority
             assert len(old) == 1
             await dial_tcp(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
-            await anyio.sleep(0.5)
             await old[0].close()
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
             await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
@@ -254,7 +253,7 @@ def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority
     play(authority, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatch: Any) -> None:
     async def case(star: Star) -> None:
         router = star.gateway._gossip[0]
@@ -327,13 +326,13 @@ def test_messages_of_invented_publishers_count_against_the_forwarder(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
-    monkeypatch.setattr(validation, "FORWARDER_RATE", 1.0)
+    monkeypatch.setattr(validation, "FORWARDER_RATE", 0.001)
 
     async def case(star: Star) -> None:
         await star.say(*(made_up(n) for n in range(100)))
-        await until(lambda: star.lost["rate"] >= 70)
+        await until(lambda: star.lost["rate"] == 80)
         await star.check_serves()
-        assert 20 <= sum(message.data == b"made up" for message in star.heard) < 30
+        assert sum(message.data == b"made up" for message in star.heard) == 20
 
     play(authority, case)
 
@@ -342,12 +341,12 @@ def test_forged_messages_count_against_the_forwarder_and_over_its_rate_are_not_v
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
-    monkeypatch.setattr(validation, "FORWARDER_RATE", 1.0)
+    monkeypatch.setattr(validation, "FORWARDER_RATE", 0.001)
 
     async def case(star: Star) -> None:
         await star.say(*(star.message(from_id=star.good.peer_id.raw) for _ in range(100)))
         await until(lambda: star.lost.total() >= 100)
-        assert 20 <= star.lost["unsigned"] < 30
+        assert star.lost["unsigned"] == 20
         await star.check_serves()
 
     play(authority, case)

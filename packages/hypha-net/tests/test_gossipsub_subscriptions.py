@@ -31,15 +31,19 @@ def test_a_subscription_during_the_last_ones_end_is_announced_to_peers(authority
 
             async def stay(topic: str) -> None:
                 async with node.subscribe(topic):
-                    await until(lambda: node.peer_id in gateway.topic_peers(topic))
-                    await anyio.sleep(0.5)
-                    assert node.peer_id in gateway.topic_peers(topic)
+                    await anyio.sleep_forever()
 
+            topics = [f"topic {number}" for number in range(20)]
             async with anyio.create_task_group() as tasks:  # the order in which tasks run is random
-                for number in range(20):
-                    tasks.start_soon(leave, f"topic {number}")
-                    tasks.start_soon(stay, f"topic {number}")
-            await until(lambda: not any(gateway.topic_peers(f"topic {number}") for number in range(20)))
+                for topic in topics:
+                    tasks.start_soon(leave, topic)
+                    tasks.start_soon(stay, topic)
+                await anyio.wait_all_tasks_blocked()
+                async with node.subscribe("last"):  # announced after all others
+                    await until(lambda: node.peer_id in gateway.topic_peers("last"))
+                    assert all(node.peer_id in gateway.topic_peers(topic) for topic in topics)
+                tasks.cancel_scope.cancel()
+            await until(lambda: not any(map(gateway.topic_peers, topics)))
 
     run(main)
 

@@ -255,9 +255,7 @@ def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name: str)
 
 
 @pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
-@pytest.mark.parametrize(
-    "then", ["closes", pytest.param("is silent", marks=[pytest.mark.slow, pytest.mark.concurrent])]
-)
+@pytest.mark.parametrize("then", ["closes", pytest.param("is silent", marks=pytest.mark.nightly)])
 def test_closed_or_silent_connection_is_not_a_refusal(
     authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
 ) -> None:
@@ -315,9 +313,10 @@ def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, cap
         run(main)
 
 
+@pytest.mark.nightly
 def test_node_with_expired_certificate_learns_it_from_its_peer(authority: Any) -> None:
     async def main() -> None:
-        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=2.5))))
+        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
         async with (
             open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,), role="gateway")) as one,
             open_endpoint(brief, EndpointSettings((LOOPBACK,))) as two,

@@ -391,18 +391,25 @@ def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Pat
 
 
 @each_kind
-def test_peer_that_changes_its_answer_is_retried_a_few_times(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_peer_that_changes_its_answer_is_retried_a_few_times(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
     """Each attempt gets another size for the same digest, or another digest, and is interrupted half way."""
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     asked: list[int] = []
+    victims: list[Endpoint] = []
 
     async def giver(stream: Stream, number: int) -> None:
         asked.append(number)
         await send_message(stream, start(len(DATA) + number // 2, DIGEST if number % 2 else "blake3:" + "0" * 64))
-        await stream.send_all(DATA[: 2 << 20])
-        await anyio.sleep(0.1)
+        with victims[0].events.follow(Transferred) as events:
+            await stream.send_all(DATA[: 2 << 20])
+            while (await anext(events)).done < 1 << 20:  # type: ignore[union-attr]
+                pass
         await stream.reset()
 
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
+        victims.append(victim)
         await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
         assert asked == [0, 1, 2]
         waiting = list((tmp_path / "landing").iterdir())
