@@ -215,9 +215,8 @@ def attach(runs: Path) -> Iterator[Callable[..., Terminal]]:
 @pytest.mark.timeout(180)
 def test_attach_draws_a_view_that_ctrl_c_ends(answering: Any, attach: Callable[..., Terminal]) -> None:
     terminal = attach()
-    terminal.read_until("1/10 rounds")
-    assert "round 1 of 10: loss 2" in terminal.shown
-    assert "[red]x[/red]\\x1b[2J" in terminal.shown
+    for text in ("1/10 rounds", "round 1 of 10: loss 2", "[red]x[/red]\\x1b[2J"):
+        terminal.read_until(text)
     assert "\x1b[2J" not in terminal.shown.replace("\\x1b[2J", "")
     terminal.process.send_signal(signal.SIGINT)
     terminal.read_until(None)
