@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+import trio.testing
 from multiaddr import Multiaddr
 from support.loopback_ports import free_port
 from support.waiting import run, until
@@ -118,4 +119,4 @@ def test_a_peer_can_make_a_node_dial_only_a_few_addresses(monkeypatch: pytest.Mo
                 assert 3 <= knocks <= 12
                 assert await ask()
 
-    run(main)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -126,7 +126,7 @@ def test_a_publisher_behind_a_rust_gateway_finds_the_subscribers_at_once(authori
             await worker.connect(gateway.address)
             async with leaf_of(authority, gateway.address) as leaf:
                 await leaf.connect_subscribers(WORKER_TOPIC)
-                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 5)
+                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
 
     run(main)
 
@@ -140,7 +140,7 @@ def test_a_publish_alone_looks_for_subscribers(authority: Any) -> None:
             async with leaf_of(authority, gateway.address) as leaf:
                 assert not leaf.topic_peers(WORKER_TOPIC)
                 await leaf.publish(WORKER_TOPIC, b"x")
-                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 5)
+                await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
 
     run(main)
 
