@@ -80,7 +80,7 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
     try:
         yield made
         made.process.send_signal(signal.SIGTERM)
-        assert made.process.wait(10) == 0
+        assert made.process.wait(60) == 0
         assert "Traceback" not in made.log.read_text()
     finally:
         made.process.kill()
@@ -95,8 +95,7 @@ def run(main: Callable[[], Awaitable[None]], limit: float) -> None:
     anyio.run(bounded, backend="trio")
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_renewed_certificate_is_loaded_on_sighup_and_automatically(gateway: Gateway) -> None:
     before = gateway.probe()
     certutil("renew", gateway.folder / "gateway-cert.pem", "--days", "200", "--dir", gateway.folder)
@@ -110,24 +109,22 @@ def test_renewed_certificate_is_loaded_on_sighup_and_automatically(gateway: Gate
     assert str(gateway.probe()["certificate_end"]) > str(after["certificate_end"])
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_sighup_with_unusable_files_keeps_the_old_certificates(gateway: Gateway) -> None:
     trust = gateway.folder / "gateway-trust.pem"
     whole = trust.read_bytes()
     trust.write_bytes(whole[:40])
     gateway.process.send_signal(signal.SIGHUP)
-    gateway.wait_for("are not reloaded", 5)
+    gateway.wait_for("are not reloaded")
     assert f"trust_pem {trust}" in gateway.log.read_text()
     assert gateway.probe()["healthy"] is True
     certutil("node", "gateway", "--role", "gateway", "--force", "--dir", gateway.folder)  # another key
     gateway.process.send_signal(signal.SIGHUP)
-    gateway.wait_for("restart the node to use it", 5)
+    gateway.wait_for("restart the node to use it")
     assert gateway.probe()["healthy"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_revoked_node_is_disconnected_within_a_minute(gateway: Gateway) -> None:
     certutil("node", "leaving", "--role", "worker", "--dir", gateway.folder)
     files = [gateway.folder / f"leaving-{kind}.pem" for kind in ("cert", "key", "trust")]
@@ -148,12 +145,11 @@ def test_revoked_node_is_disconnected_within_a_minute(gateway: Gateway) -> None:
                 await node.connect(gateway.address)
 
     run(main, REVOKED_WITHIN + 40)
-    gateway.wait_for("certificate 'leaving'", 5)
+    gateway.wait_for("certificate 'leaving'")
     assert gateway.probe()["healthy"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_second_gateway_on_a_used_port_reports_it_and_ends(gateway: Gateway) -> None:
     second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
     assert second.returncode == 1
