@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,9 +62,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_init_template_describes_every_option_and_starts(file: Path) -> None:
     text = file.read_text()
+    words = text.replace("\n# ", " ")
     for name, info in ExampleConfig.model_fields.items():
-        assert f"{name}" in text
-        assert (info.description or "").split(" ")[0] in text
+        assert re.search(rf"^(# )?\[*{name}\b", text, re.MULTILINE), name
+        assert info.description
+        assert info.description in words
     data = tomllib.loads(text)
     assert data["work_dir"] == 'w"ork'
     assert data["resources"] == {"cpu": 16}

@@ -226,7 +226,7 @@ OTHER_SERVERS = {
     "noise": (HELLO + line("na"), "does not speak /tls/1.0.0"),
     "plaintext": (HELLO + line("na"), "does not speak /tls/1.0.0"),
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "did not answer"),  # read as a length, of a line that never comes
-    "rubbish": (b"\xff" * 40, "."),
+    "rubbish": (b"\xff" * 40, "does not speak /tls/1.0.0"),
     "rubbish in tls": (HELLO + TLS + b"no hello of TLS" * 40, "TLS handshake failed"),
 }
 
