@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import uuid
@@ -85,6 +86,7 @@ from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors import peer_files
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.control.server import socket_path
+from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.service import Worker, open_worker, serve
 
 TRAIN = TrainExecutor(name="script")
@@ -192,7 +194,7 @@ class Scheduler:
         self._changed.set()
         self._changed = anyio.Event()
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+    async def until(self, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
         """Wait until `condition` holds; return its value."""
         with anyio.fail_after(seconds):
             while not (found := condition()):
@@ -225,7 +227,7 @@ class Scheduler:
     async def release(self, peer: PeerId, lease: uuid.UUID) -> bool:
         return (await rpc.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
 
-    async def ended(self, seconds: float = 15.0) -> JobEnd:
+    async def ended(self, seconds: float = 30.0) -> JobEnd:
         """Return the report of the next job's end, also one that came before this call."""
         await self.until(lambda: len(self.ends) > self._awaited, seconds)
         self._awaited += 1
@@ -368,7 +370,7 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     """Run an async function with a `Lab`, with a bound on its time."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def run(case: Callable[[Lab], Any], *, seconds: float = 40.0, old: bool = False, **changes: Any) -> None:
+    def run(case: Callable[[Lab], Any], *, seconds: float = 60.0, old: bool = False, **changes: Any) -> None:
         async def main() -> None:
             with anyio.fail_after(seconds):
                 async with open_lab(tmp_path, old=old, **changes) as lab:
@@ -513,7 +515,7 @@ def on_site(tmp_path: Path) -> Callable[..., None]:
                     site.ended.set()
 
                 tasks.start_soon(program)
-                with anyio.fail_after(50):
+                with anyio.fail_after(60):
                     while not listens(site.socket) or not node.readiness.is_ready:
                         await anyio.sleep(0.01)
                     await case(site)
@@ -523,6 +525,17 @@ def on_site(tmp_path: Path) -> Callable[..., None]:
         assert not socket_path(tmp_path / "work").exists()
 
     return play
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Iterator[CgroupLayer]:
+    """The layer `cgroup`; where no groups can be made, the test fails in CI and is skipped elsewhere."""
+    layer = CgroupLayer(tmp_path)
+    finding = layer.probe()
+    if not finding.works:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(finding.detail)
+    yield layer
+    layer.sweep()
 
 
 @pytest.fixture

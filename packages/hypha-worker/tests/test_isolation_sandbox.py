@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ import psutil
 import pytest
 from support.confined_runs import NOBODY, ConfinedRuns, require_layer, users
 from support.liveness import is_alive
+from support.waiting import wait_until
 
 from hypha_worker.executors.isolation.own_uid import COUNT, FIRST_UID
 
@@ -380,7 +380,7 @@ class TestLimits:
         assert run.exit_code == -signal.SIGXFSZ
         assert "more than the 0.001 GB of its lease (storage): request more" in (run.error or "")
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_a_fork_bomb_ends(self, runs: ConfinedRuns) -> None:
         script = """
 import os, time
@@ -444,7 +444,7 @@ def test_orphans_without_environment_end_with_their_job(runs: ConfinedRuns, disa
     assert sleepers(pause) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
 def test_orphans_of_a_job_that_ignores_sigterm_end_with_it(runs: ConfinedRuns, disabled: list[str]) -> None:
     pause = str(700_000 + os.getpid())
@@ -463,21 +463,13 @@ def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[st
     with worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "started\n"
-        _wait_until(lambda: bool(sleepers(pause)), 20.0)
+        wait_until(lambda: bool(sleepers(pause)), 30, "the orphan begins")
         before = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
-    _wait_until(lambda: not sleepers(pause) and not any(map(is_alive, before)), 5.0)
+    wait_until(lambda: not sleepers(pause) and not any(map(is_alive, before)), 30, "all processes end")
 
 
-def _wait_until(condition: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_process_outlives_the_thread_that_trio_would_start_it_in(runs: ConfinedRuns) -> None:
     """trio's threads retire after 10 s without work; PR_SET_PDEATHSIG would kill the sandbox then."""
     run = runs.run("import time; time.sleep(15); print(json.dumps('done'))".replace("import time", "import json, time"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from click.testing import CliRunner
 from hypha_net.testing import MemoryNetwork
 from hypha_worker.cli import main as command
 from hypha_worker.errors import IsolationError
-from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.service import open_worker
 
 InLab = Callable[..., None]
@@ -31,24 +28,7 @@ while True:
     except OSError:
         time.sleep(0.05)
 """
-LEAVES_ANOTHER = """
-import subprocess
-subprocess.Popen(["env", "-i", "setsid", "sleep", SECONDS], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-post("/status/send", {"status": {"batch_size": 1}})
-"""
 WITHOUT_SANDBOX = {"disable": ["bubblewrap", "own-uid"]}
-
-
-@pytest.fixture
-def cgroups(tmp_path: Path) -> None:
-    finding = CgroupLayer(tmp_path).probe()
-    if not finding.works:
-        pytest.skip(finding.detail)
-
-
-def sleepers(seconds: str) -> list[int]:
-    """Return the processes of `LEAVES_ANOTHER`; its time tells a test's own from those of tests beside it."""
-    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-1:] == [seconds]]
 
 
 @pytest.mark.usefixtures("cgroups")
@@ -65,7 +45,7 @@ def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, is
     in_lab(case, isolation=isolation)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
 def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:
@@ -78,28 +58,14 @@ def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any])
 
         lease = await lab.start(FORK_BOMB)
         await lab.scheduler.until(lambda: len(bombs()) > 20)
-        started = time.monotonic()
         await lab.scheduler.release(lab.peer, lease)
-        end = await lab.scheduler.ended(30)
+        end = await lab.scheduler.ended()
         assert end.outcome == "cancelled"
-        assert time.monotonic() - started < 10
         assert bombs() == []
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.leases == ()
 
     in_lab(case, isolation=isolation)
-
-
-@pytest.mark.usefixtures("cgroups")
-@pytest.mark.parametrize("disabled", [[], ["bubblewrap", "own-uid"], ["bubblewrap", "own-uid", "supervisor"]])
-def test_a_process_in_a_session_of_its_own_without_token_ends_with_its_job(in_lab: InLab, disabled: list[str]) -> None:
-    async def case(lab: Any) -> None:
-        seconds = f"60.{uuid.uuid4().int}"
-        await lab.start(f"SECONDS = {seconds!r}\n{LEAVES_ANOTHER}")
-        assert (await lab.scheduler.ended()).outcome == "finished"
-        assert sleepers(seconds) == []
-
-    in_lab(case, isolation={"disable": disabled})
 
 
 def test_jobs_run_without_any_layer(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
