@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import http.client
 import json
@@ -198,11 +199,11 @@ def test_an_executor_that_disconnects_mid_request_is_not_logged_as_an_error(
 
     async def case(bridge: BridgeUnderTest) -> None:
         async with await anyio.connect_unix(bridge.socket) as half:
-            await half.send(b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
-            await anyio.sleep(0.2)
-        with anyio.fail_after(10):
-            while "disconnected before the end" not in caplog.text:
-                await anyio.sleep(0.02)
+            head = b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+            await half.send(head + b"Expect: 100-continue\r\n\r\n")
+            assert (await half.receive()).startswith(b"HTTP/1.1 100")  # the body is awaited
+        while "disconnected before the end" not in caplog.text:
+            await anyio.sleep(0.02)
         assert (await bridge.client.get("/openapi.json")).status_code == 200
 
     with_bridge(case)
@@ -423,19 +424,23 @@ def test_pushed_files_are_queued_and_delivered_once(with_bridge: WithBridge) -> 
 def test_with_two_streams_each_file_goes_to_one_of_them(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
         seen: list[int] = []
+        opened: list[int] = []
 
         async def read() -> None:
             async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
-                lines = [line async for line in answer.aiter_lines()]
-                seen.extend(json.loads(line[6:])["round"] for line in lines if line.startswith("data: "))
+                opened.append(answer.status_code)
+                async for line in answer.aiter_lines():
+                    seen.extend([json.loads(line[6:])["round"]] if line.startswith("data: ") else [])
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             tasks.start_soon(read)
-            await anyio.sleep(0.2)
+            while len(opened) < 2:
+                await anyio.sleep(0.01)
             for number in range(1, 6):
                 await bridge.push(bridge.server, number, b"%d" % number)
-            await anyio.sleep(0.2)
+            while len(seen) < 5:
+                await anyio.sleep(0.01)
             bridge.queue.close()
         assert sorted(seen) == [1, 2, 3, 4, 5]
 
@@ -460,9 +465,8 @@ def test_a_failing_disk_is_answered_with_an_error(with_bridge: WithBridge, monke
 def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
         for _ in range(3):
-            with anyio.move_on_after(0.2):
-                await read_events(bridge, 1)
-        await anyio.sleep(0.1)
+            async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
+                assert answer.status_code == 200
         await bridge.push(bridge.server, 1, b"one")
         assert [event["round"] for event in await read_events(bridge, 1)] == [1]
 
@@ -616,74 +620,70 @@ def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -
 
 @pytest.mark.parametrize("stuck", ["unread", "waiting"])
 def test_the_bridge_closes_in_bounded_time_with_stuck_clients(tmp_path: Path, short: Path, stuck: str) -> None:
-    async def main() -> float:
-        with anyio.fail_after(30):
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as client:
             async with open_test_bridge(tmp_path, short) as bridge:
-                client = socket.socket(socket.AF_UNIX)
                 client.connect(str(bridge.socket))
                 if stuck == "unread":  # more responses than the socket buffers
                     client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
                 else:  # a request whose body never arrives
-                    client.sendall(b"POST /resources/fetch HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
-                await anyio.sleep(0.1)
-                began = anyio.current_time()
-            client.close()
-            return anyio.current_time() - began
+                    head = b"POST /resources/fetch HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+                    client.sendall(head + b"expect: 100-continue\r\n\r\n")
+                await anyio.wait_readable(client)
 
-    assert anyio.run(main, backend="trio") < 4.0
+    anyio.run(main, backend="trio")
     assert list(short.iterdir()) == []
 
 
-def test_a_bridge_whose_clients_are_gone_closes_at_once(short: Path) -> None:
-    """The best of several, since the machine may be busy; uvicorn alone takes 0.1 s or more each time."""
+def test_a_bridge_whose_clients_are_gone_closes_without_a_pause(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn alone pauses 0.1 s, twice."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
 
-    async def close_used() -> float:
+    async def record(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    async def main() -> None:
         path = short / "b.sock"
-        async with open_bridge(cast(Any, None), SocketPlace(path)):
-            async with await anyio.connect_unix(path) as client:
-                await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-                assert (await client.receive()).startswith(b"HTTP/1.1 404")
-            began = anyio.current_time()
-        return anyio.current_time() - began
+        async with open_bridge(cast(Any, None), SocketPlace(path)), await anyio.connect_unix(path) as client:
+            await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            assert (await client.receive()).startswith(b"HTTP/1.1 404")
 
-    async def main() -> float:
-        with anyio.fail_after(30):
-            return min([await close_used() for _ in range(5)])
-
-    assert anyio.run(main, backend="trio") < 0.08
+    monkeypatch.setattr(asyncio, "sleep", record)
+    anyio.run(main, backend="trio")
+    assert not any(pauses)
 
 
 def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
-    async def main() -> float:
-        async with anyio.create_task_group() as tasks:
-            async with open_test_bridge(tmp_path, short) as bridge:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks, open_test_bridge(tmp_path, short) as bridge:
+            asked = anyio.Event()
 
-                async def never(_stream: Any) -> None:
-                    await anyio.sleep_forever()
+            async def never(_stream: Any) -> None:
+                asked.set()
+                await anyio.sleep_forever()
 
-                bridge.server.handle("/hypha-progress/0.0.1", never)
+            bridge.server.handle("/hypha-progress/0.0.1", never)
 
-                async def report() -> None:
-                    try:
-                        await bridge.client.post("/status/send", json="update")
-                    except httpx.HTTPError:
-                        return
+            async def report() -> None:
+                try:
+                    await bridge.client.post("/status/send", json="update")
+                except httpx.HTTPError:
+                    return
 
-                tasks.start_soon(report)
-                await anyio.sleep(0.2)
-                began = anyio.current_time()
-            return anyio.current_time() - began
+            tasks.start_soon(report)
+            await asked.wait()
 
-    assert anyio.run(main, backend="trio") < 4.0
+    anyio.run(main, backend="trio")
 
 
 def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> None:
     async def main() -> None:
-        with anyio.fail_after(5):
-            for delay in (0.0, 0.001, 0.01, 0.1):
-                with anyio.move_on_after(delay):
-                    async with open_bridge(None, SocketPlace(short / "b.sock")):  # type: ignore[arg-type]
-                        await anyio.sleep_forever()
+        for delay in (0.0, 0.001, 0.01, 0.1):
+            with anyio.move_on_after(delay):
+                async with open_bridge(None, SocketPlace(short / "b.sock")):  # type: ignore[arg-type]
+                    await anyio.sleep_forever()
 
     anyio.run(main, backend="trio")
     assert list(short.iterdir()) == []
@@ -804,7 +804,7 @@ def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> Non
 def connect(path: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(path))
-    client.settimeout(10)
+    client.settimeout(30)
     return client
 
 
@@ -860,9 +860,8 @@ def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge: WithB
             status, answer = await bridge.post("/resources/fetch", bridge.results)
             assert (status, answer["error"]) == (503, "too-many-connections")
             assert "64 connections" in answer["detail"]
-        with anyio.fail_after(10):
-            while (await bridge.client.get("/openapi.json")).status_code != 200:
-                await anyio.lowlevel.checkpoint()
+        while (await bridge.client.get("/openapi.json")).status_code != 200:
+            await anyio.lowlevel.checkpoint()
 
     with_bridge(case)
 
