@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -364,7 +363,7 @@ def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how
             answer = await rpc.call(endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
             assert answer.known
         assert lab.worker.lease_manager.free.resources.cpu == 1.0, "not free before the processes are gone"
-        end = await lab.scheduler.ended(20.0)
+        end = await lab.scheduler.ended()
         assert end.outcome == "cancelled"
         assert {"release": "released", "cancel": "enough", "expiry": "not renewed in time"}[how] in end.reason
         pids = pids_of(end.last_lines)
@@ -383,16 +382,19 @@ def test_a_job_ends_with_its_lease_and_its_whole_process_tree(in_lab: InLab, how
 
 
 @pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])
-def test_shutdown_ends_jobs_within_five_seconds_and_reports_it(in_lab: InLab, tmp_path: Path, script: str) -> None:
+def test_shutdown_ends_jobs_soon_and_reports_it(
+    in_lab: InLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     seen: list[Any] = []
+    monkeypatch.setattr(process_runner, "TERM_GRACE", 3600.0)
+    monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.2)
 
     async def case(lab: Any) -> None:
         await lab.start(script)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
-        seen.extend([lab.scheduler, time.monotonic()])
+        seen.append(lab.scheduler)
 
     in_lab(case)
-    assert time.monotonic() - seen[1] < 5.0
     [end] = seen[0].ends
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert pids_of(end.last_lines)
@@ -470,11 +472,16 @@ def test_an_older_scheduler_gets_a_status(in_lab: InLab) -> None:
     in_lab(case, old=True)
 
 
-def test_the_end_of_a_job_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
+def test_the_end_of_a_job_is_reported_after_the_scheduler_was_unreachable(
+    in_lab: InLab, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hypha_worker.connectors.rpc_retry")
+
     async def case(lab: Any) -> None:
-        await lab.start("time.sleep(0.3)")
+        await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)")
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
-        await anyio.sleep(1.0)
+        (lab.worker.jobs.running[0].work_dir / "go").touch()
+        await lab.scheduler.until(lambda: "again in" in caplog.text)
         lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
         assert (await lab.scheduler.ended()).outcome == "finished"
 

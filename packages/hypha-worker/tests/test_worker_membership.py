@@ -392,12 +392,10 @@ def test_a_job_is_dispatched_again_on_the_lease_of_its_dead_executor(in_lab: Cal
         lab.write_script(JOINS.replace("CODE", "75"))
         lease = await lab.scheduler.hire()
         for attempt in (1, 2, 3):
-            began = anyio.current_time()
             await lab.dispatch_attempt(lease, spec, attempt)
             end = await lab.scheduler.ended()
             assert (end.outcome, end.exit_code, end.attempt) == ("failed", 75, attempt)
             assert end.last_lines == ("joined",)
             assert lab.left_behind() == []
-            assert anyio.current_time() - began < 5.0
 
     in_lab(case)

@@ -147,9 +147,13 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
     devices = [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}]
 
     async def case(lab: Any) -> None:
-        lab.write_script(f"import os\nprint([os.environ.get(name) for name in {names}], flush=True)\ntime.sleep(0.8)\n")
+        shown = f"import os\nprint([os.environ.get(name) for name in {names}], flush=True)\n"
+        lab.write_script(shown + "while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
         lease = await lab.scheduler.hire(gpu=60.0, cpu=1.0)
         await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        wanted = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
+        await lab.scheduler.until(lambda: wanted <= {name for name, *_ in recorded.values})
+        (lab.worker.jobs.running[0].work_dir / "go").touch()
         assert (await lab.scheduler.ended()).outcome == "finished"
 
     in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, "gpu": 104.0, "devices": devices})

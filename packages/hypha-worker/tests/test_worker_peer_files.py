@@ -24,11 +24,18 @@ from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError
 from hypha_worker.job_storage import JobStorage
 
 
+async def until_retried(caplog: pytest.LogCaptureFixture) -> None:
+    """Wait until a pull has failed once and is to be repeated."""
+    while "retrying in" not in caplog.text:
+        await anyio.sleep(0.01)
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2,) * 50)
+    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.05,) * 1000)
+    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
     (tmp_path / "slice").write_bytes(b"x" * 1000)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
@@ -41,7 +48,7 @@ def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
             async with anyio.create_task_group() as tasks:
 
                 async def serve() -> None:
-                    await anyio.sleep(0.5)  # the node is reachable, and does not serve files yet
+                    await until_retried(caplog)  # the node is reachable, and does not serve files yet
                     transfer.serve_pulls(data, resolve)
 
                 tasks.start_soon(serve)
@@ -113,7 +120,7 @@ def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def run(case: Callable[[Nodes], Awaitable[None]]) -> None:
         async def main() -> None:
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 async with open_nodes(tmp_path) as nodes:
                     await case(nodes)
 
@@ -160,7 +167,7 @@ def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
 
 
 def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
-    with_nodes: Any, monkeypatch: pytest.MonkeyPatch
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2, 0.2, 0.2, 60.0))
     monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
@@ -171,9 +178,10 @@ def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
             await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
         assert set(caught.value.failures) == set(nodes.peers)
         assert nodes.asked == nodes.peers[:1]
+        caplog.clear()
 
         async def serve_later() -> None:
-            await anyio.sleep(0.3)
+            await until_retried(caplog)
             nodes.serve(nodes.second, GOOD)
 
         async with anyio.create_task_group() as tasks:

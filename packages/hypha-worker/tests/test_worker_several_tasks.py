@@ -117,9 +117,8 @@ class Lab:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on what `add` records holds."""
-        with anyio.fail_after(10):
-            while not condition():
-                await self._changed.wait()
+        while not condition():
+            await self._changed.wait()
 
     def hire(self, scheduler: MemoryEndpoint | None = None) -> uuid.UUID:
         """Lease a core to the scheduler, or to another one."""

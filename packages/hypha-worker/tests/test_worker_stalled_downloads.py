@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,10 +42,9 @@ for thread in threads:
 for thread in threads:
     thread.join()
 post("/status/send", {"status": {"batch_size": 1}})
-started = time.monotonic()
 other = dict(config["model"]["artifact"], filenames=["other.json"])
 status, files = post("/resources/fetch", {"resource": other, "path": "other"})
-print(status, time.monotonic() - started < 5.0)
+print(status)
 """
 
 
@@ -109,13 +107,12 @@ def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, hub: Stall
         first = await lab.start(STALLS)
         await lab.scheduler.until(lambda: hub.stalled >= 8)
         second = await lab.start("print('hello')")
-        began = time.monotonic()
-        end = await lab.scheduler.ended(5.0)
+        end = await lab.scheduler.ended()
         assert (end.lease, end.outcome, end.last_lines) == (second, "finished", ("hello",))
-        assert time.monotonic() - began < 5.0
+        assert hub.stalled == 8, "they still wait"
         await lab.scheduler.release(lab.peer, first)
-        assert (await lab.scheduler.ended(5.0)).lease == first
-        await lab.scheduler.until(lambda: hub.stalled == 0, 5.0)
+        assert (await lab.scheduler.ended()).lease == first
+        await lab.scheduler.until(lambda: hub.stalled == 0)
         assert lab.left_behind() == []
         assert hub.most == 8
 
@@ -136,8 +133,8 @@ def test_a_download_whose_executor_gave_up_gives_its_place_back(
         await lab.scheduler.until(lambda: hub.stalled >= 8)
         give_up(tmp_path)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
-        await lab.scheduler.until(lambda: hub.stalled == 0, 5.0)
-        assert (await lab.scheduler.ended()).last_lines == ("200 True",)
+        await lab.scheduler.until(lambda: hub.stalled == 0)
+        assert (await lab.scheduler.ended()).last_lines == ("200",)
         assert hub.most == 8
 
     in_lab(case)

@@ -46,6 +46,7 @@ from hypha_proto.tasks import (
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
+from hypha_worker.tasks.deliveries import Deliveries
 
 InTaskLab = Callable[..., None]
 READ = """
@@ -362,9 +363,9 @@ def test_a_token_reaches_neither_process_nor_reports(
 
 
 def pushing(
-    tasks: ScriptedTaskScheduler, lab: Any, output: StoredOutput, to: PeerId, *, early: bool
+    tasks: ScriptedTaskScheduler, lab: Any, output: StoredOutput, to: PeerId, arrived: anyio.Event | None
 ) -> list[PushBegun]:
-    """Let a scheduler announce a delivery, and tell the holder to push it before or after the announcement."""
+    """Let a scheduler tell the holder to push a delivery, and announce it, if wanted when the push has `arrived`."""
     begun: list[PushBegun] = []
 
     async def locate(_peer: PeerId, question: LocateResource) -> ResourceLocation:
@@ -372,12 +373,9 @@ def pushing(
         files = tuple(PushedFile(output.dataset, index, str(index)) for index in reversed(range(len(output.files))))
         message = PushOutput(job_id=tasks.job_id, delivery=delivery, to=to, files=files)
 
-        async def push() -> None:
-            begun.append(await rpc.call(tasks.endpoint, lab.peer, PUSH_OUTPUT, message))
-
-        await push()
-        if early:
-            await anyio.sleep(0.2)
+        begun.append(await rpc.call(tasks.endpoint, lab.peer, PUSH_OUTPUT, message))
+        if arrived is not None:
+            await arrived.wait()
         return ResourceLocation(pushed=AwaitPush(delivery, located(output), (lab.peer,)))
 
     tasks.locate = locate
@@ -385,13 +383,24 @@ def pushing(
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_result_is_pushed_to_another_worker(in_task_lab: InTaskLab, make_config: Any, early: bool) -> None:
+def test_a_result_is_pushed_to_another_worker(
+    in_task_lab: InTaskLab, make_config: Any, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    accept = Deliveries.accept
+
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         output = await make_output(tasks, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
             lab.worker.lease_manager.close()
             second = await lab.scheduler.hire(task_executor("python"))
-            begun = pushing(tasks, lab, output, endpoint.peer_id, early=early)
+            arrived = anyio.Event()
+
+            def accept_early(deliveries: Deliveries, peer: PeerId, header: PushHeader) -> Any:
+                arrived.set()
+                return accept(deliveries, peer, header)
+
+            monkeypatch.setattr(Deliveries, "accept", accept_early)
+            begun = pushing(tasks, lab, output, endpoint.peer_id, arrived if early else None)
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
             report = await tasks.end("t")
             request = PullRequest(dataset=output_of(report, "found").dataset, index=0)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import anyio
 import pytest
 from blake3 import blake3
 
@@ -156,8 +155,6 @@ def test_a_worker_that_shuts_down_says_goodbye_for_its_leases(make_config: Any, 
         async with lab.network.endpoint("second") as endpoint:
             async with open_worker(config, endpoint):
                 leases = {await lab.scheduler.hire(only), await lab.scheduler.hire(only)}
-                began = anyio.current_time()
-            assert anyio.current_time() - began < 3
             assert [peer for peer, _ in heard] == ([endpoint.peer_id] if knows else [])
             assert all(set(message.leases) == leases for _, message in heard)
             assert all(message.reason == "the worker is shutting down" for _, message in heard)
