@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -19,33 +20,28 @@ def test_no_child_outlives_its_context(tmp_path: Path) -> None:
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     )
-    pids = []
+    children = []
 
     async def main() -> None:
         async with local_processes(tmp_path) as processes:
-            children = [
-                processes.start("polite", [sys.executable, "-c", "import time; time.sleep(60)"]),
-                processes.start("stubborn", [sys.executable, "-c", stubborn]),
-            ]
-            pids.extend(child.process.pid for child in children)
+            for name, code in (("polite", "import time; time.sleep(60)"), ("stubborn", stubborn)):
+                children.append(processes.start(name, [sys.executable, "-c", code]))
             while "up" not in children[1].last_lines():
                 await anyio.sleep(0.01)
             raise RuntimeError("the run fails")
 
-    started = time.monotonic()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
         patch.setattr("hypha_local.processes.TERM_TIMEOUT", 0.5)
         anyio.run(main, backend="trio")
-    assert time.monotonic() - started < 20
-    assert not any(is_alive(pid) for pid in pids)
+    assert not any(is_alive(child.process.pid) for child in children)
+    assert children[1].process.returncode == -signal.SIGKILL
 
 
 def test_early_exit_is_an_error_with_the_last_lines(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_processes(tmp_path) as processes:
             processes.start("node", [sys.executable, "-c", "import sys; sys.exit('no certificate')"])
-            with anyio.fail_after(20):
-                await processes.watch(["node"])
+            await processes.watch(["node"])
 
     with pytest.raises(ProcessFailedError, match=r"(?s)node ended with status 1.*no certificate"):
         anyio.run(main, backend="trio")
@@ -75,7 +71,5 @@ def test_children_are_terminated_when_the_parent_is_killed(tmp_path: Path) -> No
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 20
     while is_alive(child):
-        assert time.monotonic() < deadline
         time.sleep(0.02)
