@@ -28,7 +28,7 @@ A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 B = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 JOB, OTHER = "6f6d1c54-6b5f-4e0f-8d7c-0f3c5a1b2d3e", "0b9c2d1e-1111-4222-8333-444455556666"
 PYTHONS = ("python3.12", "python3.11")
-pytestmark = [pytest.mark.slow, pytest.mark.concurrent, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 READ = """
 import json, sys

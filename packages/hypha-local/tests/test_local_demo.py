@@ -12,8 +12,7 @@ import pytest
 from hypha_local.demo_tasks import TEXT
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_joint_training_reaches_a_lower_loss_than_each_worker_alone(tmp_path: Path) -> None:
     """Compare held-out loss in nats per byte with workers that train alone on their shards for as many steps."""

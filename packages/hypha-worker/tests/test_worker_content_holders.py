@@ -227,7 +227,7 @@ def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_holders_with_limited_uplinks_are_faster_than_one(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,8 +264,7 @@ def test_a_link_where_pushed_files_were_kept_is_not_followed(in_job: InJob) -> N
     in_job(case)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) -> None:
     """A symbolic link, a hard link and a FIFO take the file's place, each a third of the time."""
 
@@ -285,8 +284,7 @@ def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) ->
     in_job(case)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> None:
     async def case(job: Job) -> None:
         (job.work_dir / "in").mkdir()

@@ -18,7 +18,7 @@ from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 
 CASES = pytest.mark.parametrize(
-    "cases", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "cases", [300, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
 )
 SEEDS = [
     "http://127.0.0.1/x", "https://user:pass@[::1]:8080/a?b=c#d", "file:///etc/passwd", "file://localhost/../x",

@@ -49,8 +49,7 @@ def write_slice(path: Path, index: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"name": "empty"}]))
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_task_computes_its_slices_and_sends_their_results(
     in_task_lab: Callable[..., None], push_receiver: Any, model: list[Path]
