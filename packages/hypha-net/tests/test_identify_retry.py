@@ -16,6 +16,7 @@ from multiaddr import Multiaddr
 from support.waiting import run, until
 
 from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.identify import retry
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 GOOD = "/ip4/192.0.2.1/tcp/4001"
@@ -82,6 +83,7 @@ def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.Monke
             await ask(host, peer, reason=reason)
 
     monkeypatch.setattr(BasicHost, "_identify_peer", fail_at_first)
+    monkeypatch.setattr(retry, "INTERVAL", 0.1)
 
     async def main() -> None:
         async with (

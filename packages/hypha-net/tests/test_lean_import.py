@@ -66,6 +66,7 @@ def test_every_lazy_import_has_a_reason() -> None:
     assert set(BRINGS) == {*PACKAGES[1:], *MODULES}
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("name", BRINGS)
 def test_a_lazy_import_is_still_needed(name: str) -> None:
     code = f"""
