@@ -162,8 +162,7 @@ def test_a_holder_that_comes_later_is_found(run: Callable[..., None], monkeypatc
             await has_looked.wait()
             async with net.holder("late"):
                 has_come.set()
-                await anyio.sleep(20)
-                raise AssertionError("it was not found")
+                await anyio.sleep_forever()
 
     run(case)
 

@@ -40,7 +40,7 @@ def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, siz
             assert process.stdout is not None
             left = int(await process.stdout.receive())
             await process.wait()
-            await terminate_tree(process, "t", 5.0)
+            await terminate_tree(process, "t", 30.0)
             await process.aclose()
             return left
 
@@ -109,7 +109,7 @@ def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows(
             left = int(await process.stdout.receive())
             layer.known = [left]
             await process.wait()
-            assert await terminate_tree(process, "t", 5.0, confined=layer) is None
+            assert await terminate_tree(process, "t", 30.0, confined=layer) is None
             assert layer.kills == 0, "SIGTERM was enough"
             await process.aclose()
             return left
@@ -211,7 +211,7 @@ def test_a_forged_environment_takes_no_memory_of_the_worker() -> None:
                 process = await anyio.open_process([sys.executable, "-c", ""], start_new_session=True)
                 await process.wait()
                 tracemalloc.start()
-                await terminate_tree(process, "forged", 5.0)
+                await terminate_tree(process, "forged", 30.0)
                 peak = tracemalloc.get_traced_memory()[1]
                 await process.aclose()
             finally:
