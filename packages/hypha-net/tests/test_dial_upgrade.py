@@ -21,13 +21,13 @@ ASK = "/test/who/1"
 
 @pytest.fixture
 def late_registration(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Delay registration with the swarm until half a second after a connection carries streams, for listed nodes."""
+    """Delay registration with the swarm until all streams of a connection wait for something, for listed nodes."""
     start = SwarmConn.start
     nodes = []
 
     async def start_late(self: SwarmConn) -> None:
         if any(self.swarm is node._swarm for node in nodes):
-            await anyio.sleep(0.5)
+            await anyio.wait_all_tasks_blocked()
         await start(self)
 
     monkeypatch.setattr(SwarmConn, "start", start_late)

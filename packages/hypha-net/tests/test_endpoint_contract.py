@@ -103,7 +103,7 @@ def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opene
         arrived: list[int] = []
 
         async def count(stream: Stream) -> None:
-            await anyio.sleep(0.2)
+            await anyio.wait_all_tasks_blocked()  # all buffers are full
             arrived.append(len(await read_all(stream)))
 
         gateway.handle(ECHO, count)
