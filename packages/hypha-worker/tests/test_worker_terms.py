@@ -745,6 +745,6 @@ def test_an_update_for_which_there_is_no_room_gives_the_work_back(
                 await term_lab.push(0, 1, update)
             end = await lab.scheduler.ended()
             assert end.outcome == "cancelled"
-            assert "space" in end.reason
+            assert "No space left on device" in end.reason
 
     in_lab(case)
