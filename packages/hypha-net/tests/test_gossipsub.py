@@ -242,6 +242,7 @@ def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority
             assert len(old) == 1
             await dial_tcp(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
+            await anyio.wait_all_tasks_blocked()
             await old[0].close()
             await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
             await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
