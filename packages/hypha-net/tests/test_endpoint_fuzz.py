@@ -43,7 +43,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER, TASKS
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullHeader, PullRequest, PushHeader
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 # ------------------------------------------------------------------------------------------------------ valid messages

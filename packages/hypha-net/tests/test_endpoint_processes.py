@@ -142,8 +142,7 @@ async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count:
     return nodes
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(authority: Any) -> None:
     async def main() -> None:
@@ -165,8 +164,7 @@ def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(aut
     run(main, 170)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: Any) -> None:
     async def main() -> None:
@@ -190,8 +188,7 @@ def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: A
     run(main, 100)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(authority: Any) -> None:
     async def main() -> None:
@@ -211,7 +208,7 @@ def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(author
     run(main, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_thirty_nodes_reconnect_within_five_seconds_of_their_gateways_return(authority: Any) -> None:
     async def main() -> None:
@@ -265,7 +262,7 @@ async def come_and_go(node: Libp2pEndpoint, gateway: Gateway, times: int) -> Non
         await node.disconnect(gateway.peer)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(420)
 def test_a_thousand_connections_leak_no_memory_descriptors_or_tasks(
     authority: Any, monkeypatch: pytest.MonkeyPatch

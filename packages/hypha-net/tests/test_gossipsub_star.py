@@ -11,7 +11,7 @@ import pytest
 from support.node_processes import Child, crew
 from support.waiting import run, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 PROCESSES, EACH = 6, 10
 ALL = PROCESSES * EACH

@@ -15,7 +15,7 @@ from support.netns import WAN, Namespaces, needs_namespaces, two_homes
 from support.node_processes import Child, crew
 from support.waiting import run, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs_namespaces]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240), needs_namespaces]
 
 HEALED = 5 * 10.0
 """Five times the ten seconds after a partition within which the two must communicate again."""
@@ -56,7 +56,6 @@ async def start_nodes(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     return Homes(gateway, nodes, ids)
 
 
-@pytest.mark.concurrent
 def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_a_partition(
     authority: Any, tmp_path: Path
 ) -> None:
@@ -82,8 +81,10 @@ def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_
     run(main, 220)
 
 
-@pytest.mark.concurrent
-@pytest.mark.parametrize(("masquerade", "outcome"), [("masquerade", "direct"), ("masquerade random", "failed")])
+@pytest.mark.parametrize(
+    ("masquerade", "outcome"),
+    [("masquerade", "direct"), pytest.param("masquerade random", "failed", marks=pytest.mark.gate)],
+)
 def test_hole_punching_succeeds_if_the_nat_preserves_ports_and_otherwise_the_relay_is_used(
     authority: Any, tmp_path: Path, masquerade: str, outcome: str
 ) -> None:

@@ -200,8 +200,7 @@ def test_overdue_gossip_is_delivered_at_once() -> None:
     anyio.run(main, backend="trio")
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_five_hundred_nodes_simulate_an_hour_in_under_a_minute() -> None:
     began = time.monotonic()

@@ -36,7 +36,7 @@ from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @asynccontextmanager
@@ -263,21 +263,17 @@ def play(row: Row, engine: Engine, folder: Path) -> None:
     run(main, 80)
 
 
-def as_parameter(row: Row, *more: str) -> Any:
-    """Return a row as a test's parameter; one that times connections to the hundredth runs alone."""
-    marks = () if row is connecting_does_not_sleep else (pytest.mark.concurrent,)
-    return pytest.param(row, *more, id=row.__name__, marks=marks)
-
-
-@pytest.mark.parametrize("row", [as_parameter(row) for row in ROWS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 def test_our_engine_is_free_of_the_fault(row: Row, authority: Any) -> None:
     authority.files("server")
     play(row, Ours(authority.files), authority.folder)
 
 
-@pytest.mark.parametrize(("row", "symptom"), [as_parameter(*item) for item in ROWS.items()])
-def test_py_libp2p_has_the_fault(row: Row, symptom: str, tmp_path: Path) -> None:
+@pytest.mark.upstream
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
+def test_py_libp2p_has_the_fault(row: Row, tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - what it says is compared below
         play(row, Stock(), tmp_path)
     errors = [f"{type(leaf).__name__}: {leaf}" for leaf in leaf_errors(raised.value)]
-    assert any(re.search(symptom, one) for one in errors), errors
+    assert any(re.search(ROWS[row], one) for one in errors), errors

@@ -874,8 +874,7 @@ def test_unread_bytes_are_limited_per_connection(monkeypatch: pytest.MonkeyPatch
     run(case)
 
 
-@pytest.mark.slow
-@pytest.mark.concurrent
+@pytest.mark.nightly
 def test_many_unread_circuits_do_not_close_the_connection() -> None:
     async def case() -> None:
         async with two_sessions() as (one, two):
