@@ -328,9 +328,7 @@ def parsed(job: dict[str, Any]) -> TasksJob | None:
     return found
 
 
-@pytest.mark.parametrize(
-    "chunk", [0, 1, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, 10))]
-)
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, 10))])
 def test_mutated_jobs_are_refused_or_valid(chunk: int) -> None:
     chance = random.Random(chunk)
     outcomes = {"valid": 0, "refused": 0}
