@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.model_listing import weights_of
 from hypha_proto.progress import COMPUTE_SECONDS, DATA_WAIT_SECONDS, REPORT_WAIT_SECONDS, SYNC_SECONDS
 from hypha_proto.safetensors_io import TensorFile
 
@@ -122,7 +123,7 @@ def _describe_shares(seconds: Mapping[str, float]) -> str:
 def count_parameters(model_dir: Path) -> int:
     """Return the number of parameters in a model directory, without running statistics."""
     total = 0
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in weights_of(model_dir):
         with TensorFile(path) as tensors:
             total += sum(
                 info.elements for name, info in tensors.tensors.items() if name.rpartition(".")[2] not in _STATISTICS

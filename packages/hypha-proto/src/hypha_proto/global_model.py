@@ -27,6 +27,7 @@ import numpy as np
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.job_spec import Nesterov
+from hypha_proto.model_listing import weights_of
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.safetensors_io import (
     FLOAT_DTYPES,
@@ -38,7 +39,7 @@ from hypha_proto.safetensors_io import (
     from_float,
     to_float32,
 )
-from hypha_proto.update_file import check_fit, model_files, open_update
+from hypha_proto.update_file import check_fit, open_update
 from hypha_proto.weights_digest import WeightsDigest
 from hypha_proto.whole_directory import remove_tree, replace_directory
 
@@ -113,7 +114,7 @@ class GlobalModel:
     def _open_weights(self, stack: ExitStack, change: TensorFile, round_number: int) -> Mapping[str, TensorFile]:
         """Return the file that holds each tensor of an update after a round."""
         if round_number == 0:
-            shards = [stack.enter_context(TensorFile(path)) for path in model_files(self.start_dir)]
+            shards = [stack.enter_context(TensorFile(path)) for path in weights_of(self.start_dir)]
             known = {name: info for shard in shards for name, info in shard.tensors.items()}
             check_fit(change, known)
             return {name: shard for shard in shards for name in shard.tensors.keys() & change.tensors.keys()}
@@ -175,7 +176,7 @@ class GlobalModel:
         """
         with ExitStack() as stack:
             weights = None if round_number == 0 else self._open_state(stack, WEIGHTS, round_number)
-            for path in model_files(self.start_dir):
+            for path in weights_of(self.start_dir):
                 with TensorFile(path) as shard:
                     _write_shard(shard, weights, target / path.name)
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.model_listing import weights_of
 from hypha_proto.safetensors_io import (
     FLOAT_DTYPES,
-    HEADER_LIMIT,
     Array,
     Float32Array,
     TensorFile,
@@ -44,7 +44,6 @@ __all__ = [
     "apply_update_to_dir",
     "check_fit",
     "from_float",
-    "model_files",
     "open_update",
     "stage_files",
     "to_float32",
@@ -53,7 +52,6 @@ __all__ = [
 
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
-_INDEX_SUFFIX: Final = ".safetensors.index.json"
 _BLOCK: Final = 1 << 18
 _OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "round", "samples"})
 _COUNT_LIMIT: Final = 1 << 63
@@ -172,40 +170,6 @@ def write_update(
             writer.write(name, values)
 
 
-def model_files(model_dir: Path) -> list[Path]:
-    """List the safetensors files of a model directory: those named by its index, otherwise all that it contains.
-
-    Raises:
-        TensorFileError: the index is malformed or names a file that is missing or outside, or there is no file.
-    """
-    indexes = sorted(model_dir.glob(f"*{_INDEX_SUFFIX}"))
-    if len(indexes) > 1:
-        raise TensorFileError(f"{model_dir.name} holds {len(indexes)} safetensors indexes, expected one")
-    names = _indexed_files(indexes[0]) if indexes else sorted(path.name for path in model_dir.glob("*.safetensors"))
-    if not names:
-        raise TensorFileError(f"{model_dir.name} holds no safetensors file")
-    for name in names:
-        if not (model_dir / name).is_file():
-            raise TensorFileError(f"{model_dir.name} lacks {name}, which its index names")
-    return [model_dir / name for name in names]
-
-
-def _indexed_files(index: Path) -> list[str]:
-    if index.stat().st_size > HEADER_LIMIT:
-        raise TensorFileError(f"{index.name} is longer than {HEADER_LIMIT} bytes")
-    try:
-        weight_map = parse_json(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (DecodeError, KeyError, TypeError, AttributeError):
-        raise TensorFileError(f"{index.name} is not an index with a weight_map of tensor to file name") from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise TensorFileError(
-                f"{index.name} names the file {str(name)[:80]!r}, which is not a safetensors file here"
-            )
-    return names
-
-
 def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
     """Add every tensor of an update to the tensor of the same name in a model file.
 
@@ -237,7 +201,7 @@ def apply_update_to_dir(model_dir: Path, update: Path) -> None:
         TensorFileError: a file is malformed, or the update does not fit the model.
         OSError: a file cannot be read or written.
     """
-    paths = model_files(model_dir)
+    paths = weights_of(model_dir)
     change, _ = open_update(update)
     with change:
         known: dict[str, TensorInfo] = {}

@@ -17,7 +17,8 @@ from hypha.accelerate_executor.distributed.process_group import SingleProcess
 from hypha.accelerate_executor.distributed.state_dict import Weights, WholeWeights
 from hypha.accelerate_executor.errors import ModelError
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, model_files, open_update, write_update
+from hypha_proto.model_listing import weights_of
+from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, open_update, write_update
 from hypha_proto.weights_digest import digest_weights
 
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
@@ -181,7 +182,7 @@ def names_in_files(model_dir: Path) -> frozenset[str]:
     """
     names: set[str] = set()
     try:
-        for path in model_files(model_dir):
+        for path in weights_of(model_dir):
             with TensorFile(path) as file:
                 names |= file.tensors.keys()
     except TensorFileError as error:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_model
 from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update_file import model_files
+from hypha_proto.model_listing import weights_of
 
 CONFIG: Final = "config.json"
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -124,7 +124,7 @@ def _load_weights(module: torch.nn.Module, model_dir: Path) -> None:
     """Load every tensor; tied tensors may be in the files under one of their names only."""
     tensors: dict[str, torch.Tensor] = {}
     try:
-        for path in model_files(model_dir):
+        for path in weights_of(model_dir):
             tensors |= load_file(path)
         result = module.load_state_dict(tensors, strict=False)
     except (TensorFileError, SafetensorError, OSError, RuntimeError) as error:
