@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import anyio
 import pytest
 from support.fake_hf_hub import COMMIT, ENDLESS_BYTES, SIGNATURE, Hub, hub_server
+from support.stored_model import weights, write_model
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -25,7 +26,7 @@ from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 
 TOKEN = "hf_PrivateToken0123456789"
-WEIGHTS = bytes(range(256)) * (96 << 10)  # huggingface_hub writes partial downloads in chunks of 10 MiB
+WEIGHTS = weights(size=6 << 20)  # huggingface_hub writes partial downloads in chunks of 10 MiB
 FILES = {
     "config.json": b'{"a": 1}',
     "model.safetensors": WEIGHTS,
@@ -88,9 +89,8 @@ def test_a_scheduler_fetches_one_commit_and_no_pickle_files(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = by_scheduler(tmp_path / "model", revision="v2")
-    names = ("config.json", "model.safetensors", "sub/more.safetensors")
     assert (reference.revision, reference.token) == (COMMIT, TOKEN)
-    assert set(reference.filenames) <= set(names)
+    assert reference.filenames == ("config.json", "model.safetensors")
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
     assert not list(tmp_path.rglob("*.bin"))
     assert [asked for asked in hub.ranges if asked != "bytes=0-"], hub.seen_elsewhere
@@ -100,6 +100,19 @@ def test_a_scheduler_fetches_one_commit_and_no_pickle_files(
     paths = [path for _, path, _, _ in hub.seen]
     assert all(f"/resolve/{COMMIT}/" in path for path in paths if "/resolve/" in path)
     assert all(TOKEN.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_scheduler_fetches_what_the_index_names_and_checks_it(hub: Hub, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "start", ["a"], ["b"])
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    used = {path.name: path.read_bytes() for path in model.iterdir()}
+    beside = ("consolidated.safetensors", "._model.safetensors", "adapter_config.json", "onnx/config.json", "model.py")
+    hub.files = {**used, **dict.fromkeys(beside, b"?")}
+    assert by_scheduler(tmp_path / "model").filenames == tuple(sorted(used))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == used
+    hub.files["config.json"] = b"version https://git-lfs.github.com/spec/v1"
+    with pytest.raises(JobFailedError, match=r"^model\.repository: org/model: config\.json is a Git LFS pointer"):
+        by_scheduler(tmp_path / "other")
 
 
 def served_by_scheduler(folder: Path, preprocessor: bool = False) -> Artifact:
@@ -122,7 +135,7 @@ def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: P
     found = served_by_scheduler(tmp_path / "copy", preprocessor)
     reference = found.reference
     assert isinstance(reference, PeersReference)
-    names = ("config.json",) if preprocessor else ("config.json", "model.safetensors", "sub/more.safetensors")
+    names = ("config.json",) if preprocessor else ("config.json", "model.safetensors")
     assert (reference.peers, reference.filenames) == ((PEER,), names)
     for index, name in enumerate(names):
         if not preprocessor:
@@ -148,10 +161,7 @@ def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub, tmp_
             start = await open_start_model(model, tmp_path / "model", job, PEER, unchanged=True)
             found = await open_preprocessor(tokenizer, tmp_path / "tokenizer", job, PEER, unchanged=True)
             assert found is not None
-            for artifact, names in (
-                (start, ("config.json", "model.safetensors", "sub/more.safetensors")),
-                (found, ("config.json",)),
-            ):
+            for artifact, names in ((start, ("config.json", "model.safetensors")), (found, ("config.json",))):
                 reference = artifact.reference
                 if serve or again:
                     assert isinstance(reference, PeersReference)
@@ -168,7 +178,7 @@ def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub, tmp_
 
 
 def test_a_resumed_job_knows_the_commit_of_a_model_that_is_served(hub: Hub, tmp_path: Path) -> None:
-    names = ["config.json", "model.safetensors", "sub/more.safetensors"]
+    names = ["config.json", "model.safetensors"]
     expected = {"repository": "org/model", "revision": COMMIT, "files": names}
     assert describe_artifact(served_by_scheduler(tmp_path / "served")) == expected
     assert describe_artifact(Artifact(by_scheduler(tmp_path / "hub", revision="v2"))) == expected

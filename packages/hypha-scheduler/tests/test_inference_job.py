@@ -12,6 +12,7 @@ import anyio
 import pytest
 from support.inference_simulation import DATASET, FakeDataset, job_table, part_of
 from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, run_jobs
+from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
 
 from hypha_net import rpc
@@ -155,8 +156,7 @@ def run(
     fake: FakeDataset | None = None,
 ) -> None:
     """Run a test with a dataset of questions and a model."""
-    (folder / "model").mkdir()
-    (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    write_model(folder / "model")
     found = fake or FakeDataset(ROWS)
 
     async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> Dataset:
@@ -333,12 +333,12 @@ def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch:
         assert committed >= 1
         before = network.contents()
         model = network.folder / "model" / "model.safetensors"
-        model.write_bytes(b"other weights")
+        write_model(model.parent, ["other"])
         network.lab.results.clear()
         network.start(resume=True)
         assert "this is another job than the one to resume:\nmodel: files is {" in await network.failure()
         assert network.contents() == before
-        model.write_bytes(b"weights")
+        write_model(model.parent)
         network.lab.results.clear()
         is_resumed = True
         network.start(resume=True)

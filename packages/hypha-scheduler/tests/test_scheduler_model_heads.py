@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from support.stored_model import write_model
 
 from hypha_scheduler.jobs.config import ModelTable
 from hypha_scheduler.jobs.model_files import missing_files
 
 BODY = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight", "pooler.dense.bias")
-
-
-def write_model(path: Path, architectures: object, tensors: tuple[str, ...] = BODY) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": architectures}))
-    for number, name in enumerate(tensors):
-        save_file({name: np.zeros(2, np.float32)}, path / f"model-{number}.safetensors")
-    return path
 
 
 @pytest.mark.parametrize(
@@ -29,7 +20,7 @@ def write_model(path: Path, architectures: object, tensors: tuple[str, ...] = BO
 def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
     task: str, architecture: str, tmp_path: Path
 ) -> None:
-    model = write_model(tmp_path / "base", [architecture])
+    model = write_model(tmp_path / "base", BODY[:1], BODY[1:], architectures=[architecture])
     wire = task.replace("vision", "image")
     for table in (ModelTable(path=model, type=task), ModelTable(file=model, type=task)):
         assert missing_files(table) == [
@@ -56,18 +47,21 @@ def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
 def test_a_model_that_may_have_a_head_is_left_to_the_executor(
     task: str, architectures: object, tensors: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = write_model(tmp_path / "model", architectures, tensors)
+    model = write_model(tmp_path / "model", tensors[:1], tensors[1:], architectures=architectures)
     assert missing_files(ModelTable(path=model, type=task)) == []
 
 
 @pytest.mark.parametrize("config", [b"", b"[" * 100_000, b"[]", b"\xff"])
-def test_a_configuration_that_cannot_be_read_is_left_to_the_executor(config: bytes, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", ["BertModel"])
+def test_a_configuration_that_cannot_be_read_is_refused(config: bytes, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", BODY, architectures=["BertModel"])
     (model / "config.json").write_bytes(config)
-    assert missing_files(ModelTable(path=model, type="sequence-classification")) == []
+    [line] = missing_files(ModelTable(path=model, type="sequence-classification"))
+    assert re.fullmatch(rf"model\.path: {model}: config\.json is not (a )?JSON.*: fetch it again.*", line)
 
 
-def test_weights_that_cannot_be_read_are_left_to_the_executor(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", ["BertModel"])
-    (model / "model-0.safetensors").write_bytes(b"\xff" * 100)
-    assert missing_files(ModelTable(path=model, type="sequence-classification")) == []
+def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", BODY, architectures=["BertModel"])
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+    [line] = missing_files(ModelTable(path=model, type="sequence-classification"))
+    assert line.startswith(f"model.path: {model}: model.safetensors: a header of ")
+    assert line.endswith("fetch it again")

@@ -8,16 +8,15 @@ import uuid
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.stored_model import write_model
 from support.waiting import run
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_proto.update_file import TensorFileWriter, TensorInfo
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
@@ -27,11 +26,8 @@ PEER = PeerId.from_public_key(bytes(32))
 
 
 def make_model(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    write_model(folder)
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo("F32", (3,))}, {}) as writer:
-        writer.write("w", np.ones(3, np.float32))
     return folder
 
 
@@ -61,10 +57,12 @@ def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp
         start = await open_start_model(table, tmp_path / "copy", uuid.UUID(int=5), PEER)
         assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
         assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
-        for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True)):
+        named = ModelTable(file=source, type="vision-classification", filenames=("config.json", "model.safetensors"))
+        for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True), (named, False)):
             copy = tmp_path / f"served-{unchanged}"
             start = await open_start_model(served, copy, uuid.UUID(int=5), PEER, unchanged=unchanged)
             assert isinstance(start.reference, PeersReference)
+            assert start.reference.filenames == ("config.json", "model.safetensors")
         preprocessor = PreprocessorTable(file=source)
         opened = await open_preprocessor(preprocessor, tmp_path / "preprocessor", uuid.UUID(int=5), PEER)
         assert opened is not None
@@ -119,7 +117,7 @@ def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: Path) -
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     async def case() -> None:
         model = ModelTable(path=tmp_path, type="vision-classification")
-        with pytest.raises(JobFailedError, match=r"holds no \*\.safetensors"):
+        with pytest.raises(JobFailedError, match=r"there is no config\.json, .*: save_pretrained writes it"):
             await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
 
     run(case)

@@ -21,6 +21,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
 from support.fake_http_server import files, served
+from support.stored_model import weights
 
 from hypha_net import content_directory, transfer
 from hypha_net.connectors.s3_client import S3Settings
@@ -42,7 +43,7 @@ from hypha_scheduler.strategies.tasks.strategy import _with_presigned_urls
 
 PEER = PeerId.from_public_key(bytes(32))
 SECRET = "s3cr3t-0f-th3-0wn3r"
-FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": bytes(100_000)}
+FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": weights(size=25_000)}
 LOOPBACK = ("127.0.0.0/8",)
 
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.stored_model import write_model
 from support.waiting import run
 
 from hypha_scheduler.cli import main
@@ -33,17 +34,11 @@ inner_optimizer = { learning_rate = 1e-3 }
 """
 
 
-def make_model(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").touch()
-    return folder
-
-
 def submit_with(
     tmp_path: Path, text: str, run_job: Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
 ) -> tuple[int, str]:
     """Run `submit` against a scheduler with this `run_job`; return exit code and output. `start` holds a model."""
-    make_model(tmp_path / "start")
+    write_model(tmp_path / "start")
     file = tmp_path / "job.toml"
     file.write_text(text)
     outcome: list[tuple[int, str]] = []
@@ -279,7 +274,7 @@ def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path
                 await anyio.sleep(0.01)
             [refused] = await send(nested)
             assert "nested" in str(refused["error"])
-            path = str(make_model(tmp_path / "start"))
+            path = str(write_model(tmp_path / "start"))
             job = {"dataset": "d", "model": {"path": path, "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
             accepted, result = await send(json.dumps({"job": job}).encode())
             assert (accepted["accepted"], result["result"]) == (True, "/somewhere/result.json")

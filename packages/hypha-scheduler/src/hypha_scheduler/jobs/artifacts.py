@@ -27,7 +27,7 @@ from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable, StartModelTable
 from hypha_scheduler.jobs.hub_download import HubSource, download
 from hypha_scheduler.jobs.model_creation import create_model
-from hypha_scheduler.jobs.model_files import MODEL_PATTERNS, model_names, preprocessor_names
+from hypha_scheduler.jobs.model_files import model_names, preprocessor_names
 from hypha_scheduler.jobs.source_download import SourceDownloads
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ async def open_preprocessor(
     if table is not None and table.file is not None:
         local = table.model_copy(update={"path": table.file, "file": None})
         served = await open_preprocessor(local, copy, job_id, scheduler, name, unchanged=unchanged)
-        return served if unchanged or table.serve else _shared_artifact(table.file)
+        return served if unchanged or table.serve or table.filenames else _shared_artifact(table.file)
     if table is None or (table.path is None and not table.serve and not unchanged):
         return None
     if unchanged:
@@ -165,7 +165,7 @@ async def open_start_model(
     if model.file is not None:
         local = model.model_copy(update={"path": model.file, "file": None})
         served = await open_start_model(local, copy, job_id, scheduler, name, unchanged=unchanged)
-        return served if unchanged or model.serve else _shared_artifact(model.file)
+        return served if unchanged or model.serve or model.filenames else _shared_artifact(model.file)
     exists = unchanged and await anyio.Path(copy).exists()
     if not exists and isinstance(model, StartModelTable) and model.config is not None:
         model = await _create(model, served_copy(copy), command)
@@ -266,7 +266,8 @@ def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str
 def _download(key: str, table: ArtifactTable, target: Path) -> HuggingFaceReference:
     """Download a repository's files and return a reference to the same commit for the workers."""
     token = table.token.get_secret_value() if table.token else None
-    source = HubSource(key, str(table.repository), table.revision, token, table.filenames, MODEL_PATTERNS)
+    is_model = isinstance(table, ModelTable)
+    source = HubSource(key, str(table.repository), table.revision, token, table.filenames, is_model)
     commit, names = download(source, target)
     return HuggingFaceReference(repository=source.repository, revision=commit, filenames=names, token=token)
 

@@ -171,7 +171,11 @@ class ArtifactTable(Table):
         default=None, description="SHA-256 of such an archive, which hypha-data provide announces."
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
-    filenames: tuple[str, ...] = Field(default=(), description="Files to use; if empty, all that a model needs.")
+    filenames: tuple[str, ...] = Field(
+        default=(),
+        description="Files to use; if empty, all that belong to the model or preprocessor. If set, those of file are "
+        "served by this scheduler.",
+    )
     token: SecretStr | None = Field(
         default=None, description="Access token of the hub. Workers get it, unless serve = true."
     )

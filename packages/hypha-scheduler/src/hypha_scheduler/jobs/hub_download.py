@@ -7,10 +7,9 @@ only when a transfer has ended, and one without a stated size may never end, so 
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
@@ -18,6 +17,9 @@ from typing import Any, Final
 
 import anyio.from_thread
 
+from hypha_proto.errors import TensorFileError
+from hypha_proto.model_contents import find_fault
+from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model
 from hypha_scheduler.errors import JobFailedError
 
 MAX_UNSTATED: Final = 10 * 10**9
@@ -40,8 +42,9 @@ class HubSource:
     revision: str | None
     token: str | None
     filenames: Sequence[str]
-    """If empty, all files that match `patterns`."""
-    patterns: Sequence[str] = ()
+    """If empty, all that belong to the model or preprocessor (`hypha_proto.model_listing`)."""
+    is_model: bool = True
+    """Whether weights are fetched too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +79,26 @@ def download(source: HubSource, target: Path) -> tuple[str, tuple[str, ...]]:
     """Download the files to `target`, under their names in the repository; return the commit and the names.
 
     Raises:
-        JobFailedError: they do not exist or cannot be fetched, or there is no room for them.
+        JobFailedError: they do not exist, cannot be fetched or are unusable, or there is no room for them.
     """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # imported late: takes 0.5 s
 
     what = f"{source.key}.repository: {source.repository}"
     try:
-        commit, files = _list_files(source)
-        stated = sum(file.size or 0 for file in files)
         target.mkdir(parents=True, exist_ok=True)
+        commit, files = _list_files(source, target)
+        stated = sum(file.size or 0 for file in files)
         if stated > (room := _room(target)):
             raise JobFailedError(
                 f"{what} has {stated} bytes, and the disk has room for {room}: free space for {target}"
             )
         _download_all(files, source.token, target)
+        if fault := find_fault(target, [file.name for file in files]):
+            raise JobFailedError(f"{what}: {fault}")
     except JobFailedError:
         raise
+    except TensorFileError as error:
+        raise JobFailedError(f"{what}: {error}") from None
     except (HfHubHTTPError, HFValidationError, TooLargeError, OSError) as error:
         raise JobFailedError(f"{what} cannot be fetched: {_without_signature(error)}") from None
     except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
@@ -99,8 +106,8 @@ def download(source: HubSource, target: Path) -> tuple[str, tuple[str, ...]]:
     return commit, tuple(file.name for file in files)
 
 
-def _list_files(source: HubSource) -> tuple[str, list[_HubFile]]:
-    """Return the commit of the revision, and its files that match the patterns."""
+def _list_files(source: HubSource, target: Path) -> tuple[str, list[_HubFile]]:
+    """Return the commit of the revision, and the files to fetch; an index of weights is fetched for it."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     endpoint = os.environ.get("HF_ENDPOINT")
@@ -109,17 +116,21 @@ def _list_files(source: HubSource) -> tuple[str, list[_HubFile]]:
     names = [sibling.rfilename for sibling in found.siblings or ()]
     if lacking := [name for name in source.filenames if name not in names]:
         raise JobFailedError(f"{source.key}.filenames: {source.repository} has no {', '.join(lacking)}")
-    files = []
-    for name in source.filenames or _matching(names, source.patterns):
+
+    def look_up(name: str) -> _HubFile:
         url = hf_hub_url(source.repository, name, revision=commit, endpoint=endpoint)
-        files.append(_HubFile(name, url, get_hf_file_metadata(url, token=source.token).size))
-    return commit, files
+        return _HubFile(name, url, get_hf_file_metadata(url, token=source.token).size)
 
+    def read(name: str) -> bytes:
+        reason = f"{name} is longer than {INDEX_LIMIT} bytes"
+        _download_file(look_up(name), source.token, target / name, INDEX_LIMIT, reason)
+        return (target / name).read_bytes()
 
-def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern, and lead to no other folder."""
-    safe = (name for name in names if not name.startswith("/") and ".." not in name.split("/"))
-    return sorted(name for name in safe if any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+    if source.is_model:
+        wanted = list_model(names, read, source.filenames)
+    else:
+        wanted = list(source.filenames) or list_companions(names)
+    return commit, [look_up(name) for name in wanted]
 
 
 def _room(folder: Path) -> int:

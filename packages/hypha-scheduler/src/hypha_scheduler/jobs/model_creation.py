@@ -16,9 +16,10 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
+from hypha_proto.model_listing import list_companions, names_in
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import MODEL_COMMAND, StartModelTable
-from hypha_scheduler.jobs.model_files import PREPROCESSOR_PATTERNS, config_file
+from hypha_scheduler.jobs.model_files import config_file
 
 _TIMEOUT: Final = 1800.0
 """Seconds for the creation of a model."""
@@ -78,8 +79,8 @@ def _copy_other_files(config: Path, out: Path) -> None:
     if config.name != "config.json":
         return
     try:
-        for path in sorted(path for pattern in PREPROCESSOR_PATTERNS for path in config.parent.glob(pattern)):
-            if path.is_file() and not (out / path.name).exists():
-                shutil.copyfile(path, out / path.name)
+        for name in list_companions(names_in(config.parent)):
+            if not (out / name).exists():
+                shutil.copyfile(config.with_name(name), out / name)
     except OSError as error:
         raise JobFailedError(files_unusable(out.parent, [error])) from None

@@ -6,17 +6,15 @@ Checked when a job is submitted and before it starts. Called by job tables and `
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
+from hypha_proto.errors import TensorFileError
+from hypha_proto.model_contents import find_fault
+from hypha_proto.model_listing import list_companions, list_model, names_in, reader_of
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable, StartModelTable
 from hypha_scheduler.jobs.model_heads import find_missing_head
-
-MODEL_PATTERNS: Final = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""Files of a model that are used: weights as safetensors, configuration, tokenizer; no pickled files."""
-PREPROCESSOR_PATTERNS: Final = ("*.json", "*.txt", "*.model")
-"""Files of a preprocessor that are used."""
 
 
 def missing_files(model: ModelTable | None, preprocessor: PreprocessorTable | None = None) -> list[str]:
@@ -60,27 +58,42 @@ def config_file(model: StartModelTable) -> Path:
 
 
 def model_names(source: Path, wanted: tuple[str, ...]) -> list[str]:
-    """Return the names of a local model's files."""
-    remedy = "`hypha-accelerate-executor create-model` creates a model directory"
-    names = _file_names("model.path", source, wanted, MODEL_PATTERNS, remedy)
-    if not any(name.endswith(".safetensors") for name in names):
-        raise JobFailedError(f"model.path: {source} holds no *.safetensors; {remedy}")
-    return names
+    """Return the names of a local model's files: `wanted` if it names any, otherwise as `model_listing` has it."""
+    return _file_names("model.path", source, wanted, _list_model)
 
 
 def preprocessor_names(source: Path, wanted: tuple[str, ...]) -> list[str]:
-    """Return the names of a local preprocessor's files."""
-    remedy = "save the preprocessor there with save_pretrained"
-    names = _file_names("preprocessor.path", source, wanted, PREPROCESSOR_PATTERNS, remedy)
-    if not names:
-        raise JobFailedError(f"preprocessor.path: {source} holds none of {', '.join(PREPROCESSOR_PATTERNS)}; {remedy}")
-    return names
+    """Return the names of a local preprocessor's files, as `model_names`."""
+    return _file_names("preprocessor.path", source, wanted, _list_preprocessor)
 
 
-def _file_names(key: str, source: Path, wanted: tuple[str, ...], patterns: tuple[str, ...], remedy: str) -> list[str]:
+def _list_model(source: Path, wanted: tuple[str, ...]) -> list[str]:
+    """Return all files of a model, or those wanted, which must be a whole model too."""
+    return list_model(names_in(source), reader_of(source), wanted)
+
+
+def _list_preprocessor(source: Path, wanted: tuple[str, ...]) -> list[str]:
+    if names := sorted(set(wanted)) or list_companions(names_in(source)):
+        return names
+    raise TensorFileError("there is no file of a tokenizer or processor: write one there with save_pretrained")
+
+
+def _file_names(
+    key: str, source: Path, wanted: tuple[str, ...], select: Callable[[Path, tuple[str, ...]], list[str]]
+) -> list[str]:
     if not source.is_dir():
-        raise JobFailedError(f"{key}: there is no directory {source} at the scheduler; {remedy}")
+        raise JobFailedError(f"{key}: there is no directory {source} at the scheduler; save_pretrained writes one")
     lacking = [name for name in wanted if not (source / name).is_file()]
     if lacking:
         raise JobFailedError(f"{key}: {source} holds no {', '.join(lacking)}, which filenames lists")
-    return sorted(wanted) or sorted({path.name for pattern in patterns for path in source.glob(pattern)})
+    try:
+        names = select(source, wanted)
+        fault = find_fault(source, names)
+    except TensorFileError as error:
+        listed = " among filenames" if wanted else ""
+        raise JobFailedError(f"{key}: {source}{listed}: {error}") from None
+    except OSError as error:
+        raise JobFailedError(f"{key}: {source} cannot be read: {error.filename}: {error.strerror}") from None
+    if fault is not None:
+        raise JobFailedError(f"{key}: {source}: {fault}")
+    return names

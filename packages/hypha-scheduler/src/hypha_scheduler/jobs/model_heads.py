@@ -2,7 +2,7 @@
 
 A scheduler has no library of models. It refuses only what is certain: every architecture that config.json names is a
 base model, and no tensor has the name of a classification head. Executors refuse the rest when they load the model.
-Called by `model_files`.
+Called by `model_files`, after `hypha_proto.model_contents` has found no fault.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _BASE: Final = re.compile(r"(?!\w*LMHeadModel$)[A-Za-z]\w*Model")
 """Architectures without a head, such as ``BertModel`` and ``ResNetModel``."""
 _HEAD: Final = re.compile(r"classif|score|head|logits|(^|\.)fc\d*\.|qa_outputs", re.IGNORECASE)
 """Parts of names that tensors of heads have; some tensors of base models have them too, which are then not refused."""
-_MAX_CONFIG: Final = 1 << 20
-"""Bytes of a config.json that is looked at."""
 
 
 def find_missing_head(task: str, directory: Path, names: list[str]) -> str | None:
@@ -35,9 +33,12 @@ def find_missing_head(task: str, directory: Path, names: list[str]) -> str | Non
     """
     if not task.endswith(_TASKS):
         return None
-    bases = _base_architectures(directory / "config.json")
-    if not bases or _has_head(directory, names):
-        return None
+    try:
+        bases = _base_architectures(directory / "config.json")
+        if not bases or _has_head(directory, names):
+            return None
+    except (OSError, ValueError, TensorFileError):
+        return None  # changed since `find_fault` has read it
     return (
         f"model.path: {directory} has no head for {task}: its config.json names {', '.join(bases)}; add one with "
         f"`hypha-accelerate-executor create-model --from {directory} --task {task} --labels N --out DIR`"
@@ -46,26 +47,17 @@ def find_missing_head(task: str, directory: Path, names: list[str]) -> str | Non
 
 def _base_architectures(config: Path) -> list[str]:
     """Return the architectures of a configuration if all are base models, otherwise none."""
-    try:
-        if config.stat().st_size > _MAX_CONFIG:
-            return []
-        found = json.loads(config.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return []  # the executor, which needs the file, says what is wrong with it
-    named = found.get("architectures") if isinstance(found, dict) else None
+    named = json.loads(config.read_bytes()).get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) and _BASE.fullmatch(name) for name in named):
         return []
     return named
 
 
 def _has_head(directory: Path, names: list[str]) -> bool:
-    """Return whether a tensor may belong to a head; also if a file cannot be read."""
-    try:
-        for name in names:
-            if name.endswith(".safetensors"):
-                with TensorFile(directory / name) as file:
-                    if any(map(_HEAD.search, file.tensors)):
-                        return True
-    except (OSError, TensorFileError):
-        return True
+    """Return whether a tensor may belong to a head."""
+    for name in names:
+        if name.endswith(".safetensors"):
+            with TensorFile(directory / name) as file:
+                if any(map(_HEAD.search, file.tensors)):
+                    return True
     return False
