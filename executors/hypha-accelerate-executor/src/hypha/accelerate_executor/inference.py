@@ -125,9 +125,13 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
     from hypha.accelerate_executor.predict.computation import pick_device
 
     device = pick_device()
+    model = unpacked(work_dir / task.model.path, is_model=True)
+    folder = model  # may have a tokenizer or processor, too
+    if task.preprocessor is not None and task.preprocessor.path != task.model.path:
+        folder = unpacked(work_dir / task.preprocessor.path, is_model=False)
     module = load_stored_model(
         task.model.type,
-        unpacked(work_dir / task.model.path),
+        model,
         allowed=frozenset(options.allow_module),
         device_map=options.device_map,
     )
@@ -137,20 +141,18 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
     if task.task == GENERATE:
         from hypha.accelerate_executor.predict.generator import Generator, load_tokenizer
 
-        folder = unpacked(work_dir / (task.model.path if task.preprocessor is None else task.preprocessor.path))
         return Generator(task, module, load_tokenizer(folder), device, options.generation)
     from hypha.accelerate_executor.predict.classifier import Classifier
 
-    return Classifier(task, module, device, _preprocessor(task, work_dir, module))
+    return Classifier(task, module, device, _preprocessor(task, folder, module))
 
 
-def _preprocessor(task: InferenceTask, work_dir: Path, module: torch.nn.Module) -> Preprocessor | None:
+def _preprocessor(task: InferenceTask, folder: Path, module: torch.nn.Module) -> Preprocessor | None:
     from hypha.accelerate_executor.data.preprocess import load_preprocessor
     from hypha.accelerate_executor.predict.computation import longest_input
 
     if task.preprocessor is None:
         return None
-    folder = unpacked(work_dir / task.preprocessor.path)
     return load_preprocessor(task.preprocessor.type, folder, task.raw_columns, longest_input(module))
 
 

@@ -180,10 +180,12 @@ def _owner_options(options: argparse.Namespace) -> OwnerOptions:
 
 
 def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:
-    model = model_directory(unpacked_files([fetched.path for fetched in bridge.fetch(config.model.artifact, "model")]))
+    fetched = [each.path for each in bridge.fetch(config.model.artifact, "model")]
+    model = model_directory(unpacked_files(fetched, is_model=True))
     if config.preprocessor is None:
         return ModelFiles(model)
-    paths = unpacked_files([fetched.path for fetched in bridge.fetch(config.preprocessor.artifact, "preprocessor")])
+    fetched = [each.path for each in bridge.fetch(config.preprocessor.artifact, "preprocessor")]
+    paths = unpacked_files(fetched, is_model=False)
     if not paths:
         raise JobError("the preprocessor's artifact contains no file")
     top = min(paths, key=lambda path: len(path.parts))
