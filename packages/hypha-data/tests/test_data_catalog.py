@@ -168,6 +168,27 @@ def test_any_manifest_and_digest_cache_is_used_or_ignored(
         assert open_dataset("d", folder).manifest == expected
 
 
+@pytest.mark.parametrize("has_manifest", [False, True])
+@pytest.mark.parametrize("form", ["safetensors", "jsonl"])
+def test_files_beside_the_slices_are_not_served(tmp_path: Path, form: str, has_manifest: bool) -> None:
+    """Hidden files never, others only where there is no manifest, and then no copy of a slice."""
+    rows = tmp_path / "all.jsonl"
+    rows.write_text("".join(f'{{"number": {number}}}\n' for number in range(9)))
+    path, out = source(tmp_path) if form == "safetensors" else rows, tmp_path / "out"
+    expected = prepare_dataset(path, out, name="d", slices=2, seed=0).slices
+    if not has_manifest:
+        (out / MANIFEST).unlink()
+    for hidden in ("._slice-00000", ".slice-00001", ""):
+        (out / f"{hidden}.{form}").write_bytes(b"\0\5\x16\7")
+    assert open_dataset("d", out).manifest.slices == expected
+    (out / f"slice-00000 copy.{form}").write_bytes((out / f"slice-00000.{form}").read_bytes())
+    if has_manifest:
+        assert open_dataset("d", out).manifest.slices == expected
+        return
+    with pytest.raises(DatasetError, match=rf"slice-00000\.{form} is a copy of slice-00000 copy\.{form}: remove one"):
+        open_dataset("d", out)
+
+
 def test_invalid_datasets_are_refused_with_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no \*\.safetensors"):
         open_dataset("d", tmp_path)

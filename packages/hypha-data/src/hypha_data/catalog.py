@@ -57,7 +57,7 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
         on_read: called with the number of bytes of each block that is read.
 
     Raises:
-        DatasetError: the folder contains no slices, or there is no manifest and one is not a file of samples.
+        DatasetError: the folder contains no slices, or there is no manifest and one is not a file of samples or a copy.
     """
     try:
         written = read_manifest(name, folder)
@@ -69,6 +69,7 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
         _log.info("dataset %s: no %s is used, so the slices are announced as they are now", name, MANIFEST)
         manifest = measure(name, files, digests, on_read)
         digests.save()
+        _check_distinct(name, folder, manifest)
     else:
         manifest = written
         _warn_of_unlisted(name, folder, files, manifest)
@@ -78,10 +79,13 @@ def open_dataset(name: str, folder: Path, *, verify: bool = False, on_read: OnRe
 
 
 def find_slices(name: str, folder: Path, written: Manifest | None) -> list[Path]:
-    """Return the files of the manifest's format; without a manifest safetensors files, or JSONL files if none."""
+    """Return the files of the manifest's format; without a manifest safetensors files, or JSONL files if none.
+
+    Hidden files are none, such as the ``._`` files of macOS.
+    """
     suffixes = list(SLICE_SUFFIXES.values()) if written is None else [slice_suffix(written)]
     for suffix in suffixes:
-        if files := sorted(folder.glob(f"*{suffix}")):
+        if files := sorted(folder.glob(f"[!.]*{suffix}")):
             return files
     wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
     raise DatasetError(f"dataset {name}: {folder} holds no {wanted}; `hypha-data prepare` makes slices")
@@ -99,6 +103,21 @@ def _warn_of_unlisted(name: str, folder: Path, files: list[Path], manifest: Mani
             "dataset %s: %d files, such as %s, are not in %s and not served; remove it to announce the folder as it is",
             name, len(unlisted), min(unlisted), folder / MANIFEST,
         )  # fmt: skip
+
+
+def _check_distinct(name: str, folder: Path, manifest: Manifest) -> None:
+    """Check that no slice is a copy of another one, whose samples would then count twice.
+
+    Raises:
+        DatasetError: one is.
+    """
+    first: dict[str, str] = {}
+    for entry in manifest.slices:
+        if (other := first.setdefault(entry.digest, entry.file)) != entry.file:
+            raise DatasetError(
+                f"dataset {name}: {folder / entry.file} is a copy of {other}: remove one of the two, or list the "
+                f"slices in {MANIFEST}"
+            )
 
 
 def measure(name: str, files: list[Path], digests: DigestCache, on_read: OnRead) -> Manifest:

@@ -79,7 +79,7 @@ def evaluate(
 
 
 def _data_files(data: Path) -> list[Path]:
-    files = sorted(data.glob("*.safetensors")) if data.is_dir() else [data]
+    files = sorted(data.glob("[!.]*.safetensors")) if data.is_dir() else [data]
     if not files:
         raise DataError(f"{data}: holds no *.safetensors; name a folder of slices, or a file")
     return files
