@@ -217,8 +217,8 @@ class FakeTaskWorker:
 
     def send(self, body: Any) -> tuple[int, Any]:
         self.sent.append(body)
-        text = (self.work_dir / body["path"]).read_text(encoding="utf-8")
-        self.parts[body["round"]] = [json.loads(line) for line in text.splitlines()]
+        with (self.work_dir / body["path"]).open("rb") as lines:
+            self.parts[body["round"]] = [json.loads(line) for line in lines]
         self.steps.append(f"send {body['round']}")
         return 200, {"sent": [PEER]}
 

@@ -279,7 +279,7 @@ def test_a_session_executes_commands_like_processes_of_their_own(tmp_path: Path,
     model = str(tmp_path / "model")
     create = ["create-model", "--arch", "resnet-digits", "--out", model]
     measure = ["evaluate", "--model", model, "--data", str(held_out[2])]
-    lines = [json.dumps(each) for each in (create, measure, create, ["--version"], ["none"], 7)]
+    lines = [json.dumps(each).replace(", ", ",\r") for each in (create, measure, create, ["--version"], ["none"], 7)]
     done = CliRunner().invoke(command, ["session"], input="\n".join([*lines, "{", ""]))
     assert done.exit_code == 0
     answers = [json.loads(line) for line in done.stdout.splitlines()]

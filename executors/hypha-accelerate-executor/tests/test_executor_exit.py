@@ -153,6 +153,18 @@ def test_a_malformed_event_ends_the_wait_for_an_outer_update(make_worker: Callab
         bridge.updates(UriReference(value="https://x.invalid"), "updates").wait(0, 10.0)
 
 
+def test_an_event_ends_at_a_line_feed_alone(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker()
+    name = "incoming/a\u2028b\u0085c"
+    (worker.work_dir / "incoming").mkdir()
+    (worker.work_dir / name).touch()
+    event = {"path": name, "size": 0, "from_peer": "x", "round": 3}
+    worker.events.put(json.dumps(event, ensure_ascii=False).replace(", ", ",\r").encode())
+    with Bridge(worker.socket, worker.work_dir, 10.0) as bridge:
+        found = bridge.updates(UriReference(value="https://x.invalid"), "updates").wait(3, 10.0)
+    assert found.path == worker.work_dir / name
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -33,7 +33,7 @@ def json_slice(tmp_path: Path) -> Callable[..., Path]:
     def write(rows: Sequence[Any], name: str = "slice-0") -> Path:
         path = tmp_path / f"{name}.jsonl"
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        path.write_bytes("".join(f"{line}\n" for line in lines).encode())
         return path
 
     return write
@@ -153,6 +153,18 @@ def test_a_bad_row_costs_no_other_row_its_result(
     assert found[1]["id"] == 1
     assert found[0]["label"] == found[6]["label"] == found[9]["label"]
     assert worker.reports[-1]["metrics"]["errors"] == 9
+
+
+def test_rows_are_split_at_line_feeds_alone(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], json_slice: Callable[..., Path]
+) -> None:
+    image = safetensors.numpy.load_file(digit_slices[0])["pixel_values"][0].tolist()
+    names = ["a\u2028b", "\u2029", "c\u0085", "\x0b\x0c", "\x1c\x1d\x1e", "a\rb", "a\r\nb"]
+    rows = [json.dumps({"pixel_values": image, "name": name}, ensure_ascii=False) for name in names]
+    rows[0] = rows[0].replace(", ", ",\r")  # white space of JSON
+    found = _run(make_task_worker(digit_model, [json_slice(rows)], CLASSIFY | {"columns": ["name"]}))
+    assert [row["name"] for row in found] == names
+    assert not any("error" in row for row in found)
 
 
 def test_the_first_bad_row_ends_a_job_that_asks_for_it(

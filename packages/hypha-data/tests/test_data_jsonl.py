@@ -94,6 +94,15 @@ def test_line_ends_and_the_absence_of_the_last_one_change_nothing(tmp_path: Path
     assert prepare(path, tmp_path / "cut") == expected
 
 
+def test_rows_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
+    names = ["a\u2028b", "\u2029", "c\u0085", "\x0b\x0c", "\x1c\x1d\x1e", "a\rb"]
+    rows = [json.dumps({"name": name}, ensure_ascii=False) for name in names]
+    manifest = prepare(source(tmp_path, rows), tmp_path / "out", 2)
+    found = [json.loads(line) for entry in manifest.slices for line in (tmp_path / "out" / entry.file).open("rb")]
+    assert sorted(row["name"] for row in found) == sorted(names)
+    assert [entry.samples for entry in manifest.slices] == [3, 3]
+
+
 GOOD = b'{"a": 1}\n'
 FAULTS: list[tuple[bytes, str]] = [
     (b"", ": holds no rows; write one JSON object a line"),

@@ -118,7 +118,7 @@ def test_of_a_failed_executor_the_reason_is_shown_without_its_last_lines() -> No
 
 def result(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     folder.mkdir()
-    (folder / "part-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "part-0.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     (folder / "manifest.json").write_text(json.dumps({"slices": [{"file": "part-0.jsonl"}]}))
     return {
         "rows": len(rows), "errors": 1, "slices": 1, "tokens": 0, "rows_per_second": None, "rows_assigned": 9,
@@ -147,6 +147,13 @@ def test_the_first_texts_are_shown(tmp_path: Path) -> None:
     assert "12.3 rows/s" in text
     assert "accuracy" not in text
     assert max(map(len, text.splitlines())) <= 120 + len(str(tmp_path))
+
+
+def test_results_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "\u2029", "c\u0085", "\x0b\x0c\x1c\x1d\x1e\r"]
+    found = result(tmp_path / "results", [{"prompt": text, "text": text} for text in texts])
+    summary = summarize_inference(found, task="generate", wall_seconds=1.0, killed=None, audit="proven")
+    assert list(summary.examples) == [(text, text) for text in texts]
 
 
 def test_one_process_that_a_program_has_started_can_be_killed(tmp_path: Path) -> None:

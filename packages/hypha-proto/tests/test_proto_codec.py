@@ -17,7 +17,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hypha_proto.bridge_api import read_spans, read_transfer
-from hypha_proto.codec import MAX_JSON_DEPTH, from_cbor, from_json, parse_cbor, parse_json, to_cbor, to_json
+from hypha_proto.codec import (
+    MAX_JSON_DEPTH,
+    from_cbor,
+    from_json,
+    parse_cbor,
+    parse_json,
+    split_json_lines,
+    to_cbor,
+    to_json,
+)
 from hypha_proto.datasets import DATA, Manifest
 from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, PARAMETER_PULL, PARAMETER_PUSH
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
@@ -270,6 +279,19 @@ def test_nested_json_is_rejected(text: str) -> None:
         parse_json(text)
     with pytest.raises(DecodeError, match="nested"):
         from_json(Health, f'{{"healthy": true, "more": {text}}}')
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"1\n2", [b"1", b"2"]),
+        (b"1\n\n2\r\n", [b"1", b"", b"2\r"]),
+        ('"\u2028\u2029\u0085"\n[1,\r2]\n'.encode(), ['"\u2028\u2029\u0085"'.encode(), b"[1,\r2]"]),
+    ],
+)
+def test_json_lines_end_at_line_feeds_alone(data: bytes, lines: list[bytes]) -> None:
+    assert split_json_lines(data) == lines
 
 
 def test_json_within_the_depth_limit_is_parsed() -> None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from hypha_data.catalog import MANIFEST, MAX_MANIFEST
 from hypha_data.errors import DatasetError
-from hypha_proto.codec import from_json, to_json
+from hypha_proto.codec import from_json, split_json_lines, to_json
 from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 
@@ -83,7 +83,7 @@ class Workspace:
         """Return the slices that are finished, in order."""
         path = self.folder / _JOURNAL
         found: list[SliceEntry] = []
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
+        for line in split_json_lines(path.read_bytes()) if path.is_file() else ():
             try:
                 entry: SliceEntry = from_json(SliceEntry, line, MAX_MANIFEST)
             except DecodeError:  # the last line of an interrupted write

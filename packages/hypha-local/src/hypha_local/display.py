@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.job_events import describe_event
 
 PARTS_SHOWN: Final = 12
@@ -46,7 +46,7 @@ class EventLog:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
-        return [parse_json(line) for line in whole.splitlines() if line]
+        return [parse_json(line) for line in split_json_lines(whole) if line]
 
 
 @dataclass(slots=True)

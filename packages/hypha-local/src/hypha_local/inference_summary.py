@@ -74,8 +74,8 @@ def read_results(results: Path) -> Iterator[dict[str, Any]]:
     """Yield all results of a job in the order of slices and rows."""
     manifest: Any = parse_json((results / "manifest.json").read_text())
     for entry in manifest["slices"]:
-        for line in (results / entry["file"]).read_text().splitlines():
-            yield parse_json(line)
+        with (results / entry["file"]).open("rb") as lines:  # which end at line feeds alone
+            yield from map(parse_json, lines)
 
 
 def summarize_inference(

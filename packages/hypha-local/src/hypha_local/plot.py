@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_local.summary import Summary
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 
 PLOT_MISSING: Final = "no loss.png: matplotlib is not installed; it comes with the extra hypha-local[plot]"
 _MEASURED: Final = ("accuracy", "evaluation_samples")
@@ -31,7 +31,7 @@ def plot_loss(metrics: Path, summary: Summary, picture: Path) -> str:
     """
     if importlib.util.find_spec("matplotlib") is None:
         return PLOT_MISSING
-    events = [parse_json(line) for line in metrics.read_text().splitlines()]
+    events = [parse_json(line) for line in split_json_lines(metrics.read_bytes())]
     rounds = [(event["round"], event["loss"]) for event in events if event["event"] == "round"]
     losses = [(number, loss) for number, loss in rounds if loss is not None]
     if not losses:

@@ -146,6 +146,16 @@ def parse_json(data: bytes | str, limit: int | None = None) -> Any:
     return plain
 
 
+def split_json_lines(data: bytes) -> list[bytes]:
+    """Split JSON lines (https://jsonlines.org) at line feeds alone; a last line may lack its own.
+
+    `str.splitlines` also splits at characters that JSON permits inside a string, such as U+2028 and U+0085, and
+    `bytes.splitlines` at a carriage return, which JSON permits between values.
+    """
+    lines = data.split(b"\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def check_depth(plain: object) -> None:
     """Check the depth of parsed JSON or TOML: what is not too deep for a parser may be for what handles its result.
 

@@ -151,11 +151,11 @@ def execute_lines() -> None:
     Each is answered by one line, {"status": 0, "output": "what it printed"}; after a failure the status is another one
     and the output says why. Torch is imported once for all of them.
     """
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:
         click.echo(json.dumps(_execute(line)))
 
 
-def _execute(line: str) -> dict[str, Any]:
+def _execute(line: bytes) -> dict[str, Any]:
     """Execute one command of this program; return its exit status and what it printed."""
     printed = io.StringIO()
     try:
@@ -167,11 +167,15 @@ def _execute(line: str) -> dict[str, Any]:
     return {"status": status or 0, "output": printed.getvalue()}
 
 
-def _arguments(line: str) -> list[str]:
+def _arguments(line: bytes) -> list[str]:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise click.UsageError(f"{line.strip()[:200]!r} is not JSON: {error}") from None
+        raise click.UsageError(f"{_shown(line)} is not JSON: {error}") from None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise click.UsageError(f"{line.strip()[:200]!r} is not an array of strings")
+        raise click.UsageError(f"{_shown(line)} is not an array of strings")
     return found
+
+
+def _shown(line: bytes) -> str:
+    return repr(line.decode(errors="replace").strip()[:200])

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.event_file import EVENTS
@@ -220,7 +220,7 @@ def _tail(path: Path) -> bytes:
 
 def _records(data: bytes) -> list[dict[str, Any]]:
     """Return the records in a part of a file; lines that are cut are skipped."""
-    return list(_parse(data.splitlines()))
+    return list(_parse(split_json_lines(data)))
 
 
 def _parse(lines: list[bytes]) -> Iterator[dict[str, Any]]:

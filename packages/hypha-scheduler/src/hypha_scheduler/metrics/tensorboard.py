@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.ids import PeerId
 
 JOB: Final = "job"
@@ -77,7 +77,7 @@ def _read_scalars(path: Path) -> list[Scalar]:
         raise MetricsFileError(f"{path} does not exist; name a run directory, such as runs/<job id>")
     scalars: list[Scalar] = []
     whole, _, _ = path.read_bytes().rpartition(b"\n")  # without a last line that is still being written
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(split_json_lines(whole), 1):
         try:
             scalars += _scalars_of(parse_json(line))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

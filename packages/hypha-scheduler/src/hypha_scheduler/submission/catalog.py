@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError
 from hypha_scheduler.jobs.event_file import EVENTS
 
@@ -131,7 +131,7 @@ def _written_at(directory: Path) -> float:
 
 
 def _events(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
+    for line in split_json_lines(data):
         try:
             found = parse_json(line)
         except DecodeError:

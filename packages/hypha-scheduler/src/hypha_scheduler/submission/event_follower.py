@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_proto import job_events
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 
 INTERVAL: Final = 0.5
 """Seconds between two looks at the file."""
@@ -45,7 +45,7 @@ class EventReader:
             data = file.read(_MAX_READ)
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
-        return [event for line in whole.splitlines() if isinstance(event := parse_json(line), dict)]
+        return [event for line in split_json_lines(whole) if isinstance(event := parse_json(line), dict)]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from hypha_proto.codec import split_json_lines
 from hypha_worker.work_dir import control_folder, prepare_control_folder
 
 MAX_SIZE: Final = 8 << 20
@@ -156,7 +157,7 @@ def _interrupted(account: LeaseAccount) -> LeaseAccount:
 def _read_ended(folder: Path) -> Iterable[LeaseAccount]:
     for name in (_PREVIOUS, _ENDED):
         path = folder / name
-        for line in path.read_bytes().splitlines() if path.exists() else ():
+        for line in split_json_lines(path.read_bytes()) if path.exists() else ():
             try:
                 yield _line_decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):

@@ -334,7 +334,10 @@ class Bridge:
             if answer.is_error:
                 answer.read()
                 _check(route, answer)
-            yield from answer.iter_lines()
+            rest = b""
+            for part in answer.iter_bytes():  # iter_lines splits at U+2028 and others, too
+                *lines, rest = (rest + part).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
 
     def _connect(self, read_timeout: float | None) -> httpx.Client:
         return httpx.Client(

@@ -18,7 +18,7 @@ from hypha.accelerate_executor.data.batches import FLOAT_INPUTS, Arrays, count_s
 from hypha.accelerate_executor.data.preprocess import decode_text
 from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.predict.row_errors import RowError
-from hypha_proto.codec import parse_json
+from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
 
@@ -146,8 +146,7 @@ class JsonSlice:
         Raises:
             DataError: there is no line.
         """
-        content = path.read_bytes()
-        self._lines = (content[:-1] if content.endswith(b"\n") else content).split(b"\n") if content else []
+        self._lines = split_json_lines(path.read_bytes())
         self._parsed: dict[int, dict[str, Any]] = {}
         if not self._lines:
             raise DataError(f"slice {path.name}: no line; a slice has at least one row")
