@@ -42,9 +42,10 @@ def test_micro_batches_contain_every_weighted_row_once(rows: list[int], processe
     micro_batches = split_batch({"labels": labels, "x": torch.arange(len(rows))}, processes, micro, shifted=True)
     assert len(micro_batches) == processes
     counted = [micro_batch for part in micro_batches for micro_batch in part if micro_batch.weight > 0]
-    assert sum(micro_batch.weight for micro_batch in counted) == pytest.approx(
-        1.0 if any(rows) or processes * micro == 1 else 0.0
-    )
+    if not any(rows):
+        assert micro_batches == [[]] * processes
+        return
+    assert sum(micro_batch.weight for micro_batch in counted) == pytest.approx(1.0)
     seen = [row for micro_batch in counted for row in micro_batch.arguments["x"].tolist()]
     assert [row for row in seen if rows[row]] == [row for row, count in enumerate(rows) if count]
     if processes > 1:
@@ -57,6 +58,7 @@ def test_labels_are_counted_as_in_the_loss() -> None:
     assert count_labels({"labels": torch.tensor([1, -100, 2])}, False) == 2
     assert count_labels({"labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}, True) == 1
     assert count_labels({"labels": torch.zeros(3, 2)}, False) == 6
+    assert count_labels({"labels": torch.tensor([[1, 255], [-100, 2]])}, False, 255) == 3
 
 
 @pytest.fixture(scope="session")

@@ -613,6 +613,21 @@ def test_worker_that_fetches_the_weights_is_counted() -> None:
     play(case)
 
 
+def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> None:
+    async def case() -> None:
+        job = begin()
+        for peer in (A, B, C):
+            train(job, peer)
+            contribute(job, peer)
+        assert await job.push() is None
+        for peer, loss in ((B, {"loss": 0.5}), (C, {"loss": 0.5}), (A, {})):
+            assert job.named("round") == []
+            job.report(peer, RoundMetrics(round=1, metrics=loss | {"samples": 16.0, "micro_batch": 4.0}))
+        assert [(each["round"], each["loss"]) for each in job.named("round")] == [(1, 0.5)]
+
+    play(case)
+
+
 def test_summary_adds_up_where_the_time_of_a_worker_has_gone() -> None:
     async def case() -> None:
         job = begin()

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,9 @@ def measure(
         result = evaluate(task, model, data, batch_size, allow_module, preprocessor)
     except (ExecutorError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    if result.loss is not None and not math.isfinite(result.loss):
+        click.echo(f"the loss is {result.loss}: weights or data hold NaN, or too large numbers", err=True)
+        result = dataclasses.replace(result, loss=None)
     click.echo(json.dumps(dataclasses.asdict(result)))
 
 

@@ -37,7 +37,7 @@ def train_locally(
     batch_size: int,
     steps: int,
     seed: int,
-) -> float:
+) -> float | None:
     """Train a model on slices, repeating them as needed, and save it.
 
     Args:
@@ -51,7 +51,7 @@ def train_locally(
         seed: decides the order of samples.
 
     Returns:
-        The mean loss over all samples, each computed before its step.
+        The mean loss over all samples, each computed before its step; None if no batch has labels.
 
     Raises:
         JobError: `out` is not empty.
@@ -71,7 +71,7 @@ def train_locally(
             tally.add(trainer.step(batch), batch.samples, 0.0)
         batches.close()
     module.save_pretrained(out)  # type: ignore[operator]
-    return tally.metrics(1).metrics["loss"]
+    return tally.metrics(1).metrics.get("loss")
 
 
 def _endless(slices: Sequence[Path], scratch: Path) -> Callable[[], list[Fetched]]:

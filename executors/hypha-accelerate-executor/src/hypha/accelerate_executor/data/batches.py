@@ -33,6 +33,8 @@ from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
 logger = logging.getLogger(__name__)
 
 FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
+_LISTED: Final = 64
+"""Rows of a slice that an error lists."""
 _U32: Final = (1 << 32) - 1
 _U64: Final = (1 << 64) - 1
 Arrays = Mapping[str, NDArray[Any]]
@@ -72,6 +74,17 @@ class Batch:
                 return f"{dataset}slice {part.slice}, row {part.numbers[begin]}"
             begin -= len(part.numbers)
         return f"row {number} of a batch"
+
+    def describe_rows(self) -> str:
+        """Return dataset, slices and rows that the samples of this batch come from."""
+        dataset = [f"dataset {self.dataset!r}"] if self.dataset else []
+        parts = [f"slice {part.slice}, rows {_listed(part.numbers)}" for part in self.rows]
+        return ", ".join([*dataset, *parts]) or f"a batch of {self.samples} samples"
+
+
+def _listed(numbers: NDArray[np.int64]) -> str:
+    shown = " ".join(map(str, sorted(numbers[:_LISTED].tolist())))
+    return shown if len(numbers) <= _LISTED else f"{shown} and {len(numbers) - _LISTED} more"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
 _OPTIONAL: Final = frozenset({"attention_mask", "labels"})
 _SELF_LABELLED: Final = frozenset({"causal-lm"})
 IGNORED_LABEL: Final = -100
-"""The label that transformers' losses ignore."""
+"""The label that transformers' losses ignore, but for those of segmentation, which have one of their own."""
+_OWN_IGNORED: Final = ("semantic_loss_ignore_index", "loss_ignore_index")
+"""Keys of a segmentation model's config with the label that its loss ignores."""
 
 
 def default_inputs(task: str) -> tuple[str, ...]:
@@ -33,6 +35,7 @@ class ModelInputs:
 
     Attributes:
         shifted: whether a token's label is the next token, so that a row's first label is unused.
+        ignored_label: the label that the model's loss ignores.
         columns: name of the tensor in a slice, by argument.
         required: names of the tensors that a slice must have.
     """
@@ -52,6 +55,7 @@ class ModelInputs:
         """
         parameters = inspect.signature(module.forward).parameters
         self.shifted = task in _SELF_LABELLED
+        self.ignored_label = _ignored_label(task, module)
         self._is_torch = task == TORCH
         own = tuple(parameters) if self._is_torch else default_inputs(task)
         named = bool(input_names) and not _are_equal(input_names, own, labelled)
@@ -96,6 +100,11 @@ class ModelInputs:
         if "attention_mask" in arguments:
             labels[arguments["attention_mask"] == 0] = IGNORED_LABEL
         return labels
+
+
+def _ignored_label(task: str, module: torch.nn.Module) -> int:
+    config = getattr(module, "config", None) if "segmentation" in task else None
+    return next((int(getattr(config, key)) for key in _OWN_IGNORED if hasattr(config, key)), IGNORED_LABEL)
 
 
 def _are_equal(names: Sequence[str], own: Sequence[str], labelled: bool) -> bool:

@@ -10,6 +10,7 @@ the background, and `round_countdown` decides from the answers when a round ends
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -278,11 +279,11 @@ class TrainingLoop:
         """Largest number of samples of a batch that are computed at once."""
         return min(self._config.batch_size, self._trainer.micro_batch or self._config.batch_size)
 
-    def _step(self, batch: Batch) -> float:
-        """Train every process on its part of the batch; return the batch's mean loss."""
+    def _step(self, batch: Batch) -> float | None:
+        """Train every process on its part of the batch; return the batch's mean loss, or None without labels."""
         parts = self._trainer.split(batch, self._group.size)
         self._group.scatter_commands([Compute(part) for part in parts])
-        return self._trainer.compute(parts[0])
+        return self._trainer.compute(parts[0], batch)
 
     def _synchronise(self, current: _Round) -> bool:
         """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ends before."""
@@ -304,7 +305,8 @@ class TrainingLoop:
             self._weights.merge(outer, number)
         update.unlink(missing_ok=True)
         outer.path.unlink(missing_ok=True)
-        logger.info("round %d: %d samples, loss %.4f", number, current.tally.samples, metrics.metrics["loss"])
+        loss = metrics.metrics.get("loss", math.nan)
+        logger.info("round %d: %d samples, loss %.4f", number, current.tally.samples, loss)
         return True
 
     def _finish_round(self) -> NextStep:

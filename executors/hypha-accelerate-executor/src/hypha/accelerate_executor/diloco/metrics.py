@@ -37,6 +37,8 @@ class RoundTally:
     """Running sums over the batches of one round."""
 
     samples: int = 0
+    labelled: int = 0
+    """Samples of batches that have a loss."""
     batches: int = 0
     seconds: float = 0.0
     """Seconds of training."""
@@ -49,21 +51,27 @@ class RoundTally:
     sync: float | None = None
     """Seconds from the last batch of the round before; None if this process has trained none."""
 
-    def add(self, loss: float, samples: int, seconds: float, waited: float = 0.0) -> None:
-        """Add one batch: its mean loss, samples, and the seconds that it took and before it was in hand."""
+    def add(self, loss: float | None, samples: int, seconds: float, waited: float = 0.0) -> None:
+        """Add one batch: its mean loss, samples, and the seconds that it took and before it was in hand.
+
+        The loss is None if the batch has no labels.
+        """
         self.data_wait += waited
         self.samples += samples
         self.batches += 1
         self.seconds += seconds
-        self.loss_sum += loss * samples
+        if loss is not None:
+            self.labelled += samples
+            self.loss_sum += loss * samples
 
     def metrics(self, round_number: int) -> RoundMetrics:
-        """Build the round's report: mean loss, samples, batches, samples per second of work, and where time went."""
+        """Build the round's report: mean loss if any, samples, batches, their rate, and where time went."""
+        loss = {"loss": self.loss_sum / self.labelled} if self.labelled else {}
         sync = {} if self.sync is None else {SYNC_SECONDS: self.sync}
         return RoundMetrics(
             round=round_number,
-            metrics={
-                "loss": self.loss_sum / max(1, self.samples),
+            metrics=loss
+            | {
                 "samples": float(self.samples),
                 "batches": float(self.batches),
                 "samples_per_second": self.samples / self.seconds if self.seconds > 0 else 0.0,

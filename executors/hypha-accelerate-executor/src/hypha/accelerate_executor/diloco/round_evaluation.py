@@ -142,6 +142,8 @@ class RoundEvaluation:
             with self._spans.span("evaluate", round=number) as span:
                 found = subject.measure(self._files.result(), self.batch_size)
                 span["hypha.samples"] = found.samples
+            if found.loss is None:
+                raise DataError(f"none of the {found.samples} evaluation samples has a label")
         except _MAY_BE_HARMLESS as error:
             self._disable(error)
             return
@@ -166,7 +168,8 @@ class RoundEvaluation:
 
 
 def _metrics(found: Evaluation) -> dict[str, float]:
-    metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.samples)}
+    assert found.loss is not None
+    metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.labelled)}
     if found.accuracy is not None:
         metrics["accuracy"] = found.accuracy
     return metrics

@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from hypha.accelerate_executor.environment import LAUNCH_VARIABLES
-from hypha.accelerate_executor.errors import JobError
-from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, clip_and_step
+from hypha.accelerate_executor.errors import DataError, JobError
+from hypha.accelerate_executor.train.inner_optimizer import (
+    InnerOptimizer,
+    are_gradients_finite,
+    check_gradients,
+    clip_and_step,
+    raise_not_finite,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -63,7 +69,11 @@ class Device(Protocol):
         ...
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and step the optimizer."""
+        """Check and clip gradients, and step the optimizer.
+
+        Raises:
+            NotFiniteGradient: a gradient is not finite.
+        """
         ...
 
 
@@ -97,7 +107,7 @@ class CpuBackend:
         return value
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and step the optimizer."""
+        """Check and clip gradients, and step the optimizer."""
         clip_and_step(optimizer)
 
 
@@ -152,17 +162,32 @@ class AccelerateBackend:
         return float(self._accelerator.reduce(tensor, reduction="sum"))
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Clip gradients and step the optimizer; with fp16 gradients are unscaled first."""
+        """Check and clip gradients, and step the optimizer; with fp16 gradients are unscaled first."""
         scaler = self._accelerator.scaler
-        if scaler is not None:
+        if scaler is None and not self.is_sharded:
+            clip_and_step(optimizer)
+            return
+        if scaler is None:
+            self._check_shards(optimizer)
+        else:
             scaler.unscale_(optimizer.adamw)
+            if scaler.get_scale() < 1:  # it has been halved since 65536: their values do not overflow for the scale
+                check_gradients(optimizer.parameters)
         if optimizer.max_norm is not None:
             self._accelerator.clip_grad_norm_(optimizer.parameters, optimizer.max_norm)
         if scaler is None:
             optimizer.adamw.step()
-        else:
+        else:  # skips the step if a gradient has overflowed, and lowers the scale
             scaler.step(optimizer.adamw)
             scaler.update()
+
+    def _check_shards(self, optimizer: InnerOptimizer) -> None:
+        """Check the shards of all processes, so that all end together: clipping exchanges their norms."""
+        is_wrong = not are_gradients_finite(optimizer.parameters)
+        if self.total(float(is_wrong)):
+            if is_wrong:
+                raise_not_finite(optimizer.parameters)
+            raise DataError("a gradient is not finite in another process of this executor; its own last line says why")
 
 
 def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hypha.accelerate_executor.data.batches import Arrays, count_samples, read_rows
-from hypha.accelerate_executor.data.microbatches import count_labels
-from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL, ModelInputs
+from hypha.accelerate_executor.data.microbatches import count_labelled, count_labels
+from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, Preprocessor, load_preprocessor
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH, load_model
@@ -36,10 +36,12 @@ class Evaluation:
     """Quality of a model on a dataset."""
 
     accuracy: float | None
-    """Fraction of labels (for a text model, tokens) predicted correctly; None if the model returns no logits."""
-    loss: float
-    """Mean loss over labels: cross entropy in nats."""
+    """Fraction of labels (for a text model, tokens) predicted correctly; None without labels or logits."""
+    loss: float | None
+    """Mean loss over labels: cross entropy in nats; None if no sample has a label."""
     samples: int
+    labelled: int
+    """Samples with a label; the others count neither for accuracy nor for loss."""
 
 
 def evaluate(
@@ -201,6 +203,7 @@ class _Totals:
     """Running totals."""
 
     right: int = 0
+    labels: int = 0
     labelled: int = 0
     loss: float = 0.0
     samples: int = 0
@@ -208,23 +211,28 @@ class _Totals:
 
     def add(self, module: torch.nn.Module, inputs: ModelInputs, arrays: Arrays, place: torch.device) -> None:
         arguments = inputs(arrays, place)
+        count = count_labels(arguments, inputs.shifted, inputs.ignored_label)
+        if not count:
+            return  # transformers' loss would be NaN
         output = module(**arguments)
-        count = count_labels(arguments, inputs.shifted)
         logits, labels = getattr(output, "logits", None), arguments.get("labels")
         if labels is not None and logits is not None and logits.shape[:-1] == labels.shape:
-            self.right += _count_correct(logits, labels, inputs.shifted)
+            self.right += _count_correct(logits, labels, inputs)
         else:
             self.compared = False
-        self.labelled += count
+        self.labels += count
+        self.labelled += count_labelled(arguments, inputs.shifted, inputs.ignored_label)
         self.loss += float(loss_of(output)) * count
 
     def evaluation(self) -> Evaluation:
-        labels = max(1, self.labelled)
-        return Evaluation(self.right / labels if self.compared else None, self.loss / labels, self.samples)
+        if not self.labels:
+            return Evaluation(None, None, self.samples, 0)
+        accuracy = self.right / self.labels if self.compared else None
+        return Evaluation(accuracy, self.loss / self.labels, self.samples, self.labelled)
 
 
-def _count_correct(logits: torch.Tensor, labels: torch.Tensor, shifted: bool) -> int:
-    """Count correct predictions; `shifted` if a token's logits predict the next token."""
-    if shifted:
+def _count_correct(logits: torch.Tensor, labels: torch.Tensor, inputs: ModelInputs) -> int:
+    """Count correct predictions."""
+    if inputs.shifted:  # a token's logits predict the next token
         logits, labels = logits[:, :-1], labels[:, 1:]
-    return int(((logits.argmax(-1) == labels) & (labels != IGNORED_LABEL)).sum())
+    return int(((logits.argmax(-1) == labels) & (labels != inputs.ignored_label)).sum())

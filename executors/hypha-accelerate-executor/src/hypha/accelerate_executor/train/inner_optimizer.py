@@ -7,7 +7,7 @@ that begins anew with a later round resets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -35,6 +35,18 @@ def learning_rate_factor(schedule: LearningRateSchedule | None) -> Callable[[flo
             return _warmed(warmup, lambda step: _decay(step, start, decay))
         case None:
             return lambda step: 1.0
+
+
+class NotFiniteGradient(Exception):
+    """A gradient is NaN or infinite; nothing was clipped, and no step was taken.
+
+    Attributes:
+        parameter: the first one whose gradient is.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
 
 
 class InnerOptimizer:
@@ -95,20 +107,81 @@ class InnerOptimizer:
 
         Args:
             apply: device-specific function that clips the gradients and steps `adamw`; None uses the default.
+
+        Raises:
+            NotFiniteGradient: as it says.
         """
         rate = self._rate * self._factor(min(self._steps, self._end_of_round))
         for group in self.adamw.param_groups:
             group["lr"] = rate
         (apply or clip_and_step)(self)
         self.adamw.zero_grad(set_to_none=True)
+        self.skip_step()
+
+    def skip_step(self) -> None:
+        """Take no step for a batch without labels; the schedule goes on, which counts batches."""
         self._steps += 1
 
 
 def clip_and_step(optimizer: InnerOptimizer) -> None:
-    """Clip the gradients if the job asks for it, and step AdamW."""
-    if optimizer.max_norm is not None:
-        torch.nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.max_norm)
+    """Check the gradients, clip them if the job asks for it, and step AdamW.
+
+    Raises:
+        NotFiniteGradient: one is not finite.
+    """
+    if optimizer.max_norm is None:
+        check_gradients(optimizer.parameters)
+    else:
+        clip_gradients(optimizer.parameters, optimizer.max_norm)
     optimizer.adamw.step()
+
+
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> None:
+    """Clip the gradients to a norm, which also tells whether they are finite.
+
+    Raises:
+        NotFiniteGradient: one is not, before the norm spreads it to all of them.
+    """
+    try:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True)
+    except RuntimeError:
+        raise_not_finite(parameters)
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)  # the norm of finite gradients was too large for float32
+
+
+def check_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Check the gradients in one reduction.
+
+    Raises:
+        NotFiniteGradient: one is not finite.
+    """
+    if not are_gradients_finite(parameters):
+        raise_not_finite(parameters)
+
+
+def are_gradients_finite(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether the norm of this process's gradients is finite; that of very large ones is not either."""
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    whole = getattr(torch.nn.utils, "get_total_norm", None)  # since torch 2.6
+    norms = map(torch.linalg.vector_norm, gradients) if whole is None else [whole(gradients)]
+    return all(map(math.isfinite, norms))
+
+
+def raise_not_finite(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise an error for the first parameter whose gradient is not finite, if there is one.
+
+    Raises:
+        NotFiniteGradient: there is one.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and not bool(torch.isfinite(_local(parameter.grad)).all()):
+            raise NotFiniteGradient(parameter)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, or this process's shard of it."""
+    local: torch.Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
 
 
 def _warmed(warmup: int, after: Callable[[float], float]) -> Callable[[float], float]:

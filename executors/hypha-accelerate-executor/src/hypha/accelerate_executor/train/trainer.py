@@ -6,7 +6,10 @@ model; `data.microbatches` splits a batch over processes and micro-batches.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -17,7 +20,12 @@ from hypha.accelerate_executor.data.value_ranges import check_values
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import translate_lost_process
 from hypha.accelerate_executor.errors import DataError
-from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
+from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, NotFiniteGradient
+
+logger = logging.getLogger(__name__)
+
+_WRAPPERS: Final = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
+"""Parts of a parameter's name that wrappers of processes and compilers add."""
 
 
 class Trainer:
@@ -51,15 +59,23 @@ class Trainer:
         self._optimizer = optimizer
         self._device = device
         self._preprocess = preprocess
+        self._has_noted_unlabelled = False
 
     def split(self, batch: Batch, processes: int = 1) -> list[list[MicroBatch]]:
         """Split a batch into the model's arguments: for each process the micro-batches it computes.
+
+        None of a batch without labels: there is nothing to learn from it.
 
         Raises:
             DataError: the batch lacks a tensor, or a label or token is out of range.
         """
         arguments = self.arguments(batch)
-        return split_batch(arguments, processes, self._device.accumulation, self._inputs.shifted, self.micro_batch)
+        shifted, ignored = self._inputs.shifted, self._inputs.ignored_label
+        parts = split_batch(arguments, processes, self._device.accumulation, shifted, self.micro_batch, ignored)
+        if not parts[0] and not self._has_noted_unlabelled:
+            self._has_noted_unlabelled = True
+            logger.warning("no sample of a batch has a label, and it is skipped, as others will be: %s", _place(batch))
+        return parts
 
     def arguments(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the model's arguments for a batch, on the CPU.
@@ -72,34 +88,53 @@ class Trainer:
         check_values(arguments, self._limits, self._inputs.columns, batch)
         return arguments
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Batch) -> float | None:
         """Train on one batch in this process.
 
         Returns:
-            The batch's mean loss, before the step.
+            The batch's mean loss, before the step; None if it has no labels.
 
         Raises:
-            DataError: the batch lacks a tensor or does not fit the model, or the loss is not finite.
+            DataError: the batch lacks a tensor or does not fit the model, or the loss or a gradient is not finite.
         """
         [micro_batches] = self.split(batch)
-        return self.compute(micro_batches)
+        return self.compute(micro_batches, batch)
 
-    def compute(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def compute(self, micro_batches: Sequence[MicroBatch], batch: Batch | None = None) -> float | None:
         """Train on this process's part of a batch, together with the other processes.
 
+        Args:
+            micro_batches: the part; empty for all processes if the batch has no labels.
+            batch: the whole batch, for errors; None if it is not known.
+
         Returns:
-            The whole batch's mean loss, before the step.
+            The whole batch's mean loss, before the step; None if it has no labels.
 
         Raises:
-            DataError: the batch does not fit the model, or the loss is not finite.
+            DataError: the batch does not fit the model, or the loss or a gradient is not finite.
             ProcessGroupError: another process has exited.
         """
+        if not micro_batches:
+            self._optimizer.skip_step()
+            return None
         with translate_lost_process():
             value = self._gradients(micro_batches)
         if value - value != 0.0:
-            raise DataError(f"the loss is {value}: the learning rate may be too high, or a slice contains NaN")
-        self._optimizer.step(self._device.apply)
+            raise DataError(
+                f"the loss is {value}: the learning rate may be too high, or a slice contains NaN; {_place(batch)}"
+            )
+        try:
+            self._optimizer.step(self._device.apply)
+        except NotFiniteGradient as error:
+            raise DataError(
+                f"the gradient of {self._name_of(error.parameter)!r} is not finite, and the loss is {value:.6g}: "
+                f"correct these rows, or lower the learning rate; {_place(batch)}"
+            ) from None
         return value
+
+    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+        found = next((name for name, each in self._module.named_parameters() if each is parameter), "?")
+        return _WRAPPERS.sub("", found).removeprefix(".")
 
     def _gradients(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Compute the gradients of the whole batch; return its mean loss."""
@@ -127,6 +162,10 @@ class Trainer:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shapes = {name: list(value.shape) for name, value in arguments.items()}
             raise DataError(f"the model cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
+
+
+def _place(batch: Batch | None) -> str:
+    return "the first process names the rows" if batch is None else batch.describe_rows()
 
 
 def loss_of(output: object) -> torch.Tensor:

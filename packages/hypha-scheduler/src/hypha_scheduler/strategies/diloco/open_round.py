@@ -34,6 +34,7 @@ class Part:
     delivered_at: float | None = None
     """Time at which its executor reported that its update has arrived at the parameter server."""
     loss: float | None = None
+    """Mean loss; None until it is reported, NaN if no sample had a label."""
 
     @property
     def is_trained(self) -> bool:
@@ -189,5 +190,6 @@ class Round:
 def mean_loss(parts: Iterable[Part]) -> float | None:
     """Return the mean loss of those that have reported one, weighted by samples."""
     losses = [(part.loss, part.samples) for part in parts if part.loss is not None and part.samples]
+    losses = [(loss, samples) for loss, samples in losses if math.isfinite(loss)]
     weight = sum(samples for _, samples in losses)
     return sum(loss * samples for loss, samples in losses) / weight if weight else None

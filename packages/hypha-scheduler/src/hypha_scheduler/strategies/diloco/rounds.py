@@ -490,7 +490,7 @@ class Rounds:
         if member is None or current is None:
             return ()
         part = current.part(peer)
-        part.loss = loss
+        part.loss = math.nan if loss is None else loss
         if now is not None and number > self._closed and part.note_delivery(now):
             member.rhythm.delivery_took(now - (part.last_at or now))
         return current.close(only_complete=True)

@@ -54,6 +54,8 @@ WEIGHTS_FETCHED: Final = "weights_fetched"
 """Metric of a worker whose weights had another digest than the scheduler's, and which has fetched them anew."""
 _OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BATCH})
 """Metrics that are reported before or after those of the round's training."""
+_TRAINED: Final = frozenset({"loss", "samples"})
+"""Metrics of the round's training; without labels there is no loss."""
 
 Effect = rounds.Effect | Contributed | Refused
 
@@ -369,7 +371,7 @@ class TrainingState:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
         if (stated := values.get(MICRO_BATCH)) is not None and peer in self.rounds.members:
             self.micro_batches[peer] = max(1, min(int(stated), self.rounds.batch_size))
-        if "loss" not in values and values.keys() & _OTHER_REPORTS:
+        if values.keys() & _OTHER_REPORTS and not values.keys() & _TRAINED:
             return (Measured(peer, report.round, values),)
         self._add_seconds(peer, values)
         return (
