@@ -159,6 +159,91 @@ def test_an_image_processor_gets_a_list_of_images_as_stored(tmp_path: Path, monk
     assert made["pixel_values"].max() == 1.0
 
 
+def _images(low: float, high: float, dtype: str) -> Any:
+    values = np.random.default_rng(0).random((4, 3, 8, 8)) * (high - low) + low
+    return values.astype(dtype)
+
+
+@pytest.fixture(scope="module")
+def image_processor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Preprocessor]:
+    """Return a function that loads an image processor with some settings."""
+    from transformers import ViTImageProcessor
+
+    def load(**settings: Any) -> Preprocessor:
+        folder = tmp_path_factory.mktemp("processor")
+        ViTImageProcessor(size={"height": 8, "width": 8}, **settings).save_pretrained(folder)
+        return load_preprocessor("image", folder, ("image",), None)
+
+    return load
+
+
+@pytest.mark.parametrize(("high", "dtype"), [(255, "u1"), (255, "i8"), (1, "f4"), (1, "f8"), (255.4, "f4")], ids=str)
+def test_images_are_divided_by_255_once(
+    image_processor: Callable[..., Preprocessor], high: float, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    images = np.clip(_images(0, high, dtype), 0, 255)
+    images = np.floor(images) if high > 1 else images  # transformers resizes no fractions of 255
+    process = image_processor()
+    black = process({"image": np.zeros_like(images)})["pixel_values"]
+    assert black.mean() == -1  # tells nothing of the others
+    made = [process({"image": images})["pixel_values"] for _ in range(2)]
+    expected = (images / (255 if high > 1 else 1) - 0.5) / 0.5
+    for found in made:
+        np.testing.assert_allclose(found, expected, atol=0.01)
+    said = ["column 'image' holds floats within 0 to 1: its images are not divided by 255"]
+    assert [message for message in caplog.messages if "column" in message] == (said if high == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "images", "words"),
+    [
+        ({}, _images(-1, 1, "f4"), "float32 from -0.99"),  # normalised before
+        ({}, _images(0, 65535, "u2"), "uint16 from 19 to 65502"),
+        ({}, _images(-128, 127, "i1"), "int8 from -127 to 12"),
+        ({}, _images(0, 300, "f4"), "to 29"),
+        ({}, _images(0, 1, "f4") > 0.5, "bool from 0 to 1"),
+        ({"do_rescale": False}, _images(0, 255, "u1"), "takes floats from 0 to 1"),
+        ({"do_rescale": False}, _images(0, 255, "f4"), "takes floats from 0 to 1"),
+        ({"rescale_factor": 1 / 127.5}, _images(0, 1, "f4"), "scales to another range"),
+    ],
+)
+def test_images_that_contradict_their_processor_are_refused(
+    image_processor: Callable[..., Preprocessor], settings: dict[str, Any], images: Any, words: str
+) -> None:
+    with pytest.raises(DataError, match="column 'image' holds") as raised:
+        image_processor(**settings)({"image": images})
+    assert words in str(raised.value)
+
+
+def test_images_beyond_the_range_of_the_first_are_refused(image_processor: Callable[..., Preprocessor]) -> None:
+    process = image_processor()
+    mixed = np.concatenate([_images(0, 1, "f4"), _images(0, 255, "f4")])
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"column 'image' holds float32 .* takes floats from 0 to 1"):
+            process({"image": mixed})
+    assert process({"image": mixed[:4]})["pixel_values"].std() == pytest.approx(0.58, abs=0.01)
+
+
+def test_a_processor_that_leaves_values_alone_takes_any(image_processor: Callable[..., Preprocessor]) -> None:
+    images = _images(0, 255, "u1")
+    made = image_processor(do_rescale=False, do_normalize=False)({"image": images})["pixel_values"]
+    np.testing.assert_array_equal(made, images)
+    means = image_processor(do_rescale=False, image_mean=[103.5, 116.0, 123.5], image_std=[1.0, 1.0, 1.0])
+    np.testing.assert_allclose(means({"image": images})["pixel_values"][:, 0], images[:, 0] - 103.5, atol=1e-3)
+
+
+def test_integer_sound_is_refused_by_an_extractor_of_spectrograms(tmp_path: Path) -> None:
+    from transformers import ClapFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
+
+    sound = {"audio": (np.random.default_rng(0).normal(0, 9000, (2, 400))).astype("i2")}
+    for extractor in (WhisperFeatureExtractor(), ClapFeatureExtractor()):
+        with pytest.raises(DataError, match=r"column 'audio' holds int16, and .* takes floats from -1 to 1"):
+            Preprocessor("feature", extractor, ("audio",), None)(sound)
+    made = Preprocessor("feature", Wav2Vec2FeatureExtractor(do_normalize=True), ("audio",), None)(sound)
+    np.testing.assert_allclose(made["input_values"].std(1), 1, atol=1e-3)
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

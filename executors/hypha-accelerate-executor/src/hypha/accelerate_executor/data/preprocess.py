@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha.accelerate_executor.data.batches import Arrays
+from hypha.accelerate_executor.data.image_range import ImageRange, check_sound
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha_proto.job_spec import TrainConfig
 
@@ -60,6 +61,8 @@ class Preprocessor:
         self.columns = tuple(columns)
         self._kind = kind
         self._process = process
+        self._images: ImageRange | None = None
+        """Checks the column of images; None if there is none or it is not known yet."""
         self.is_text = kind == "tokenizer" or hasattr(process, "tokenize")
         limits = [each for each in (longest, getattr(process, "model_max_length", None)) if each and each < _LONGEST]
         self.longest = min(limits, default=None)
@@ -74,7 +77,7 @@ class Preprocessor:
             The remaining columns and the preprocessor's outputs.
 
         Raises:
-            DataError: a column is missing, or the preprocessor rejects it.
+            DataError: a column is missing, or the preprocessor rejects it or would distort its values.
         """
         missing = [name for name in self.columns if name not in arrays]
         if missing:
@@ -83,6 +86,7 @@ class Preprocessor:
                 "name those that it shall take in the job's preprocessor.input_names"
             )
         columns = [arrays[name] for name in self.columns]
+        self._check_values(columns)
         try:
             made = self._text(columns) if self.is_text else self._other(columns)
             found = {str(name): np.asarray(value) for name, value in dict(made).items()}
@@ -100,6 +104,18 @@ class Preprocessor:
         """Return how many tokens each row of text has before it is cut off."""
         texts = dict(zip(_TEXT_NAMES, (decode_text(arrays[name]) for name in self.columns), strict=False))
         return [len(row) for row in self._process(**texts)["input_ids"]]
+
+    def _check_values(self, columns: Sequence[NDArray[Any]]) -> None:
+        """Check images and sound against what is done to them; masks and others beside them are not changed."""
+        if self._kind == "feature":
+            check_sound(self._process, self.columns[0], columns[0])
+        images = self._process if self._kind in ("image", "video") else getattr(self._process, "image_processor", None)
+        place = next((number for number, column in enumerate(columns) if column.ndim > 2), None)
+        if images is None or place is None:
+            return
+        if self._images is None:
+            self._images = ImageRange(images, self.columns[place])
+        self._images.check(columns[place])
 
     def _text(self, columns: Sequence[NDArray[Any]]) -> Any:
         texts = dict(zip(_TEXT_NAMES, map(decode_text, columns), strict=False))
