@@ -121,8 +121,8 @@ def finish(work: Awaitable[Any]) -> Any:
     raise AssertionError("it waits for something")
 
 
-def answer(index: int, row: int, *, failed: bool = False) -> str:
-    result = {"error": {"kind": "TooLong", "detail": "9 tokens"}} if failed else {
+def answer(index: int, row: int, *, failed: bool = False, kind: str = "TooLong") -> str:
+    result = {"error": {"kind": kind, "detail": f"{row + 9} tokens"}} if failed else {
         "prompt": "Q", "text": f"{index}/{row}", "tokens": 2, "finish": "stop", "id": row,
     }  # fmt: skip
     return json.dumps({"slice": index, "row": row} | result) + "\n"
@@ -153,6 +153,8 @@ class Simulation:
     ended: list[EndJob] = field(default_factory=list)
     computed: int = 0
     """Slices that executors were given."""
+    part: Callable[[int, int], bytes] = part_of
+    """Returns the part of a slice with some rows."""
     sent: list[tuple[TaskRef, PushHeader, bytes]] = field(default_factory=list)
     """Parts that were sent before."""
 
@@ -305,7 +307,7 @@ class Simulation:
 
     def push(self, task: TaskRef, index: int, content: bytes | None = None) -> str | None:
         """Send a part, by default the right one; return None for a receipt, or why it was refused."""
-        right = part_of(index, self.context.dataset.samples[index] or 0)
+        right = self.part(index, self.context.dataset.samples[index] or 0)
         return self.begin_push(task, f"part-{index}.jsonl", right if content is None else content)()
 
     def send_first(self, task: TaskRef) -> None:

@@ -32,6 +32,7 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.base import EndJob, RetryAfter, SliceToUse, StartTask, StopTask, TaskRef, TaskState
 from hypha_scheduler.strategies.inference.operator import (
+    FIRST_SLICES,
     MAX_BARREN,
     MAX_FAILURES,
     MAX_IN_HAND,
@@ -40,6 +41,7 @@ from hypha_scheduler.strategies.inference.operator import (
     REPEAT_AFTER,
 )
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
+from hypha_scheduler.submission.resumption import differences
 
 ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
 
@@ -714,6 +716,85 @@ def test_executors_that_are_cancelled_again_and_again_end_the_job(tmp_path: Path
     assert "10 attempts failed one after the other" in str(run.ended[0].failure)
 
 
+# ----------------------------------------------------------------------------------------------------------- error rows
+
+
+def failing(folder: Path, kind_of: Callable[[int, int], str | None], share: float = 0.5) -> Simulation:
+    """Play a job in which rows are errors of a kind; return it when it has ended."""
+    run = begin(folder, inference={"task": "generate", "prompt": "Q: {question}", "max_error_share": share})
+    run.part = lambda index, rows: "".join(
+        answer(index, row, failed=(kind := kind_of(index, row)) is not None, kind=kind or "") for row in range(rows)
+    ).encode()
+    run.settle()
+    run.close()
+    return run
+
+
+def test_a_job_whose_first_slices_are_errors_of_one_kind_stops(tmp_path: Path) -> None:
+    run = failing(tmp_path, lambda _index, _row: "missing-column")
+    assert len(run.events("part")) == FIRST_SLICES
+    why = str(run.ended[0].failure)
+    rows = sum(event["rows"] for event in run.events("part"))
+    assert why.startswith(f"all {rows} rows of the first {FIRST_SLICES} slices are errors; ")
+    assert f"the most frequent, missing-column ({rows} rows), says: 9 tokens; correct the job or its dataset" in why
+
+
+def test_a_job_that_allows_only_errors_has_a_result_for_every_row(tmp_path: Path) -> None:
+    run = failing(tmp_path, lambda _index, _row: "missing-column", share=1)
+    assert run.ended == [EndJob()]
+    assert results(run) == ALL
+    summary = run.operator.summary({})
+    assert (summary["errors"], summary["error_kinds"]) == (sum(ROWS), {"missing-column": sum(ROWS)})
+
+
+@pytest.mark.parametrize(
+    "kind_of",
+    [
+        lambda index, _row: "not-json" if index == 0 else "too-long",
+        lambda _index, row: "too-long" if row else "not-json",
+        lambda _index, row: "too-long" if row else None,
+    ],
+    ids=["by slices", "by rows", "but one"],
+)
+def test_a_job_with_too_many_errors_fails_when_its_results_are_complete(
+    tmp_path: Path, kind_of: Callable[[int, int], str | None]
+) -> None:
+    run = failing(tmp_path, kind_of)
+    assert results(run) == ALL
+    assert audit(run.context.directory).proven == sum(ROWS)
+    errors = [kind for index, row in ALL if (kind := kind_of(index, row)) is not None]
+    why = str(run.ended[0].failure)
+    assert why.startswith(f"{len(errors)} of {sum(ROWS)} rows are errors, a larger share than ")
+    assert f"the most frequent, too-long ({errors.count('too-long')} rows), says: " in why
+
+
+@pytest.mark.parametrize(("share", "fails"), [(6 / sum(ROWS), False), (5 / sum(ROWS), True), (0, True)])
+def test_a_share_of_errors_up_to_the_largest_is_no_failure(tmp_path: Path, share: float, fails: bool) -> None:
+    run = failing(tmp_path, lambda index, _row: "too-long" if index == 6 else None, share)
+    assert (run.ended[0].failure is not None) == fails
+    assert run.operator.summary({})["error_kinds"] == {"too-long": 6}
+
+
+def test_a_job_that_failed_for_its_errors_ends_well_with_a_larger_share(tmp_path: Path) -> None:
+    run = failing(tmp_path, lambda _index, row: "too-long" if row else "not-json")
+    for share, fails in ((0.5, True), (1.0, False)):
+        table = {"task": "generate", "prompt": "Q: {question}", "max_error_share": share}
+        resumed = Simulation(run.context, job_table(inference=table))
+        resumed.run_background()
+        resumed.close()
+        assert (resumed.ended[0].failure is not None) == fails
+        assert resumed.ended[0].failure in (None, run.ended[0].failure)
+        assert differences(run.job, resumed.job) == []
+
+
+def test_kinds_of_errors_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "part-0.jsonl"
+    path.write_text("".join(answer(0, row, failed=True, kind=f"{row}{'x' * 999}") for row in range(40)))
+    found = check_part(path, 0, 40, "generate")
+    assert (found.errors, len(found.error_kinds), found.error_kinds["others"].rows) == (40, 17, 24)
+    assert max(map(len, found.error_kinds)) == 80
+
+
 # --------------------------------------------------------------------------------------------------------------- resume
 
 
@@ -791,7 +872,13 @@ def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "why"),
-    [("slice", "x", "malformed"), ("worker", "nobody", "malformed"), ("slice", 0, "slice 0 was committed before")],
+    [
+        ("slice", "x", "malformed"),
+        ("worker", "nobody", "malformed"),
+        ("error_kinds", [1], "malformed"),
+        ("error_kinds", {"x": 1}, "malformed"),
+        ("slice", 0, "slice 0 was committed before"),
+    ],
 )
 def test_a_damaged_journal_is_refused(tmp_path: Path, field: str, value: Any, why: str) -> None:
     run = interrupted(tmp_path)

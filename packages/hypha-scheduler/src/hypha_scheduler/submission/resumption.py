@@ -1,8 +1,8 @@
 """Resuming an interrupted or failed job: which job a directory holds, and whether it can go on.
 
 The job's table is the one that the journal has accepted. Its secrets are masked there, so that they come from a job in
-the configuration, which must be the same job; only its ``resources`` and ``budget`` may differ, and are used. Nothing
-is written. Called by `cli` and `server`.
+the configuration, which must be the same job; only its ``resources``, ``budget`` and ``inference.max_error_share`` may
+differ, and are used. Nothing is written. Called by `cli` and `server`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LONGEST_GRACE: Final = 31 * 86400.0
 """Journals that are older are not read: no grace is longer."""
 _MASK: Final = str(SecretStr("x"))
 """What the journal has in place of a secret."""
-_CHANGEABLE: Final = frozenset({"name", "resources", "budget"})
-"""Keys that may differ when a job is resumed: they do not say what is computed."""
+_CHANGEABLE: Final = frozenset({"name", "resources", "budget", "inference.max_error_share"})
+"""Keys or tables that may differ when a job is resumed: they do not say what is computed."""
 _MAX_SHOWN: Final = 100
 
 
@@ -171,7 +171,7 @@ def _with_secrets(
 def differences(recorded: JobTable, configured: JobTable) -> list[str]:
     """Return how a configured job differs from a recorded one, one line a key."""
     was, found = (dict(_leaves(job.model_dump(mode="json"))) for job in (recorded, configured))
-    keys = [key for key in dict.fromkeys([*was, *found]) if key.split(".")[0] not in _CHANGEABLE]
+    keys = [key for key in dict.fromkeys([*was, *found]) if not {key, key.split(".")[0]} & _CHANGEABLE]
     return [
         f"{key} is {_shown(found.get(key))}, and was {_shown(was.get(key))}"
         for key in keys

@@ -83,6 +83,9 @@ class InferenceTable(Table):
     on_error: Literal["record", "fail"] = Field(
         default="record", description="A row that cannot be computed: record it with the reason, or fail the job."
     )
+    max_error_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of error rows above which the job fails; 1 lets it finish always."
+    )
 
     @field_validator("prompt")
     @classmethod
@@ -242,7 +245,7 @@ class InferenceJobConfig(JobTable):
 
     def sampling(self) -> dict[str, Any]:
         """Return `inference` as plain values: what, beside model and data, decides what a row's result is."""
-        return self.inference.model_dump(mode="json")
+        return self.inference.model_dump(mode="json", exclude={"max_error_share"})
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the dataset."""

@@ -67,6 +67,8 @@ MAX_LOSSES: Final = 10
 """Leases that are lost while they compute the same slice until the job fails."""
 MAX_BARREN: Final = 10
 """Attempts of all workers that fail one after the other without a committed part until the job fails."""
+FIRST_SLICES: Final = 3
+"""Committed parts, with nothing but errors of one kind in them, after which the job fails."""
 _FAILURES_OF_WORKER: Final = 2
 """Attempts in a row that fail at one worker, and invalid parts, until its lease is released and it is excluded."""
 PATIENCE: Final = 3.0
@@ -502,7 +504,31 @@ class InferenceOperator(Operator):
             WriteJournal(PART, part_record(part, len(self._parts), task)),
             EmitEvent("part", self._event_of(part, task)),
             RunInBackground(partial(self._data.files.move, part), _MOVED),
-            *self._finish_if_committed(now),
+            *(self._stop_if_all_fail() or self._finish_if_committed(now)),
+        )
+
+    def _stop_if_all_fail(self) -> Effects:
+        """Fail the job early if its first slices are nothing but errors of one kind."""
+        allowed, count = self._job.inference.max_error_share, len(self._parts)
+        if allowed >= 1 or count < FIRST_SLICES or not self._tally.is_one_error or not self._ledger.unfinished:
+            return ()
+        what = f"all {self._tally.rows} rows of the first {count} slices are errors"
+        return self._fail(f"{what}; {self._errors_and_remedy()}")
+
+    def _too_many_errors(self) -> str | None:
+        """Return why the job fails although it has a result for every row; None if it does not."""
+        allowed, tally = self._job.inference.max_error_share, self._tally
+        if not tally.errors or tally.errors <= allowed * tally.rows:
+            return None
+        return (
+            f"{tally.errors} of {tally.rows} rows are errors, a larger share than inference.max_error_share = "
+            f"{allowed:g}; {self._errors_and_remedy()}"
+        )
+
+    def _errors_and_remedy(self) -> str:
+        return (
+            f"{self._tally.describe_most_frequent_error()}; correct the job or its dataset, or resume the job with a "
+            "larger inference.max_error_share"
         )
 
     def on_late_push(
@@ -588,7 +614,7 @@ class InferenceOperator(Operator):
         if self._is_over or not self.is_finished or (self._workers.busy and not is_late):
             return ()
         self._is_over = True
-        return (EndJob(),)
+        return (EndJob(self._too_many_errors()),)
 
     def _fail(self, reason: str) -> Effects:
         self._is_over = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +21,27 @@ MAX_LINE: Final = 4 << 20
 MAX_PART: Final = 8 << 30
 """Bytes of one part."""
 _MAX_TEXT: Final = 80
+_MAX_EXAMPLE: Final = 400
+_MAX_KINDS: Final = 16
+_OTHERS: Final = "others"
+"""Stands for the kinds of errors that a part has beyond `_MAX_KINDS`."""
 
 
 class InvalidPartError(Exception):
     """A part is not what was asked for; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """Rows that could not be computed for the same kind of reason."""
+
+    rows: int
+    example: str
+    """What the first of them says."""
+
+    def with_rows(self, rows: int) -> ErrorKind:
+        """Return the kind with more rows."""
+        return replace(self, rows=self.rows + rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,8 @@ class PartCounts:
     """Tokens that were generated."""
     size: int
     """Size in bytes."""
+    error_kinds: Mapping[str, ErrorKind] = field(default_factory=dict)
+    """The errors by their kind."""
 
 
 def largest_part(rows: int) -> int:
@@ -52,7 +71,8 @@ def check_part(path: Path, index: int, rows: int, task: str) -> PartCounts:
         InvalidPartError: it is not what was asked for.
         OSError: it cannot be read.
     """
-    count = errors = tokens = size = 0
+    count = tokens = size = 0
+    kinds: dict[str, ErrorKind] = {}
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE + 1):
             place = f"line {count + 1}"
@@ -64,11 +84,14 @@ def check_part(path: Path, index: int, rows: int, task: str) -> PartCounts:
                 raise InvalidPartError(f"{place} is one too many: slice {index} has {rows} rows")
             row = _parse(line, place)
             _check_position(row, index, count, place)
-            failed, generated = _check_result(row, task, place)
-            count, size, errors, tokens = count + 1, size + len(line), errors + failed, tokens + generated
+            if "error" in row:
+                _count_error(kinds, row["error"], place)
+            else:
+                tokens += _check_result(row, task, place)
+            count, size = count + 1, size + len(line)
     if count != rows:
         raise InvalidPartError(f"it has {count} rows, and slice {index} has {rows}")
-    return PartCounts(count, errors, tokens, size)
+    return PartCounts(count, sum(kind.rows for kind in kinds.values()), tokens, size, kinds)
 
 
 def _parse(line: bytes, place: str) -> Mapping[str, Any]:
@@ -90,17 +113,22 @@ def _check_position(row: Mapping[str, Any], index: int, number: int, place: str)
             raise InvalidPartError(f"{place}: {key} is {_shown(found)}, expected {expected}")
 
 
-def _check_result(row: Mapping[str, Any], task: str, place: str) -> tuple[int, int]:
-    """Return whether the row failed, and how many tokens were generated for it."""
-    if "error" in row:
-        error = row["error"]
-        if not isinstance(error, dict) or not all(isinstance(error.get(key), str) for key in ("kind", "detail")):
-            raise InvalidPartError(f"{place}: error is {_shown(error)}, expected an object with kind and detail")
-        return 1, 0
+def _count_error(kinds: dict[str, ErrorKind], error: Any, place: str) -> None:
+    if not isinstance(error, dict) or not all(isinstance(error.get(key), str) for key in ("kind", "detail")):
+        raise InvalidPartError(f"{place}: error is {_shown(error)}, expected an object with kind and detail")
+    name = error["kind"][:_MAX_TEXT]
+    if name not in kinds and len(kinds) >= _MAX_KINDS:
+        name = _OTHERS
+    found = kinds.get(name)
+    kinds[name] = ErrorKind(1, error["detail"][:_MAX_EXAMPLE]) if found is None else found.with_rows(1)
+
+
+def _check_result(row: Mapping[str, Any], task: str, place: str) -> int:
+    """Return how many tokens were generated for the row."""
     for key, (is_valid, what) in _RESULTS[task].items():
         if not is_valid(found := row.get(key)):
             raise InvalidPartError(f"{place}: {key} is {_shown(found)}, expected {what}")
-    return 0, row["tokens"] if task == GENERATE else 0
+    return row["tokens"] if task == GENERATE else 0
 
 
 def _is_count(value: object) -> bool:

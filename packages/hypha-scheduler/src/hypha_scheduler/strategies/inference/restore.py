@@ -11,7 +11,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, UriReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Artifact, TaskRef
-from hypha_scheduler.strategies.inference.part_check import PartCounts
+from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
 from hypha_scheduler.strategies.inference.parts import Part
 
 VERSION: Final = 1
@@ -75,6 +75,7 @@ def describe_artifact(artifact: Artifact) -> dict[str, Any]:
 def part_record(part: Part, number: int, task: TaskRef) -> dict[str, object]:
     """Return the fields of the record of a part, the `number`-th of the job."""
     counts = part.counts
+    kinds = {name: [kind.rows, kind.example] for name, kind in counts.error_kinds.items()}
     return {
         "part": number,
         "slice": part.index,
@@ -87,7 +88,7 @@ def part_record(part: Part, number: int, task: TaskRef) -> dict[str, object]:
         "task": task.name,
         "attempt": task.attempt,
         "worker": str(task.lease.peer),
-    }
+    } | ({"error_kinds": kinds} if kinds else {})
 
 
 def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
@@ -103,7 +104,7 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
                 state.identity = record
             elif record.get("record") == PART:
                 _add_part(state, record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             number = len(state.parts) + 1
             raise JobFailedError(f"journal: the record of part {number} is malformed: {error!r}") from None
     if state.identity is not None and (version := state.identity.get("version")) != VERSION:
@@ -118,7 +119,9 @@ def _add_part(state: Restored, record: Mapping[str, Any]) -> None:
     index = int(record["slice"])
     if index in state.parts:
         raise ValueError(f"slice {index} was committed before")
-    counts = PartCounts(*(int(record[key]) for key in ("rows", "errors", "tokens", "size")))
+    kinds = {name: ErrorKind(int(rows), str(text)) for name, (rows, text) in record.get("error_kinds", {}).items()}
+    rows, errors, tokens, size = (int(record[key]) for key in ("rows", "errors", "tokens", "size"))
+    counts = PartCounts(rows, errors, tokens, size, kinds)
     state.parts[index] = Part(index, counts, str(record["digest"]), str(record["file"]))
     state.worker_of[index] = PeerId.parse(record["worker"])
 

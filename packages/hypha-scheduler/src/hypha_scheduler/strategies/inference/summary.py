@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TrafficCounts
-from hypha_scheduler.strategies.inference.part_check import PartCounts
+from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
 
 
 @dataclass(slots=True)
@@ -19,6 +19,8 @@ class Tally:
     """Time of the first lease of this run."""
     rows: int = 0
     errors: int = 0
+    error_kinds: dict[str, ErrorKind] = field(default_factory=dict)
+    """Errors by their kind."""
     tokens: int = 0
     dropped: int = 0
     """Parts that came late or twice."""
@@ -40,6 +42,9 @@ class Tally:
         self.rows += counts.rows
         self.errors += counts.errors
         self.tokens += counts.tokens
+        for name, kind in counts.error_kinds.items():
+            known = self.error_kinds.get(name)
+            self.error_kinds[name] = kind if known is None else known.with_rows(kind.rows)
         self.rows_of[worker] += counts.rows
         self.parts_of[worker] += 1
 
@@ -52,6 +57,18 @@ class Tally:
         else:
             self._later_rows += counts.rows
             self._later_tokens += counts.tokens
+
+    @property
+    def is_one_error(self) -> bool:
+        """Whether every row is an error, and all are of one kind."""
+        return [kind.rows for kind in self.error_kinds.values()] == [self.rows]
+
+    def describe_most_frequent_error(self) -> str:
+        """Return the most frequent kind of error, how many rows have it, and what the first of them says."""
+        if not self.error_kinds:
+            return "the results say why"
+        name, kind = max(self.error_kinds.items(), key=lambda entry: entry[1].rows)
+        return f"the most frequent, {name} ({kind.rows} rows), says: {kind.example}"
 
     @property
     def seconds(self) -> float:
@@ -69,6 +86,7 @@ class Tally:
         return {
             "rows": self.rows,
             "errors": self.errors,
+            "error_kinds": {name: kind.rows for name, kind in self.error_kinds.items()},
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
             "rows_per_second": self._rate(self._later_rows),
