@@ -27,7 +27,7 @@ def main(model_dir: str, rows: str, new_tokens: str, *slices: str) -> None:
     torch.set_num_threads(THREADS)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    texts = [json.loads(line)["text"] for path in slices for line in Path(path).read_text().splitlines()]
+    texts = [json.loads(line)["text"] for path in slices for line in Path(path).read_bytes().splitlines()]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     _generate(model, prompts[: int(rows)], int(rows), int(new_tokens))
     began = time.perf_counter()

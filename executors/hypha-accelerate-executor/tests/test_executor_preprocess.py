@@ -226,9 +226,13 @@ def test_images_beyond_the_range_of_the_first_are_refused(image_processor: Calla
 
 
 def test_a_processor_that_leaves_values_alone_takes_any(image_processor: Callable[..., Preprocessor]) -> None:
+    from transformers import Pix2StructImageProcessor
+
     images = _images(0, 255, "u1")
     made = image_processor(do_rescale=False, do_normalize=False)({"image": images})["pixel_values"]
     np.testing.assert_array_equal(made, images)
+    own = Preprocessor("image", Pix2StructImageProcessor(), ("image",), None)  # normalizes by the mean of each image
+    assert own({"image": _images(0, 255, "u1")})["flattened_patches"].std() < 2
     means = image_processor(do_rescale=False, image_mean=[103.5, 116.0, 123.5], image_std=[1.0, 1.0, 1.0])
     np.testing.assert_allclose(means({"image": images})["pixel_values"][:, 0], images[:, 0] - 103.5, atol=1e-3)
 

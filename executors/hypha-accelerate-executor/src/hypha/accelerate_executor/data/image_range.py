@@ -38,8 +38,9 @@ class ImageRange:
         self._rescales = bool(getattr(processor, "do_rescale", False)) and factor < 1
         shifts = getattr(processor, "rescale_offset", False) or getattr(processor, "offset", False)
         self._is_plain = math.isclose(factor, 1 / _BYTE) and not shifts
-        means = np.abs(np.asarray(getattr(processor, "image_mean", None) or 0.0))
-        self._takes_unit = bool(getattr(processor, "do_normalize", False)) and bool((means <= 1).all())
+        mean = getattr(processor, "image_mean", None)  # None: it takes the mean of each image
+        normalizes = bool(getattr(processor, "do_normalize", False)) and mean is not None
+        self._takes_unit = normalizes and bool((np.abs(np.asarray(mean)) <= 1).all())
 
     def check(self, images: NDArray[Any]) -> None:
         """Check a batch.
