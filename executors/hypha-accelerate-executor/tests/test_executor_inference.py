@@ -328,7 +328,7 @@ def test_a_chat_template_is_applied_unless_switched_off(
     assert [(row["text"], row["tokens"]) for row in found] == bare
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.nightly), 0.8])
 def test_a_sampled_text_depends_on_seed_slice_and_row_alone(
     make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], top_p: float
 ) -> None:
