@@ -35,7 +35,7 @@ WRITER: Final = {
 def plain(*arguments: str | Path) -> list[dict[str, Any]]:
     """Return what a script computes that imports nothing of ours."""
     command = [sys.executable, str(PLAIN), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -190,7 +190,7 @@ report([files, [attempt(os.listdir, folder), *(attempt(connect, path) for path i
 LINKS: Final = {
     "symbolic": ("os.symlink(target, 'out')", "'out' is a symbolic link"),
     "folder": ("os.symlink(os.path.dirname(target), 'out')", "'out' is a symbolic link"),
-    "below": ("os.mkdir('out'); os.symlink(target, 'out/key')", "'out/key' is a symbolic link"),
+    "below": ("os.mkdir('out'); os.symlink(target, 'out/key')", "'key' is a symbolic link"),
     "fifo": ("os.mkfifo('out')", "'out' is a FIFO"),
     "hard": ("open('own', 'w').close(); os.link('own', 'out')", "'out' is a file with 2 hard links"),
 }
