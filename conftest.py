@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
-PROCESSES = 3
+PROCESSES = 4
 """Tests that run at once with ``-n auto``, as pytest.ini has it; most of them wait for something."""
 
 # the same examples in every run, and no test fails because the machine is slow

@@ -125,12 +125,12 @@ def _closed_ancestor(path: Path) -> Path | None:
 
 
 def users() -> list[Any]:
-    """Return the users that tests run as: root becomes an ordinary one for half of them."""
+    """Return the users that tests run as: every night root becomes an ordinary one, too."""
     is_root = os.geteuid() == 0
     can_change = is_root and shutil.which("setpriv") is not None and shutil.which("unshare") is not None
     return [
         pytest.param(False, id="root" if is_root else "user"),
-        *([pytest.param(True, id="nobody")] if can_change else []),
+        *([pytest.param(True, id="nobody", marks=pytest.mark.nightly)] if can_change else []),
     ]
 
 

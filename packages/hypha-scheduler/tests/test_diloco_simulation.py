@@ -19,7 +19,7 @@ from hypha_scheduler.strategies.base import TaskState
 WORKERS = PEERS[:4]
 ROUNDS = 6
 STEPS = 6000
-SEEDS = [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)]
+SEEDS = [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)]
 
 Span = tuple[int, int, int, int]
 Position = tuple[int, int, int]

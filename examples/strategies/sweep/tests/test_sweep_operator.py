@@ -315,6 +315,7 @@ def test_the_choice_is_checked(name: str, tmp_path: Path) -> None:
         train(operator, task, loss=1.0)
     operator.results["slow"] = {**operator.results["slow"], "failure": "it diverged"}
     operator.model = tmp_path / "model"
+    operator.model.mkdir()
     [work] = operator.on_task_update(choose(operator).task, CHOSEN, 9.0)
 
     async def fetch_output(_output: StoredOutput, _holder: PeerId, target: Path) -> int:
