@@ -68,7 +68,14 @@ def test_the_line_for_completion_is_understood_by_bash() -> None:
     assert "_hypha_worker_completion" in done.stdout
 
 
-@pytest.mark.parametrize("package", [each for each in packages() if each.programs], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(each, marks=[pytest.mark.nightly] * (each.name != "hypha-worker"), id=each.name)
+        for each in packages()
+        if each.programs
+    ],
+)
 def test_every_program_keeps_to_the_conventions(package: Package) -> None:
     [program] = package.programs
     shown = passed(run([script(program), "-h"]))

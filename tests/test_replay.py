@@ -303,6 +303,7 @@ def test_the_folder_of_the_slices_must_be_named(job: Copy) -> None:
         plan_replay(job.directory, ReplayOptions(job.directory / "elsewhere"))
 
 
+@pytest.mark.nightly
 def test_the_command_proves_a_job(job: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     (job.scratch / "installed").mkdir(parents=True)
     (job.scratch / "installed" / f"{MODULE}.py").write_text(NET)

@@ -275,6 +275,7 @@ def test_a_worker_without_the_route_gets_one_report_a_batch() -> None:
     reporter.close()
 
 
+@pytest.mark.nightly
 def test_a_job_is_trained_to_the_same_update_with_reports_in_the_background(make_worker: Callable[..., Any]) -> None:
     updates = []
     for takes_batches in (False, True):

@@ -136,6 +136,7 @@ print(json.dumps([name for name in (*PACKAGES, *MODULES) if not type(sys.modules
     assert in_new_interpreter(code, json.dumps(files)) == []
 
 
+@pytest.mark.nightly
 def test_a_program_that_imported_the_engine_first_gets_all_of_py_libp2p() -> None:
     code = f"""
 import json, sys
@@ -159,6 +160,7 @@ print(json.dumps(lean_import.is_installed()))
     assert in_new_interpreter(code) is False
 
 
+@pytest.mark.nightly
 def test_a_program_that_imported_py_libp2p_first_keeps_it() -> None:
     code = f"""
 import json, sys

@@ -234,7 +234,7 @@ class Chaos:
         self.run = Simulation(self.context, self.job, self.run.now)
 
 
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(20, 60))])
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(10, 60))])
 def test_every_row_counts_once_whatever_happens(tmp_path: Path, seed: int) -> None:
     chaos = Chaos(tmp_path, seed)
     chaos.play()

@@ -12,6 +12,7 @@ from support.task_simulation import Chances, Simulation, run_simulation
 
 from hypha_scheduler.strategies.tasks.config import TasksJob
 
+SEEDS = [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(25)]
 FAULTS: dict[str, Chances] = {
     "none": Chances(),
     "failed attempts": Chances(faults=3, attempt_fails=0.2, attempt_given_back=0.2, not_started=0.05),
@@ -55,7 +56,7 @@ def copy_of(chances: Chances) -> Chances:
 
 
 @pytest.mark.parametrize("faults", FAULTS)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_task_finishes_and_what_is_kept_is_here(faults: str, seed: int, tmp_path: Path) -> None:
     job = random_job(seed)
     simulation = Simulation(job, seed, copy_of(FAULTS[faults]), tmp_path)
@@ -94,7 +95,7 @@ VICES = {
 
 
 @pytest.mark.parametrize("vices", VICES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_finishes_if_one_worker_is_healthy(vices: str, seed: int, tmp_path: Path) -> None:
     job = random_job(seed)
     simulation = Simulation(job, seed, Chances(), tmp_path, workers=1, vices=VICES[vices])
