@@ -16,7 +16,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.waiting import run
+from support.waiting import run, until
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
 from hypha_data.catalog import MANIFEST, open_dataset
@@ -172,6 +172,7 @@ def test_a_rewritten_slice_is_refused_until_it_is_restored(tmp_path: Path, caplo
         async with running(folder) as node:
             await node.until_ready()
             expected = await node.pull(1)
+            await until(lambda: "4 of 4 slices match" in caplog.text)  # all are checked once after the start
             before = corrupt(slice_file(folder, 1))
             for _ in range(3):
                 with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):

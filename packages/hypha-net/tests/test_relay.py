@@ -258,8 +258,8 @@ def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority
                     kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
                 await until(lambda: not gateway.connected_peers())
             assert len(kept) == 2
-            gc.collect()
-            assert kept[0]() is None
+            # collect() returns a count; the tasks of a connection may end after it
+            await until(lambda: gc.collect() >= 0 and kept[0]() is None, 60, 0.1)
 
     run(main)
 
