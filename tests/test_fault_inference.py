@@ -202,7 +202,9 @@ def test_a_full_disk_at_the_scheduler_fails_the_job_which_is_resumed(network: In
     began = time.monotonic()
     limit_files(scheduler, 100)
     why = job.wait_for_failure(60)
-    assert time.monotonic() - began < RESUMED_WITHIN
+    seconds = time.monotonic() - began
+    print(f"failed {seconds:.1f} s after the disk was full")
+    assert seconds < RESUMED_WITHIN
     assert str(job.directory) in why
     limit_files(scheduler, "unlimited")
     network.resume(job).wait(60)
