@@ -84,6 +84,35 @@ def weights(model: GlobalModel, number: int) -> Arrays:
     return read(model.directory(number) / WEIGHTS)
 
 
+def test_every_name_of_a_tensor_gets_its_weights(tmp_path: Path) -> None:
+    layout = {"head": TensorInfo("BF16", (3, 2)), "input": TensorInfo("F32", (3, 2)), "other": TensorInfo("F32", (2,))}
+    model = make_model(tmp_path, layout)
+    for number in (1, 2):
+        change = np.full((3, 2), 0.5, "f4")
+        metadata = UpdateMetadata(round=number, aliases={"head": "input"})
+        write_update(tmp_path / "u", {"input": (3, 2)}, [("input", change)], metadata)
+        model.add(tmp_path / "u", number)
+    model.write_model(2, tmp_path / "out")
+    start, out = read(tmp_path / "model" / "model.safetensors"), read(tmp_path / "out" / "model.safetensors")
+    assert np.array_equal(out["input"], start["input"] + np.float32(0.5) + np.float32(0.5))
+    assert np.array_equal(out["head"], to_float32(from_float(out["input"], "BF16"), "BF16"))
+    assert np.array_equal(out["other"], start["other"])
+
+
+@pytest.mark.parametrize(("alias", "words"), [("none", "has no tensor 'none'"), ("other", "has shape")])
+def test_alias_that_the_model_does_not_have_is_refused(alias: str, words: str, tmp_path: Path) -> None:
+    layout = {"input": TensorInfo("F32", (3, 2)), "other": TensorInfo("F32", (2,))}
+    model = make_model(tmp_path, layout)
+    write_update(
+        tmp_path / "u",
+        {"input": (3, 2)},
+        [("input", np.ones((3, 2), "f4"))],
+        UpdateMetadata(1, aliases={alias: "input"}),
+    )
+    with pytest.raises(TensorFileError, match=words):
+        model.add(tmp_path / "u", 1)
+
+
 def test_weights_are_the_sum_in_float32_and_the_model_their_rounding(tmp_path: Path) -> None:
     model, start = make_model(tmp_path), digest_directory(tmp_path / "model")
     expected = read(tmp_path / "model" / "model.safetensors")

@@ -69,6 +69,9 @@ def test_metadata_as_text() -> None:
         {"integers": "[1]"},
         {"integers": '["a"]'},
         {"integers": '["a"]', "statistics": '["b"]'},
+        {"aliases": "["},
+        {"aliases": '["a"]'},
+        {"aliases": '{"a": 1}'},
     ],
 )
 def test_malformed_metadata_is_rejected(texts: dict[str, str]) -> None:
@@ -86,6 +89,13 @@ def test_file_without_metadata_is_an_update_without_statistics(tmp_path: Path) -
 def test_statistics_missing_from_the_file_are_rejected(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors", {"statistics": '["b"]'})
     with pytest.raises(TensorFileError, match="'b'"):
+        open_update(tmp_path / "u.safetensors")
+
+
+@pytest.mark.parametrize("aliases", ['{"b": "c"}', '{"a": "a"}'])
+def test_aliases_of_nothing_and_of_a_tensor_itself_are_rejected(aliases: str, tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones(2, "f4")}, tmp_path / "u.safetensors", {"aliases": aliases})
+    with pytest.raises(TensorFileError, match="no further name of"):
         open_update(tmp_path / "u.safetensors")
 
 

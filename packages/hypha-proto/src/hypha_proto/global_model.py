@@ -39,7 +39,7 @@ from hypha_proto.safetensors_io import (
     from_float,
     to_float32,
 )
-from hypha_proto.update_file import check_fit, open_update
+from hypha_proto.update_file import check_fit, decode_aliases, encode_aliases, open_update
 from hypha_proto.weights_digest import WeightsDigest
 from hypha_proto.whole_directory import remove_tree, replace_directory
 
@@ -103,23 +103,28 @@ class GlobalModel:
             stack.enter_context(change)
             if metadata.round not in (None, round_number):
                 raise TensorFileError(f"{update.name}: it is of round {metadata.round}, expected round {round_number}")
-            sources = self._open_weights(stack, change, round_number - 1)
+            sources = self._open_weights(stack, change, metadata.aliases, round_number - 1)
             trained = change.tensors.keys() - metadata.statistics
             moving = self._open_momentum(stack, trained, change, round_number - 1)
             folder = stack.enter_context(replace_directory(self.directory(round_number)))
-            state = self._write_state(folder, change, sources, moving, trained, round_number)
+            about = {_ROUND: str(round_number)}
+            if metadata.aliases:
+                about["aliases"] = encode_aliases(metadata.aliases)
+            state = self._write_state(folder, change, sources, moving, trained, about)
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
         return state
 
-    def _open_weights(self, stack: ExitStack, change: TensorFile, round_number: int) -> Mapping[str, TensorFile]:
+    def _open_weights(
+        self, stack: ExitStack, change: TensorFile, aliases: Mapping[str, str], round_number: int
+    ) -> Mapping[str, TensorFile]:
         """Return the file that holds each tensor of an update after a round."""
         if round_number == 0:
             shards = [stack.enter_context(TensorFile(path)) for path in weights_of(self.start_dir)]
             known = {name: info for shard in shards for name, info in shard.tensors.items()}
-            check_fit(change, known)
+            check_fit(change, known, aliases)
             return {name: shard for shard in shards for name in shard.tensors.keys() & change.tensors.keys()}
         file = self._open_state(stack, WEIGHTS, round_number)
-        if _shapes(file) != _shapes(change):
+        if _shapes(file) != _shapes(change) or decode_aliases(file.metadata) != aliases:
             raise TensorFileError(f"{change.path.name}: it does not hold the tensors of the updates before")
         return dict.fromkeys(file.tensors, file)
 
@@ -150,9 +155,8 @@ class GlobalModel:
         sources: Mapping[str, TensorFile],
         moving: TensorFile | None,
         trained: Set[str],
-        round_number: int,
+        metadata: Mapping[str, str],
     ) -> RoundState:
-        metadata = {_ROUND: str(round_number)}
         names = sorted(change.tensors)
         infos = {name: _wide(sources[name].tensors[name]) for name in names}
         before, after, momentum = WeightsDigest(), WeightsDigest(), None
@@ -163,12 +167,13 @@ class GlobalModel:
             kept = {name: TensorInfo("F32", change.tensors[name].shape) for name in sorted(trained)}
             with TensorFileWriter(folder / MOMENTUM, kept, metadata) as writer:
                 momentum = _write_momentum(kept, moving, change, self.optimizer, writer)
-        return RoundState(round_number, before.digest(), after.digest(), momentum, digest_file(change.path))
+        number = int(metadata[_ROUND])
+        return RoundState(number, before.digest(), after.digest(), momentum, digest_file(change.path))
 
     def write_model(self, round_number: int, target: Path) -> None:
         """Write the model files after a round, named and in the dtypes of the start model's, to a directory.
 
-        Round 0 is the start model. Tensors that no update holds are copied from it.
+        Round 0 is the start model.
 
         Raises:
             TensorFileError: a file is malformed or missing.
@@ -176,9 +181,7 @@ class GlobalModel:
         """
         with ExitStack() as stack:
             weights = None if round_number == 0 else self._open_state(stack, WEIGHTS, round_number)
-            for path in weights_of(self.start_dir):
-                with TensorFile(path) as shard:
-                    _write_shard(shard, weights, target / path.name)
+            write_shards(self.start_dir, weights, target)
 
     def check(self, round_number: int) -> RoundState:
         """Return the digests of the state after a round if its files have them.
@@ -211,6 +214,24 @@ class GlobalModel:
             for path in sorted(self.state_dir.iterdir()):
                 if path.name not in kept:
                     remove_tree(path)
+
+
+def write_shards(start_dir: Path, weights: TensorFile | None, target: Path) -> None:
+    """Write the weights of a model to a directory, in the files, names and dtypes of the start model.
+
+    Args:
+        start_dir: the start model; tensors that `weights` does not hold are copied from it, but for aliases of those
+            that it holds (`UpdateMetadata.aliases`), which get their values.
+        weights: float32 weights and int64 counts; None for the start model itself.
+        target: the directory.
+
+    Raises:
+        TensorFileError: a file is malformed.
+        OSError: a file cannot be read or written.
+    """
+    for path in weights_of(start_dir):
+        with TensorFile(path) as shard:
+            _write_shard(shard, weights, target / path.name)
 
 
 def digest_file(path: Path) -> str:
@@ -318,15 +339,17 @@ def _zip_blocks(
 
 def _write_shard(shard: TensorFile, weights: TensorFile | None, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    aliases = {} if weights is None else decode_aliases(weights.metadata)
     with TensorFileWriter(path, shard.tensors, shard.metadata) as writer:
         for name, info in shard.tensors.items():
-            if weights is None or name not in weights.tensors:
+            known = aliases.get(name, name)
+            if weights is None or known not in weights.tensors:
                 writer.write_stored(name, shard.stored(name))
             elif info.dtype in FLOAT_DTYPES:
-                for block in weights.blocks(name, _BLOCK):
+                for block in weights.blocks(known, _BLOCK):
                     writer.write(name, block)
             else:
-                writer.write_stored(name, _narrow(weights.stored(name), shard.stored(name)))
+                writer.write_stored(name, _narrow(weights.stored(known), shard.stored(name)))
 
 
 def _narrow(counts: Array, like: Array) -> Array:

@@ -26,7 +26,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Final
@@ -64,6 +64,8 @@ class TensorLayout:
 
     tensors: Mapping[str, TensorInfo]
     statistics: frozenset[str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """See `UpdateMetadata`."""
 
     def float32_size(self, file_size: int) -> int:
         """Return about how many bytes a float32 file of these tensors has.
@@ -90,6 +92,8 @@ class TensorLayout:
             return f"tensor {extra[0][:80]!r} is not part of this model"
         if self.statistics != other.statistics:
             return "it declares other tensors as running statistics"
+        if self.aliases != other.aliases:
+            return "it declares other names of the same tensors"
         return ""
 
     def momentum_difference(self, momentum: Mapping[str, TensorInfo]) -> str:
@@ -120,7 +124,7 @@ def inspect_update(path: Path) -> TensorLayout:
                 raise TensorFileError(f"tensor {name[:80]!r} is boolean and has no mean")
             for block in file.blocks(name, _CHECK_BLOCK):
                 _check_values(name, block)
-        return TensorLayout(dict(file.tensors), metadata.statistics)
+        return TensorLayout(dict(file.tensors), metadata.statistics, metadata.aliases)
 
 
 def _check_values(name: str, block: Float32Array) -> None:

@@ -53,7 +53,7 @@ __all__ = [
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
 _BLOCK: Final = 1 << 18
-_OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "round", "samples"})
+_OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "aliases", "round", "samples"})
 _COUNT_LIMIT: Final = 1 << 63
 
 
@@ -69,6 +69,8 @@ class UpdateMetadata:
     """Names of the tensors that are running statistics, which are averaged and added without momentum."""
     integers: frozenset[str] = frozenset()
     """Names of the statistics that are integers in the model, such as counts: taken from one member, not averaged."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names that the model's files have for a tensor of the update, such as those of tied weights."""
     codec: str = CODEC_FP32
     """Encoding of the numbers; always ``fp32`` so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class UpdateMetadata:
         texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
         if self.integers:
             texts["integers"] = json.dumps(sorted(self.integers))
+        if self.aliases:
+            texts["aliases"] = encode_aliases(self.aliases)
         if self.round is not None:
             texts["round"] = str(self.round)
         if self.samples is not None:
@@ -103,6 +107,7 @@ class UpdateMetadata:
             samples=_decode_count(texts, "samples"),
             statistics=statistics,
             integers=integers,
+            aliases=decode_aliases(texts),
             codec=codec,
             extra={key: text for key, text in texts.items() if key not in _OWN_KEYS},
         )
@@ -127,11 +132,32 @@ def _decode_names(texts: Mapping[str, str], key: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def encode_aliases(aliases: Mapping[str, str]) -> str:
+    """Return aliases as the metadata of a header has them."""
+    return json.dumps(dict(sorted(aliases.items())))
+
+
+def decode_aliases(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the aliases that the metadata of a header names.
+
+    Raises:
+        TensorFileError: they are malformed.
+    """
+    try:
+        names = parse_json(texts.get("aliases", "{}"))
+    except DecodeError as error:
+        raise TensorFileError(f"metadata aliases: not JSON: {str(error)[:120]}") from None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise TensorFileError("metadata aliases: not an object of tensor names")
+    return names
+
+
 def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
     """Open an update file and parse its metadata; the caller closes the returned file.
 
     Raises:
-        TensorFileError: the file or its metadata is malformed, or `statistics` names a tensor that is not in the file.
+        TensorFileError: the file or its metadata is malformed, `statistics` names a tensor that is not in the file, or
+            `aliases` are names of something else.
         OSError: the file cannot be read.
     """
     file = TensorFile(path)
@@ -140,6 +166,9 @@ def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
         unknown = sorted(metadata.statistics - file.tensors.keys())
         if unknown:
             raise TensorFileError(f"metadata statistics: the file holds no tensor {unknown[0][:80]!r}")
+        for alias, name in metadata.aliases.items():
+            if alias in file.tensors or name not in file.tensors:
+                raise TensorFileError(f"metadata aliases: {alias[:80]!r} is no further name of {name[:80]!r}")
     except TensorFileError as error:
         file.close()
         raise TensorFileError(f"{path.name}: {error}") from None
@@ -186,10 +215,10 @@ def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
         TensorFileError: a file is malformed, or a tensor of the update is not in the model or has another shape.
         OSError: a file cannot be read or written.
     """
-    change, _ = open_update(update)
+    change, metadata = open_update(update)
     with change, TensorFile(model_in) as model:
-        check_fit(change, model.tensors)
-        _write_sum(model, change, model_out)
+        check_fit(change, model.tensors, metadata.aliases)
+        _write_sum(model, change, metadata.aliases, model_out)
 
 
 def apply_update_to_dir(model_dir: Path, update: Path) -> None:
@@ -202,17 +231,17 @@ def apply_update_to_dir(model_dir: Path, update: Path) -> None:
         OSError: a file cannot be read or written.
     """
     paths = weights_of(model_dir)
-    change, _ = open_update(update)
+    change, metadata = open_update(update)
     with change:
         known: dict[str, TensorInfo] = {}
         for path in paths:
             with TensorFile(path) as shard:
                 known |= shard.tensors
-        check_fit(change, known)
+        check_fit(change, known, metadata.aliases)
         with stage_files(paths) as new:
             for path in paths:
                 with TensorFile(path) as shard:
-                    _write_sum(shard, change, new[path])
+                    _write_sum(shard, change, metadata.aliases, new[path])
 
 
 @contextmanager
@@ -233,13 +262,19 @@ def stage_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
             new.unlink(missing_ok=True)
 
 
-def check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
+def check_fit(change: TensorFile, model: Mapping[str, TensorInfo], aliases: Mapping[str, str]) -> None:
     """Check that a model has every tensor of an update, in its shape.
+
+    Args:
+        change: the update.
+        model: the model's tensors.
+        aliases: of the update; see `UpdateMetadata`.
 
     Raises:
         TensorFileError: it does not.
     """
-    for name, info in change.tensors.items():
+    named = {alias: change.tensors[name] for alias, name in aliases.items()}
+    for name, info in (change.tensors | named).items():
         if name not in model:
             raise TensorFileError(f"{change.path.name}: the model has no tensor {name[:200]!r}")
         if model[name].shape != info.shape:
@@ -248,14 +283,15 @@ def check_fit(change: TensorFile, model: Mapping[str, TensorInfo]) -> None:
             )
 
 
-def _write_sum(model: TensorFile, change: TensorFile, path: Path) -> None:
+def _write_sum(model: TensorFile, change: TensorFile, aliases: Mapping[str, str], path: Path) -> None:
     with TensorFileWriter(path, model.tensors, model.metadata) as writer:
         for name, info in model.tensors.items():
-            if name not in change.tensors:
+            known = aliases.get(name, name)
+            if known not in change.tensors:
                 writer.write_stored(name, model.stored(name))
                 continue
             flat = model.stored(name).reshape(-1)
-            for number, block in enumerate(change.blocks(name, _BLOCK)):
+            for number, block in enumerate(change.blocks(known, _BLOCK)):
                 writer.write(name, _add(flat[number * _BLOCK : number * _BLOCK + block.size], info.dtype, block))
 
 

@@ -214,7 +214,7 @@ class Computation:
             replaced,
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
-            UpdateMetadata(round=recorded.round, statistics=metadata.statistics),
+            UpdateMetadata(round=recorded.round, statistics=metadata.statistics, aliases=metadata.aliases),
         )
         if (digest := digest_file(result)) == recorded.update:
             found.is_exact |= has_numbers(result)

@@ -464,7 +464,7 @@ class ParameterServer:
             momentum,
             result,
             OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
-            UpdateMetadata(round=done.round, statistics=layout.statistics),
+            UpdateMetadata(round=done.round, statistics=layout.statistics, aliases=layout.aliases),
             abandon=True,  # when the job is cancelled, its thread may finish on files that are deleted
         )
         await storage.run(storage.release, folder)
