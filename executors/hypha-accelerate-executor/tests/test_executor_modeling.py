@@ -97,7 +97,9 @@ def test_executors_and_the_schedulers_weights_stay_bit_identical(digit_model: Pa
         write_update(path, {name: np.shape(value) for name, value in change.items()}, change.items(), UpdateMetadata())
         replica.merge(path)
         state = copy.add(path, number)
-        assert state.weights == digest_weights((name, value.detach().numpy()) for name, value in replica.local.items())
+        assert state.weights == digest_weights(
+            (name, value.detach().numpy()) for name, value in replica.members.items()
+        )
     after = module.state_dict()
     with TensorFile(copy.directory(4) / WEIGHTS) as file:
         assert file.tensors.keys() == replica.names

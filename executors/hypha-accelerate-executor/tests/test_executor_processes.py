@@ -203,7 +203,7 @@ leads = dist.get_rank() == 0
 model = load_model("causal-lm", model_dir)
 replica = Replica(model, model_dir, leads)
 fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-weights = ShardedWeights(model, replica.names)
+weights = ShardedWeights(model, replica.members)
 replica.attach_weights(weights)
 with torch.no_grad():
     for parameter in model.parameters():

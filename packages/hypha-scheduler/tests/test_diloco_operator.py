@@ -140,6 +140,21 @@ def test_job_runs_to_its_end() -> None:
     play(case)
 
 
+def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() -> None:
+    async def case() -> None:
+        job = begin()
+        for _ in range(3):
+            await whole_round(job)
+        job.end_task(A)
+        job.end_task(B, TaskState.FAILED, "the delivered model does not load: 1 tensor differs", exit_code=65)
+        assert job.outcome is not None
+        assert f"worker {B}" in job.outcome
+        assert "exit code 65: the delivered model does not load" in job.outcome
+        assert not job.result.is_finished
+
+    play(case)
+
+
 def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> None:
     async def case() -> None:
         job = begin()

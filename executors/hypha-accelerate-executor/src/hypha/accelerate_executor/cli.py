@@ -18,6 +18,7 @@ import click
 
 from hypha.accelerate_executor.errors import ExecutorError
 from hypha_proto.codec import parse_json
+from hypha_proto.errors import ProtoError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -145,6 +146,26 @@ def measure(
     if result.loss is not None and not math.isfinite(result.loss):
         click.echo(f"the loss is {result.loss}: weights or data hold NaN, or too large numbers", err=True)
         result = dataclasses.replace(result, loss=None)
+    click.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@main.command("check-model")
+@click.option("--task", default="image-classification", show_default=True, help="Task as jobs name it, e.g. causal-lm.")
+@click.option("--model", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model directory.")
+@click.option("--allow-module", multiple=True, metavar="NAME", help="A module whose classes task torch may use.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides the changes.")
+def check(task: str, model: Path, allow_module: tuple[str, ...], seed: int) -> None:
+    """Check that a job would deliver this model with the trained weights, whatever they are.
+
+    Changes all weights, takes the change through the files of a job, loads the result and compares its weights and
+    outputs with those of the changed model. Prints one JSON line.
+    """
+    from hypha.accelerate_executor.modeling.round_trip import check_round_trip
+
+    try:
+        result = check_round_trip(task, model, allow_module, seed)
+    except (ExecutorError, ProtoError, OSError) as error:
+        raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(result)))
 
 

@@ -15,6 +15,10 @@ class ModelError(ExecutorError):
     """The model's files are not a complete model for the task, or an update does not match the model."""
 
 
+class DeliveryError(ExecutorError):
+    """The model that the job would deliver does not load with the trained weights; the process exits with code 65."""
+
+
 class DataError(ExecutorError):
     """A slice lacks tensors that the model needs, or a batch does not fit the model."""
 

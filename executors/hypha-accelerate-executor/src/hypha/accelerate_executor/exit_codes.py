@@ -1,6 +1,7 @@
 """Exit codes of a process that a worker starts, and the one line that it logs as its reason.
 
-0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported. Of sysexits.h: 74 (``EX_IOERR``)
+0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported. Of sysexits.h: 65
+(``EX_DATAERR``) when the model that was trained does not load with the trained weights; 74 (``EX_IOERR``)
 when this machine's disk is full or fails: the worker then gives its work back, and others can continue; 75
 (``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the executor again with smaller micro-batches.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from hypha.accelerate_executor.errors import ExecutorError, JobError
+from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError
 from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
 from hypha_proto.errors import ProtoError
 
@@ -48,7 +49,7 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             return _out_of_memory(error)
         logger.error("%s", error)
-        return 1
+        return os.EX_DATAERR if isinstance(error, DeliveryError) else 1
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -24,6 +24,7 @@ from hypha.accelerate_executor.distributed.process_group import ProcessGroup
 from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
 from hypha.accelerate_executor.environment import read_memory
 from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.modeling.delivery import check_delivery
 from hypha.accelerate_executor.modeling.evaluation import Subject
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
@@ -52,6 +53,8 @@ class Setup:
     module: torch.nn.Module
     """The model on its device."""
     optimizer: InnerOptimizer
+    check_delivery: Callable[[], None]
+    """Checks that the model with the global weights loads as the job delivers it; see `modeling.delivery`."""
     sizer: MicroBatchSizer | None
     """Finds how many samples to compute at once; None if nothing says how much memory there is, and
     in one of several processes, which compute in lockstep."""
@@ -81,13 +84,12 @@ def build_setup(
         ),
     )
     replica = before or Replica(model, files.model, group.leads)
-    weights: Weights = ShardedWeights(placed, replica.names) if before else WholeWeights(replica.local, group)
+    weights: Weights = ShardedWeights(placed, replica.members) if before else WholeWeights(replica.members, group)
     replica.attach_weights(weights)
     logger.info(
-        "training %s: %d tensors, %d statistics, on %s%s",
+        "training %s: %d tensors, on %s%s",
         type(model).__name__,
-        len(replica.parameters),
-        len(replica.statistics),
+        len(replica.names),
         device.torch_device,
         f", {group.size} processes" if group.size > 1 else "",
     )
@@ -111,7 +113,8 @@ def build_setup(
     if group.size == 1 and (kind == "cuda" or (kind == "cpu" and memory is not None)):
         limit, copies = None if kind == "cuda" else memory, int(subject is not None)
         sizer = MicroBatchSizer(trainer, placed, optimizer, device, memory=limit, weight_copies=copies)
-    return Setup(trainer, replica, weights, group, subject, begin_round, reset, placed, optimizer, sizer)
+    deliver = partial(check_delivery, config.model.task, files.model, replica, options.modules)
+    return Setup(trainer, replica, weights, group, subject, begin_round, reset, placed, optimizer, deliver, sizer)
 
 
 def _reset(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor], optimizer: InnerOptimizer) -> None:

@@ -103,6 +103,7 @@ class TrainingLoop:
         self._sizer = setup.sizer
         self._begin_round = setup.begin_round
         self._reset = setup.reset
+        self._check_delivery = setup.check_delivery
         self._batches = batches
         self._outer_updates = outer_updates
         self._timing = timing
@@ -121,6 +122,8 @@ class TrainingLoop:
         """Whether a round was trained since the last reset, so that the inner optimizer has state."""
         self._refused = 0
         """Consecutive contributions that the scheduler did not accept."""
+        self._is_over = False
+        """Whether the last round has been merged, so that these are the weights that the job delivers."""
 
     def run(self) -> None:
         """Train until the job is done or there is no more data.
@@ -131,6 +134,10 @@ class TrainingLoop:
         try:
             self._train_rounds()
             self._evaluation.finish(self._timing.update_timeout)
+            if self._is_over:
+                self._reset()  # frees memory of the optimizer
+                with self._spans.span("check delivered model"):
+                    self._check_delivery()
         finally:
             self._reporter.close()
             self._evaluation.close()
@@ -205,6 +212,7 @@ class TrainingLoop:
                 continue
             self._evaluation.prepare(current.number)
             if self._finish_round() is NextStep.STOP:
+                self._is_over = True
                 return
             self._evaluation.begin()
 
@@ -422,7 +430,7 @@ def build_loop(
     with spans.span("load model", task=config.model.task, processes=group.size) as span:
         group.scatter_commands([LoadModel(files)] * group.size)
         setup = build_setup(config, options, files, device, group)
-        span["hypha.parameters"] = sum(value.numel() for value in setup.replica.parameters.values())
+        span["hypha.parameters"] = sum(value.numel() for value in setup.replica.members.values())
     outer_updates = bridge.updates(config.results, INCOMING) if _has_senders(config.results) else None
     return TrainingLoop(bridge, config, setup, batches, outer_updates, timing, spans)
 

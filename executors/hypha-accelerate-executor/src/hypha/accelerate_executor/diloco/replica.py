@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -16,21 +15,33 @@ import torch
 from hypha.accelerate_executor.distributed.process_group import SingleProcess
 from hypha.accelerate_executor.distributed.state_dict import Weights, WholeWeights
 from hypha.accelerate_executor.errors import ModelError
+from hypha.accelerate_executor.modeling.weight_mapping import WeightMapping
 from hypha_proto.errors import TensorFileError
-from hypha_proto.model_listing import weights_of
-from hypha_proto.update_file import Float32Array, TensorFile, UpdateMetadata, open_update, write_update
+from hypha_proto.update_file import (
+    FLOAT_DTYPES,
+    Float32Array,
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    UpdateMetadata,
+    encode_aliases,
+    from_float,
+    open_update,
+    to_float32,
+    write_update,
+)
 from hypha_proto.weights_digest import digest_weights
-
-STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
-"""Name suffixes of running statistics: averaged over workers (counts: those of one), then added without momentum."""
 
 
 class Replica:
     """The exchanged tensors of a module and their global values.
 
+    They are exchanged as the model's files have them; see `modeling.weight_mapping`.
+
     Attributes:
-        parameters: name in the model's files -> trained parameter; tied ones once.
-        statistics: name -> running statistic, float32 or an integer count.
+        members: the module's own exchanged tensors by their names in the module.
+        names: names of all exchanged tensors in the files.
+        mapping: how the files hold them.
     """
 
     def __init__(self, module: torch.nn.Module, model_dir: Path, keep: bool = True) -> None:
@@ -44,26 +55,16 @@ class Replica:
         Raises:
             ModelError: a trained tensor is missing in the files.
         """
-        names = names_in_files(model_dir)
-        self.parameters = _trained_parameters(module, names)
-        self.statistics = {name: buffer for name, buffer in module.named_buffers() if _is_statistic(name, names)}
-        local = self.local if keep else {}
-        self._global = {name: tensor.detach().to("cpu", copy=True) for name, tensor in local.items()}
-        self._weights: Weights = WholeWeights(self.local, SingleProcess())
+        self.mapping = WeightMapping(module, model_dir)
+        self.members = self.mapping.members
+        self.names = self.mapping.tensors.keys()
+        local = self.mapping.to_files(self.members) if keep else ()
+        self._global = {name: values.clone() for name, values in local}
+        self._weights: Weights = WholeWeights(self.members, SingleProcess())
 
     def attach_weights(self, weights: Weights) -> None:
         """Access the module through `weights` from now on, after it was placed on its device."""
         self._weights = weights
-
-    @property
-    def local(self) -> dict[str, torch.Tensor]:
-        """Return the module's own exchanged tensors: parameters, then statistics."""
-        return {**self.parameters, **self.statistics}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return the names of all exchanged tensors."""
-        return frozenset(self.local)
 
     def write_update(self, path: Path, round_number: int, samples: int) -> None:
         """Write the pseudo-gradient `theta_local - theta_global` as an update file.
@@ -80,8 +81,9 @@ class Replica:
         metadata = UpdateMetadata(
             round=round_number,
             samples=samples,
-            statistics=frozenset(self.statistics),
-            integers=frozenset(name for name, value in self.statistics.items() if not value.is_floating_point()),
+            statistics=self.mapping.statistics,
+            integers=frozenset(name for name, value in self._global.items() if not value.is_floating_point()),
+            aliases=self.mapping.aliases,
         )
         write_update(path, shapes, self._differences(), metadata)
 
@@ -135,17 +137,44 @@ class Replica:
 
     def load_global(self) -> None:
         """Set the module, in all processes, to the global values."""
-        self._weights.load(self._global)
+        self._weights.load(self.mapping.to_module(self._global))
+
+    def write_weights(self, path: Path) -> None:
+        """Write the global values as the scheduler keeps them after a round (`hypha_proto.global_model`).
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        stored = {name: value.numpy() for name, value in self._global.items()}
+        infos = {
+            name: TensorInfo("F32" if value.dtype.kind == "f" else "I64", value.shape) for name, value in stored.items()
+        }
+        with TensorFileWriter(path, infos, {"aliases": encode_aliases(self.mapping.aliases)}) as writer:
+            for name, value in stored.items():
+                writer.write_stored(name, value)
+
+    def delivered(self) -> dict[str, torch.Tensor]:
+        """Return the global values by their names in the module, rounded to the dtypes of the files."""
+        rounded = {name: _round(value, self.mapping.tensors[name].info) for name, value in self._global.items()}
+        return self.mapping.to_module(rounded)
+
+    def find_differing(self, module: torch.nn.Module) -> list[str]:
+        """Return the names of a module's tensors that are not the global values in the dtypes of the files."""
+        state = module.state_dict()
+        return [
+            name
+            for member, value in self.delivered().items()
+            for name in self.mapping.names[member]
+            if name not in state or not torch.equal(state[name].to("cpu"), value.to(state[name].dtype))
+        ]
 
     def digest(self) -> str:
         """Return the digest of the global values (`hypha_proto.weights_digest`)."""
         return digest_weights((name, tensor.numpy()) for name, tensor in self._global.items())
 
     def _differences(self) -> Iterator[tuple[str, Float32Array]]:
-        tensors = self._weights.gather()
-        for name, agreed in self._global.items():
-            difference = tensors[name].detach().to("cpu") - agreed
-            yield name, difference.to(torch.float32).numpy()
+        for name, values in self.mapping.to_files(self._weights.gather()):
+            yield name, (values - self._global[name]).to(torch.float32).numpy()
 
     def _check(self, file: TensorFile, what: str) -> None:
         if file.tensors.keys() != self._global.keys():
@@ -174,38 +203,8 @@ class Replica:
             agreed.copy_((agreed.to(torch.float64) + update.to(torch.float64)).round())
 
 
-def names_in_files(model_dir: Path) -> frozenset[str]:
-    """Return the names of all tensors in a model's files.
-
-    Raises:
-        ModelError: a file is malformed.
-    """
-    names: set[str] = set()
-    try:
-        for path in weights_of(model_dir):
-            with TensorFile(path) as file:
-                names |= file.tensors.keys()
-    except TensorFileError as error:
-        raise ModelError(f"model {error}") from None
-    return frozenset(names)
-
-
-def _trained_parameters(module: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.nn.Parameter]:
-    """Map names in the files to trained parameters; a tied parameter has several names and is in the files once."""
-    aliases: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            aliases.setdefault(parameter, []).append(name)
-    found: dict[str, torch.nn.Parameter] = {}
-    for parameter, known in aliases.items():
-        stored = next((name for name in known if name in names), None)
-        if stored is None:
-            raise ModelError(
-                f"the model's files hold no tensor {known[0]!r}; save it once with save_pretrained of this transformers"
-            )
-        found[stored] = parameter
-    return found
-
-
-def _is_statistic(name: str, names: frozenset[str]) -> bool:
-    return name.rpartition(".")[2] in STATISTICS and name in names
+def _round(value: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """Return what the files of the model hold of a value."""
+    if info.dtype not in FLOAT_DTYPES:
+        return value
+    return torch.from_numpy(to_float32(from_float(value.numpy(), info.dtype), info.dtype))

@@ -1,13 +1,13 @@
 """Reading and setting all weights of a model, whether whole or sharded.
 
-`diloco.replica` reads and sets weights by their names in the model's files. A module that is whole in each process
+`diloco.replica` reads and sets weights by their names in the module. A module that is whole in each process
 (one process, DDP, layers on several devices) provides its own tensors; a sharded one (FSDP) is gathered first. All
 processes call these methods together; the result is used in the leader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ class Weights(Protocol):
     """Access to all weights."""
 
     def gather(self) -> Mapping[str, torch.Tensor]:
-        """Return every exchanged tensor by its name in the files; empty in a follower of a sharded model."""
+        """Return every exchanged tensor by its name in the module; empty in a follower of a sharded model."""
         ...
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -31,7 +31,7 @@ class WholeWeights:
     """Weights of a model that is whole in every process."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-        """Use the module's own tensors by their names in the files."""
+        """Use the module's own tensors by their names there."""
         self._tensors = tensors
         self._group = group
 
@@ -50,8 +50,8 @@ class WholeWeights:
 class ShardedWeights:
     """Weights of a model sharded by FSDP."""
 
-    def __init__(self, module: torch.nn.Module, names: frozenset[str]) -> None:
-        """Use the wrapped module and the names in the files of the exchanged tensors."""
+    def __init__(self, module: torch.nn.Module, names: Collection[str]) -> None:
+        """Use the wrapped module and the names of the exchanged tensors."""
         self._module = module
         self._names = names
 

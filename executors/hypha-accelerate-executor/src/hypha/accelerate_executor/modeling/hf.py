@@ -150,6 +150,10 @@ def load_model(
             every worker, so it is refused.
     """
     module = _load(task, model_dir, allowed, device_map)
+    parameters = dict(module.named_parameters())
+    for name in getattr(module, "_keys_to_ignore_on_save", None) or ():  # the library computes them when it loads
+        if name in parameters:
+            parameters[name].requires_grad_(False)
     module.float()
     module.train()
     return module
@@ -188,27 +192,34 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 output_loading_info=True,
-                **_stored_dtype(),
+                **dtype_argument("auto"),
                 **({} if device_map is None else {"device_map": device_map}),
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"the model cannot be loaded for task {task!r}: {_first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
+    remedy = f"`hypha-accelerate-executor create-model --from MODEL --task {task} --labels N --out DIR`"
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"the model's files hold {name!r:.200} with the shape {list(stored)}, and {_CONFIG} says {list(expected)}: "
+            f"correct {_CONFIG}, or make a head for other classes with {remedy}"
+        )
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith("num_batches_tracked"))  # is 0 then
     if missing:
         raise ModelError(
             f"the model's files lack {len(missing)} tensors that task {task!r} needs, first {missing[0]!r}; add them "
-            f"with `hypha-accelerate-executor create-model --from MODEL --task {task} --labels N --out DIR`"
+            f"with {remedy}"
         )
     loaded: torch.nn.Module = module
     return loaded
 
 
-def _stored_dtype() -> dict[str, str]:
-    """Return the argument that keeps the dtype of the files; it has been the default since transformers 5."""
+def dtype_argument(dtype: torch.dtype | str) -> dict[str, Any]:
+    """Return the argument of `from_pretrained` for a dtype, or "auto" for that of the files."""
     import transformers
 
-    return {"torch_dtype": "auto"} if transformers.__version__.startswith("4.") else {}
+    return {"torch_dtype" if transformers.__version__.startswith("4.") else "dtype": dtype}
 
 
 def model_directory(paths: list[Path]) -> Path:

@@ -62,9 +62,10 @@ from hypha_scheduler.strategies.diloco.events import (
     round_closed_effects,
     suspected_event,
 )
+from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 from hypha_scheduler.strategies.diloco.membership import JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdates
-from hypha_scheduler.strategies.diloco.restarts import describe
+from hypha_scheduler.strategies.diloco.restarts import OTHER_MODEL, describe
 from hypha_scheduler.strategies.diloco.restore import Restored
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,
@@ -91,6 +92,8 @@ _log = logging.getLogger(__name__)
 
 _EXECUTOR_EXIT_TIMEOUT: Final = 30.0
 """Seconds for executors to exit after they were sent `Done`."""
+_CHECK_RATE: Final = 10e6
+"""Bytes a second of a model that executors at least write, load and compare before they exit."""
 _LAST_UPDATE_TIMEOUT: Final = 30.0
 """Seconds to wait for the last outer update after all workers have merged it."""
 _DATA_INTERVAL: Final = 1.0
@@ -312,6 +315,8 @@ class DilocoOperator(Operator):
         told_done = task.peer in running.training.told_done
         if (end.state is TaskState.FINISHED and told_done) or (end.state is TaskState.CANCELLED and unneeded):
             return self._finish_if_over()
+        if told_done and end_of_process(end).exit_code == OTHER_MODEL:
+            return self._fail(f"worker {task.peer}: {describe(end, with_lines=True)}")
         if unneeded:
             text = f"task {task.name} on worker {task.peer}: {describe(end, with_lines=True)}"
             return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
@@ -655,8 +660,9 @@ class DilocoOperator(Operator):
             self._last_update_deadline = self._last_update_deadline or now + _LAST_UPDATE_TIMEOUT
             return ()
         self._phase = _Phase.EXITING
-        # executors that were told `Done` evaluate the last weights before they exit
-        self._exit_deadline = now + max(_EXECUTOR_EXIT_TIMEOUT, running.training.rounds.evaluation_timeout)
+        # executors that were told `Done` evaluate the last weights and check the model before they exit
+        check = self._data.result.model_bytes() / _CHECK_RATE
+        self._exit_deadline = now + max(_EXECUTOR_EXIT_TIMEOUT, running.training.rounds.evaluation_timeout) + check
         return (*self._stop_idle(running), *self._finish_if_over())
 
     def _stop_idle(self, running: RunningJob) -> Effects:

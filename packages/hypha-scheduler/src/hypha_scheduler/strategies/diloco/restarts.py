@@ -24,6 +24,8 @@ ROUNDS_TO_FORGET: Final = 3
 """Rounds in which an update of a worker counts until its earlier failures are forgotten."""
 INVALID_JOB: Final = 2
 """Exit code of an executor whose job is invalid or not supported."""
+OTHER_MODEL: Final = os.EX_DATAERR
+"""Exit code of an executor that finds that the delivered model would not load with the trained weights."""
 DISK_FAULT: Final = os.EX_IOERR
 """Exit code of an executor whose disk is full or fails."""
 OUT_OF_MEMORY: Final = os.EX_TEMPFAIL
