@@ -18,7 +18,7 @@ from hypha.accelerate_executor.errors import BridgeClosed, BridgeTimeout, Schedu
 from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.progress import BatchDone, Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)  # some tests fill all processors meanwhile
 
 BATCH = TrainedBatch(batch_size=4, slices={"3": 4}, batch_ms=1.0, wait_ms=0.0)
 WAIT = 20.0

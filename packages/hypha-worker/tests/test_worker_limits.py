@@ -46,6 +46,7 @@ def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, is
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
 def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any])
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.leases == ()
 
-    in_lab(case, isolation=isolation)
+    in_lab(case, isolation=isolation, seconds=180.0)  # beside other tests of processes; alone it takes 13 s
 
 
 def test_jobs_run_without_any_layer(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
