@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -357,6 +358,21 @@ def test_another_error_of_torch_is_no_lack_of_memory(
 
     monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
     assert "cannot be multiplied" in _ends_with(caplog, make_worker(batches=3).arguments(), 1)
+
+
+def test_an_unforeseen_error_is_one_line_after_its_traceback(
+    make_worker: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
+    message = _ends_with(caplog, make_worker(batches=3).arguments(), 2)
+    assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_executor_exit\.py:\d+\)", message)
+    assert "Traceback (most recent call last):" in capsys.readouterr().err
 
 
 def test_a_request_in_another_thread_ends_before_the_connection_is_closed(make_worker: Callable[..., Any]) -> None:

@@ -317,6 +317,18 @@ def test_lines_are_put_together_and_progress_bars_are_cut(logged: Callable[[], l
     assert output.last_lines(failed=True) == ("ERROR x.y: bad", "one", "two", "2999%", "last")
 
 
+def test_a_traceback_before_a_logged_error_is_in_the_file_only() -> None:
+    lines = (
+        b"before\nTraceback (most recent call last):\n  File x, line 1\nKeyError: 3\nERROR x.y: KeyError: 3\nafter\n"
+    )
+    assert record(None, (0.0, lines)).last_lines(failed=True) == ("ERROR x.y: KeyError: 3", "before", "after")
+    crash = b"ERROR x.y: bad\nTraceback (most recent call last):\nKeyError: 3\n"
+    assert record(None, (0.0, crash)).last_lines(failed=True)[1:] == (
+        "Traceback (most recent call last):",
+        "KeyError: 3",
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- jobs
 
 

@@ -1,6 +1,7 @@
 """Exit codes of a process that a worker starts, and the one line that it logs as its reason.
 
-0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported. Of sysexits.h: 65
+0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported, or ends with an error that
+nothing foresees. Of sysexits.h: 65
 (``EX_DATAERR``) when the model that was trained does not load with the trained weights; 74 (``EX_IOERR``)
 when this machine's disk is full or fails: the worker then gives its work back, and others can continue; 75
 (``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the executor again with smaller micro-batches.
@@ -13,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
@@ -50,11 +52,18 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
             return _out_of_memory(error)
         logger.error("%s", error)
         return os.EX_DATAERR if isinstance(error, DeliveryError) else 1
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return _out_of_memory(error)
+    except Exception as error:  # noqa: BLE001 – whatever libraries raise ends with one line, too
+        return _out_of_memory(error) if is_out_of_memory(error) else end_unforeseen(error)
     return 0
+
+
+def end_unforeseen(error: Exception) -> int:
+    """Log an error that nothing foresees in one line, after its traceback; return the exit code."""
+    traceback.print_exception(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:400]
+    logger.error("%s: %s (%s:%s)", type(error).__name__, text, Path(frame.filename).name, frame.lineno)
+    return 2
 
 
 def _out_of_memory(error: Exception) -> int:

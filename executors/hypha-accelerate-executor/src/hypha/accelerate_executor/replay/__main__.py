@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hypha.accelerate_executor.errors import ExecutorError, JobError
-from hypha.accelerate_executor.exit_codes import log_to_stderr, run_as_process
+from hypha.accelerate_executor.exit_codes import end_unforeseen, log_to_stderr, run_as_process
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha_proto.codec import from_json
 from hypha_proto.errors import DecodeError, ProtoError
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ExecutorError, ProtoError, OSError) as error:
         logger.error("%s", error)
         return 2
+    except Exception as error:  # noqa: BLE001 – whatever libraries raise must not look like a record that is not proven
+        return end_unforeseen(error)
 
 
 def read_plan(path: Path) -> ReplayPlan:

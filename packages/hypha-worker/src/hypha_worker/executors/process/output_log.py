@@ -31,6 +31,7 @@ _BLOCK: Final = 1 << 16
 _LINE_LIMIT: Final = 4096
 _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
 """Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
+_TRACEBACK: Final = "Traceback (most recent call last):"
 _ERROR_BYTES: Final = re.compile(rb"(ERROR|CRITICAL) ")
 
 
@@ -131,9 +132,18 @@ class OutputLog:
         for line in lines[: self._budget.take(len(lines), now)]:
             if text := self._clean(line):
                 _log.info("[%s] %s", self._log_name, text, extra={"unlimited": True})
-        self._lines.extend(filter(None, map(self._clean, lines[-LAST_LINES:])))
+        for text in filter(None, map(self._clean, lines[-LAST_LINES:])):
+            if _ERROR_LINE.match(text):
+                self._drop_traceback()
+            self._lines.append(text)
         errors = (self._clean(line) for line in reversed(lines) if _ERROR_BYTES.search(line))
         self.error = next(filter(_ERROR_LINE.match, errors), self.error)
+
+    def _drop_traceback(self) -> None:
+        """Forget the traceback before an error that says the same; the file has it."""
+        if _TRACEBACK in self._lines:
+            while self._lines.pop() != _TRACEBACK:
+                pass
 
     def _clean(self, line: bytes) -> str:
         """Return a line as people see it: of a progress bar the last state, and without the job's specification."""
