@@ -15,7 +15,14 @@ BODY = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weigh
 
 
 @pytest.mark.parametrize(
-    ("task", "architecture"), [("sequence-classification", "BertModel"), ("vision-classification", "ResNetModel")]
+    ("task", "architecture"),
+    [
+        ("sequence-classification", "BertModel"),
+        ("sequence-classification", "GPT2LMHeadModel"),
+        ("vision-classification", "ResNetModel"),
+        ("vision-classification", "ViTForMaskedImageModeling"),
+        ("masked-lm", "BertForTokenClassification"),
+    ],
 )
 def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
     task: str, architecture: str, tmp_path: Path
@@ -35,8 +42,11 @@ def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
         ("sequence-classification", ["BertForSequenceClassification"], BODY),
         ("sequence-classification", ["BertModel"], (*BODY, "classifier.weight")),
         ("sequence-classification", ["BertModel", "BertForSequenceClassification"], BODY),
-        ("sequence-classification", ["GPT2LMHeadModel"], BODY),
+        ("sequence-classification", ["BertForTokenClassification"], BODY),
         ("causal-lm", ["LlamaModel"], BODY),  # its head may be the input embedding
+        ("causal-lm", ["MistralForSequenceClassification"], (*BODY, "score.weight")),
+        ("masked-lm", ["BertModel"], (*BODY, "cls.predictions.bias")),
+        ("masked-lm", ["BartForConditionalGeneration"], BODY),
         ("sequence-classification", [], BODY),
         ("sequence-classification", "BertModel", BODY),
         ("sequence-classification", [3], BODY),
@@ -49,6 +59,14 @@ def test_a_model_that_may_have_a_head_is_left_to_the_executor(
 ) -> None:
     model = write_model(tmp_path / "model", tensors[:1], tensors[1:], architectures=architectures)
     assert missing_files(ModelTable(path=model, type=task)) == []
+
+
+def test_a_head_of_tokens_that_is_not_the_embedding_must_be_in_the_files(tmp_path: Path) -> None:
+    model = write_model(
+        tmp_path / "model", BODY, architectures=["MistralForSequenceClassification"], tie_word_embeddings=False
+    )
+    [line] = missing_files(ModelTable(path=model, type="causal-lm"))
+    assert "has no head for causal-lm: its config.json names MistralForSequenceClassification" in line
 
 
 @pytest.mark.parametrize("config", [b"", b"[" * 100_000, b"[]", b"\xff"])
