@@ -121,7 +121,7 @@ FAULTS: list[tuple[bytes, str]] = [
     (b'{"a": 1}{"a": 2}', ", line 1: not JSON at column 9 (Extra data)"),
     (b'{"a":\r1}\n', ", line 1: has a carriage return within the row"),
     (GOOD + b'{"a": "\xff"}', ", line 2: not UTF-8: byte 0xff at 8; save the file as UTF-8"),
-    ('{"a": 1}'.encode("utf-16"), ", line 1: not UTF-8: byte 0xff at 1"),
+    ('{"a": 1}'.encode("utf-16"), ": not jsonl: it is text in UTF-16: save it as UTF-8"),
     (b"\xef\xbb\xbf" + GOOD, ", line 1: begins with a byte order mark; save the file as UTF-8 without one"),
     (b'{"a": "\\ud83d"}', ", line 1: '\\ud83d' is half of a surrogate pair; write the whole character"),
     (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", ", line 1: nested more than 64 levels deep; make it flatter"),
@@ -285,7 +285,10 @@ def test_the_command_names_the_option_for_rows_with_another_suffix(tmp_path: Pat
     path = source(tmp_path, name="rows.dat")
     wrong = invoke(path, "--out", tmp_path / "out", "--slices", 1)
     assert wrong.exit_code == 1
-    assert "JSON rows need the suffix .jsonl or .ndjson, or --format jsonl" in wrong.output
+    assert (
+        "it is JSON: name rows of one object a line *.jsonl; if it is of another format, name that by --format"
+        in wrong.output
+    )
     right = invoke(path, "--out", tmp_path / "out", "--slices", 1, "--format", "jsonl")
     assert right.exit_code == 0, right.output
     assert (tmp_path / "out" / "slice-00000.jsonl").exists()

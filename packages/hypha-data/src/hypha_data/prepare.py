@@ -24,7 +24,7 @@ from hypha_data.catalog import count_samples, measure
 from hypha_data.digest_cache import DigestCache, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import ColumnTable, RowFile
-from hypha_data.sources.formats import check_options, detect_format, makes_rows, open_reader
+from hypha_data.sources.formats import check_content, check_options, detect_format, makes_rows, open_reader
 from hypha_data.sources.options import HF, ReadOptions
 from hypha_data.sources.reader import BLOCK_BYTES, OnProgress, files_state
 from hypha_data.staging import StagedSamples, stage
@@ -101,6 +101,7 @@ def prepare_dataset(
     check_options(form, options)
     if form != HF and not source.exists():
         raise DatasetError(f"{source}: no such file or folder; name an existing one")
+    check_content(source, form)
     if not 0 <= test < 1:
         raise DatasetError(f"--test {test:g}: a part of the samples, from 0 up to less than 1, such as 0.1")
     if slices is not None and not 1 <= slices <= MAX_SLICES:  # before anything is read
@@ -290,16 +291,7 @@ def _count_tensor_samples(source: Path) -> int:
     try:
         return count_samples(source)
     except DatasetError as error:
-        if _looks_like_json(source):
-            remedy = "JSON rows need the suffix .jsonl or .ndjson, or --format jsonl"
-        else:
-            remedy = "name the format of another source by --format"
-        raise DatasetError(f"{error}; {remedy}") from None
-
-
-def _looks_like_json(source: Path) -> bool:
-    with source.open("rb") as file:
-        return file.read(1) in (b"{", b"[")
+        raise DatasetError(f"{error}; if it is of another format, name that by --format") from None
 
 
 class _Samples(Protocol):

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.file_kinds import HEAD, name_kind
 
 HEADER_LIMIT: Final = 16 << 20
 """Maximum length of a header in bytes; enough for about 100,000 tensors."""
@@ -146,15 +147,16 @@ class TensorFile:
         """
         self.path = path
         size = path.stat().st_size
+        with path.open("rb") as file:
+            kind = name_kind(file.read(HEAD))
         if size < _LENGTH_BYTES:
-            raise TensorFileError(f"{path.name}: {size} bytes are too short for a safetensors file")
+            raise TensorFileError(f"{path.name}: {kind or f'{size} bytes are too short for a safetensors file'}")
         # a plain array: memmap runs a method of its own on every index and view
         self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
         if length > min(HEADER_LIMIT, size - _LENGTH_BYTES):
-            raise TensorFileError(
-                f"{path.name}: a header of {length} bytes (limit {HEADER_LIMIT}) in a file of {size} bytes"
-            )
+            header = f"a header of {length} bytes (limit {HEADER_LIMIT}) in a file of {size} bytes"
+            raise TensorFileError(f"{path.name}: {kind or header}")
         start = _LENGTH_BYTES + length
         try:
             self.metadata, located = _check_header(self._data[_LENGTH_BYTES:start].tobytes(), size - start)

@@ -13,6 +13,7 @@ from hypha_data.sources.hf_dataset import DataFiles, find_data_files
 from hypha_data.sources.options import CSV, HF, IMAGES, PARQUET, TEXT, ReadOptions
 from hypha_data.sources.reader import SampleReader
 from hypha_proto.datasets import JSONL, SAFETENSORS
+from hypha_proto.file_kinds import HEAD, name_kind
 
 _HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 _SUFFIXES: Final[Mapping[str, str]] = {
@@ -24,6 +25,14 @@ _SUFFIXES: Final[Mapping[str, str]] = {
     ".txt": TEXT,
     ".text": TEXT,
 }
+_TEXT_STARTS: Final = (b"[", b'{"', b"\xff\xfe", b"\xfe\xff")  # the reader of text names an encoding
+_STARTS: Final[Mapping[str, tuple[bytes, ...]]] = {
+    CSV: _TEXT_STARTS,
+    JSONL: (b'{"', b"["),
+    PARQUET: (b"PAR1",),
+    TEXT: (*_TEXT_STARTS, b"<!doctype", b"<html"),
+}
+"""Starts of a file that are those of a format; see `hypha_proto.file_kinds`."""
 _TABLE_OPTIONS: Final = frozenset({"text", "label", "columns", "tokenizer", "length"})
 _OPTIONS: Final[Mapping[str, frozenset[str]]] = {
     SAFETENSORS: frozenset(),
@@ -60,6 +69,21 @@ def detect_format(source: Path) -> str:
         f"{source}: a folder of no known format; images need one folder a class, text *.txt, and datasets *.parquet; "
         "or name the format by --format"
     )
+
+
+def check_content(source: Path, form: str) -> None:
+    """Check that the first bytes of a file are not those of another kind; one of safetensors tells that itself.
+
+    Raises:
+        DatasetError: they are.
+        OSError: the file cannot be read.
+    """
+    if form not in _STARTS or not source.is_file():
+        return
+    with source.open("rb") as file:
+        head = file.read(HEAD)
+    if head and (kind := name_kind(head, _STARTS[form])):
+        raise DatasetError(f"{source}: not {form}: {kind}")
 
 
 def makes_rows(form: str, options: ReadOptions) -> bool:

@@ -1,0 +1,37 @@
+"""Sources that are no dataset: `prepare` says what they are, whatever their name promises."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hypha_data.cli import main as command
+
+ROWS = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.jsonl.gz", gzip.compress(ROWS, mtime=0), "it is compressed by gzip: unpack it with gunzip"),
+        ("rows.jsonl", gzip.compress(ROWS, mtime=0), "not jsonl: it is compressed by gzip"),
+        ("rows.csv", gzip.compress(ROWS, mtime=0), "not csv: it is compressed by gzip"),
+        ("rows.txt", pickle.dumps(ROWS), "not text: it is a pickle"),
+        ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\n", "not parquet: it is a Git LFS pointer"),
+        ("rows.jsonl", b"<!DOCTYPE html><html>", "it is an HTML page, as a login or an error shows"),
+        ("rows.json", b'[{"text": "a"}]', "it is a JSON array: write one object a line"),
+        ("rows", ROWS, "it is JSON: name rows of one object a line *.jsonl"),
+        ("weights.pt", pickle.dumps([1]), "it is a pickle: save its values with safetensors"),
+    ],
+)
+def test_source_of_another_kind_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = CliRunner().invoke(command, ["prepare", str(tmp_path / name), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert words in done.output
+    assert "header of" not in done.output
+    assert not (tmp_path / "out").exists()
