@@ -38,6 +38,8 @@ def trained(tmp_path: Path) -> Path:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>")
     tokenizer.save_pretrained(tmp_path / "trained")
+    (tmp_path / "trained" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "trained" / "README.txt").write_text("about")
     return tmp_path / "trained"
 
 
@@ -58,6 +60,8 @@ def test_a_new_head_is_determined_by_the_seed(trained: Path, tmp_path: Path) -> 
     assert files[0]["classifier.weight"].shape == (3, 16)
     np.testing.assert_array_equal(files[0]["classifier.weight"], files[1]["classifier.weight"])
     assert (files[0]["classifier.weight"] != files[2]["classifier.weight"]).any()
+    assert (tmp_path / "a" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "a" / "README.txt").exists()
     word = "bert.embeddings.word_embeddings.weight"
     np.testing.assert_array_equal(files[0][word], before[word])
     load_model(TASK, tmp_path / "a")

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 _ACCUMULATION: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _CPU_PRECISIONS: Final = ("no", "bf16")
+_PRECISIONS: Final = (*_CPU_PRECISIONS, "fp16")
+_UNSUPPORTED: Final = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config (tensor, context or sequence parallelism)",
+}
+"""Variables with which `accelerate launch` says how processes share a model, and what they stand for."""
 
 
 class Device(Protocol):
@@ -201,8 +208,13 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
     With several processes this waits until all of them have started.
 
     Raises:
-        JobError: launched with a precision that the device does not support.
+        JobError: launched with a precision that the device does not support, or in a mode that is not supported.
     """
+    for variable, mode in _UNSUPPORTED.items():
+        if environment.get(variable, "").lower() in ("1", "true", "yes"):
+            raise JobError(
+                f"{variable}: {mode} is not supported; accelerate's file may say distributed_type MULTI_GPU, FSDP or NO"
+            )
     launched = any(name in environment for name in LAUNCH_VARIABLES)
     if not launched and not _has_accelerator():
         return CpuBackend()
@@ -211,6 +223,10 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
     if on_cpu and precision not in _CPU_PRECISIONS:
         raise JobError(
             f"mixed_precision: {precision!r} needs a GPU and there is none; accelerate's file may say 'bf16' or 'no'"
+        )
+    if precision not in _PRECISIONS:
+        raise JobError(
+            f"mixed_precision: {precision!r:.40} is not supported; accelerate's file may say 'bf16', 'fp16' or 'no'"
         )
     accumulation = environment.get(_ACCUMULATION, "1")
     if not accumulation.isdecimal() or int(accumulation) < 1:

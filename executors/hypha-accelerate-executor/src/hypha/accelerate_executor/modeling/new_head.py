@@ -9,21 +9,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hypha.accelerate_executor.errors import JobError, ModelError
 from hypha.accelerate_executor.modeling.create import check_out
 from hypha.accelerate_executor.modeling.hf import TORCH, auto_class, lean_imports, quieten_transformers
-
-_PREPROCESSOR_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "preprocessor_config.json",
-)
+from hypha_proto.model_listing import list_companions, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +50,8 @@ def create_from_pretrained(task: str, source: str, labels: int | None, seed: int
         raise ModelError(f"--from {source}: none of its tensors fits task {task!r}; name a model of the same kind")
     module.save_pretrained(out)
     if folder.is_dir():
-        for name in _PREPROCESSOR_FILES:
-            if (folder / name).is_file():
+        for name in list_companions(names_in(folder)):
+            if not (out / name).exists():
                 shutil.copyfile(folder / name, out / name)
     return CreatedModel(sum(parameter.numel() for parameter in module.parameters()), new)
 
