@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.local_network import Job, LocalNetwork, processes_of
+from support.local_network import LocalNetwork, processes_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hypha_local.processes import script
@@ -86,25 +86,6 @@ class FormatsNetwork(LocalNetwork):
         for name in ("reviews", "pictures"):
             self.extend("data", f'\n[[datasets]]\nname = "{name}"\npath = "../data/{name}"\n')
 
-    def train(self, dataset: str, model: str, kind: str) -> Job:
-        """Run a job to its end."""
-        runs = self.folders.runs / dataset
-        runs.mkdir()
-        text = self.configuration("scheduler").read_text()
-        for old, new in (
-            ('output_dir = "../runs"', f'output_dir = "../runs/{dataset}"'),
-            ('dataset = "digits"', f'dataset = "{dataset}"'),
-            ('path = "../start-model"', f'path = "../{model}"'),
-            ('type = "vision-classification"', f'type = "{kind}"'),
-            ("update_rounds = 16", "update_rounds = 5"),
-        ):
-            assert old in text, text
-            text = text.replace(old, new)
-        self.configuration(dataset).write_text(text)
-        job = self.restart(dataset)
-        assert job.wait(150) == 0, job.log
-        return job
-
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FormatsNetwork]:
@@ -123,7 +104,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FormatsNetwork
     [("reviews", "bert", "sequence-classification"), ("pictures", "start-model", "image-classification")],
 )
 def test_a_source_becomes_an_evaluated_model(network: FormatsNetwork, dataset: str, model: str, kind: str) -> None:
-    job = network.train(dataset, model, kind)
+    job = network.train(dataset, network.folders.root / model, kind, update_rounds=5)
     measure = ("evaluate", "--task", kind, "--model", job.directory / "model", "--data")
     result = json.loads(run("hypha-accelerate-executor", *measure, network.folders.data / f"{dataset}-test"))
     assert result["samples"] == {"reviews": 48, "pictures": 40}[dataset]

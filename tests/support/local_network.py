@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -324,6 +324,35 @@ class LocalNetwork:
         text = text.replace(ROUNDS, f"{ROUNDS}{round_settings}")
         self.configuration(name).write_text(text)
         return self.restart(name)
+
+    def train(self, dataset: str, model: Path, kind: str, inputs: Sequence[str] = (), **settings: int) -> Job:
+        """Run a job on another dataset and model to its end.
+
+        Args:
+            dataset: name of the dataset, and of the job.
+            model: its directory.
+            kind: type of the model.
+            inputs: its `input_names`.
+            settings: keys of the job's table ``rounds``.
+        """
+        runs = self.folders.runs / dataset
+        runs.mkdir()
+        text = self.configuration("scheduler").read_text()
+        for old, new in (
+            ('output_dir = "../runs"', f'output_dir = "../runs/{dataset}"'),
+            ('dataset = "digits"', f'dataset = "{dataset}"'),
+            (MODEL, f"path = {json.dumps(str(model))}\ninput_names = {json.dumps(inputs)}"),
+            ('type = "vision-classification"', f'type = "{kind}"'),
+        ):
+            assert old in text, text
+            text = text.replace(old, new)
+        for key, value in settings.items():
+            text, found = re.subn(rf"^{key} = \d+$", f"{key} = {value}", text, flags=re.MULTILINE)
+            assert found == 1, text
+        self.configuration(dataset).write_text(text)
+        job = self.restart(dataset)
+        assert job.wait(150) == 0, job.log
+        return job
 
     def restart(self, name: str) -> Job:
         """Start a scheduler with the configuration of a job, whose earlier one has ended; `name` is `Job.name`."""
