@@ -322,6 +322,15 @@ def test_a_traceback_before_a_logged_error_is_in_the_file_only() -> None:
         b"before\nTraceback (most recent call last):\n  File x, line 1\nKeyError: 3\nERROR x.y: KeyError: 3\nafter\n"
     )
     assert record(None, (0.0, lines)).last_lines(failed=True) == ("ERROR x.y: KeyError: 3", "before", "after")
+    frames = b"".join(b"  File x, line %d\n    call()\n" % number for number in range(60))
+    long = (
+        b"before\n"
+        + 2 * (b"Traceback (most recent call last):\n" + frames + b"KeyError: 3\n\n")
+        + b"ERROR x.y: KeyError: 3\n"
+    )
+    assert record(None, (0.0, long)).last_lines(failed=True) == ("ERROR x.y: KeyError: 3",)
+    handled = b"Traceback (most recent call last):\n  File x\nKeyError: 3\nnext\nERROR x.y: bad\n"
+    assert "KeyError: 3" in record(None, (0.0, handled)).last_lines(failed=True)
     crash = b"ERROR x.y: bad\nTraceback (most recent call last):\nKeyError: 3\n"
     assert record(None, (0.0, crash)).last_lines(failed=True)[1:] == (
         "Traceback (most recent call last):",

@@ -159,7 +159,7 @@ class Trainer:
         try:
             with translate_lost_process():
                 return loss_of(self._module(**arguments))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             shapes = {name: list(value.shape) for name, value in arguments.items()}
             raise DataError(f"the model cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
 

@@ -31,7 +31,8 @@ _BLOCK: Final = 1 << 16
 _LINE_LIMIT: Final = 4096
 _ERROR_LINE: Final = re.compile(r"(ERROR|CRITICAL) [\w.]+: ")
 """Start of a line that an executor logs as an error; reported first, as a launcher's traceback may follow it."""
-_TRACEBACK: Final = "Traceback (most recent call last):"
+_TRACEBACK: Final = b"Traceback (most recent call last):"
+_IN_TRACEBACK: Final = (b" ", b"During handling of the above", b"The above exception was the")
 _ERROR_BYTES: Final = re.compile(rb"(ERROR|CRITICAL) ")
 
 
@@ -72,7 +73,11 @@ class OutputLog:
         """
         self._file = file
         self._log_name = log_name
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._traceback = 0
+        """Lines of a traceback that were the last ones."""
+        self._is_ended = False
+        """Whether its last line was among them."""
         self._hidden: Sequence[str] = ()
         self._budget = LineBudget()
         self.error: str | None = None
@@ -84,9 +89,10 @@ class OutputLog:
 
     def last_lines(self, *, failed: bool) -> tuple[str, ...]:
         """Return the last lines; if it `failed`, a logged error comes first."""
+        lines = tuple(filter(None, map(self._clean, self._lines)))
         if not failed or self.error is None:
-            return tuple(self._lines)
-        others = [line for line in self._lines if line != self.error]
+            return lines
+        others = [line for line in lines if line != self.error]
         return (self.error, *others[1 - LAST_LINES :])
 
     async def read(self, stream: anyio.abc.ByteReceiveStream) -> None:
@@ -132,18 +138,25 @@ class OutputLog:
         for line in lines[: self._budget.take(len(lines), now)]:
             if text := self._clean(line):
                 _log.info("[%s] %s", self._log_name, text, extra={"unlimited": True})
-        for text in filter(None, map(self._clean, lines[-LAST_LINES:])):
-            if _ERROR_LINE.match(text):
-                self._drop_traceback()
-            self._lines.append(text)
-        errors = (self._clean(line) for line in reversed(lines) if _ERROR_BYTES.search(line))
-        self.error = next(filter(_ERROR_LINE.match, errors), self.error)
+        for line in lines:
+            if _ERROR_BYTES.search(line) and _ERROR_LINE.match(error := self._clean(line)):
+                self.error = error
+                for _ in range(min(self._traceback, len(self._lines))):  # says the same; the file has it
+                    self._lines.pop()
+                self._traceback = 0
+            else:
+                self._count_traceback(line)
+            self._lines.append(line)
 
-    def _drop_traceback(self) -> None:
-        """Forget the traceback before an error that says the same; the file has it."""
-        if _TRACEBACK in self._lines:
-            while self._lines.pop() != _TRACEBACK:
-                pass
+    def _count_traceback(self, line: bytes) -> None:
+        """Count the lines of a traceback, which ends with the first line that is not indented."""
+        goes_on = self._traceback and line.startswith(_IN_TRACEBACK)
+        if line.startswith(_TRACEBACK) or goes_on:
+            self._traceback, self._is_ended = self._traceback + 1, False
+        elif self._traceback and not self._is_ended:
+            self._traceback, self._is_ended = self._traceback + 1, True
+        else:
+            self._traceback = 0
 
     def _clean(self, line: bytes) -> str:
         """Return a line as people see it: of a progress bar the last state, and without the job's specification."""
