@@ -270,3 +270,24 @@ def test_evaluate_reports_errors(llama: Path, tmp_path: Path) -> None:
         result = CliRunner().invoke(command, arguments)
         assert result.exit_code == 1
         assert words in result.output
+
+
+def test_an_adapter_in_the_folder_is_not_applied_where_peft_is_installed(
+    digit_model: Path, digits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.utils import import_utils
+
+    from hypha.accelerate_executor.modeling.evaluation import evaluate
+
+    model, data = tmp_path / "model", tmp_path / "data.safetensors"
+    shutil.copytree(digit_model, model)
+    safetensors.numpy.save_file({name: value[:20] for name, value in digits["test"].items()}, data)
+    expected = evaluate("image-classification", model, data, 20)
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    (tmp_path / "peft.py").write_text("raise AssertionError('peft is imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import_utils.is_peft_available.cache_clear()
+    try:
+        assert evaluate("image-classification", model, data, 20) == expected
+    finally:
+        import_utils.is_peft_available.cache_clear()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.data.preprocess import Preprocessor, decode_text, load_preprocessor
@@ -56,14 +57,46 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("task", ["tokenizer", "auto"])
 def test_a_tokenizer_converts_bytes_to_tokens(tokenizer: Path, task: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     arrays = {"line": as_bytes(TEXTS), "labels": np.arange(4)}
-    made = load_preprocessor(task, tokenizer, ("line",), 8)(arrays)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, pad_token_id=1))
+    made = load_preprocessor(task, tokenizer, ("line",), module)(arrays)
     assert made.keys() == {"labels", "input_ids", "attention_mask"}
     assert made["input_ids"].shape == (4, 8)  # ten words, of which the model takes eight
     assert made["input_ids"].dtype == np.int64
     assert made["input_ids"][0].tolist() == [2, 3, 1, 1, 1, 1, 1, 1]
     assert made["attention_mask"].sum(1).tolist() == [2, 4, 4, 8]
     assert made["labels"] is arrays["labels"]
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token(tokenizer: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    plain = AutoTokenizer.from_pretrained(tokenizer, pad_token=None, eos_token="question")
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    made = Preprocessor("tokenizer", plain, ("text",), module)({"text": as_bytes(TEXTS[:2])})
+    assert made["input_ids"].tolist() == [[2, 3, 9, 9], [4, 5, 2, 3]]
+    assert made["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert module.config.pad_token_id == 9
+
+
+def test_padding_is_that_of_the_model(tokenizer: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, pad_token_id=7))
+    made = load_preprocessor("tokenizer", tokenizer, ("text",), module)({"text": as_bytes(TEXTS[:2])})
+    assert made["input_ids"].tolist() == [[2, 3, 7, 7], [4, 5, 2, 3]]
+
+
+def test_an_output_that_the_model_does_not_take_is_an_error(tokenizer: Path) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids
+
+    process = load_preprocessor("tokenizer", tokenizer, ("text",), Net())
+    with pytest.raises(DataError, match="the preprocessor makes 'attention_mask', which Net does not take: use"):
+        process({"text": as_bytes(TEXTS)})
 
 
 def test_two_columns_are_text_and_its_pair(tokenizer: Path) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hypha.accelerate_executor.inference")
 
-_ENGINES: Final = ("auto", "padded", "continuous")
+_ENGINES: Final = ("padded", "continuous")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--generation",
         choices=_ENGINES,
-        default="auto",
-        help="how rows are generated together; auto: continuous batching where FlashAttention is available",
+        default="padded",
+        help="how rows are generated together: in padded batches, or by continuous batching",
     )
     parser.add_argument(
         "--timeout",
@@ -149,11 +149,10 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
 
 def _preprocessor(task: InferenceTask, folder: Path, module: torch.nn.Module) -> Preprocessor | None:
     from hypha.accelerate_executor.data.preprocess import load_preprocessor
-    from hypha.accelerate_executor.predict.computation import longest_input
 
     if task.preprocessor is None:
         return None
-    return load_preprocessor(task.preprocessor.type, folder, task.raw_columns, longest_input(module))
+    return load_preprocessor(task.preprocessor.type, folder, task.raw_columns, module)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def build_setup(
         raise JobError("--device-map distributes one model over all devices: launch with --num_processes 1")
     torch.manual_seed(config.seed or 0)
     model = load_model(config.model.task, files.model, allowed=options.modules, device_map=options.device_map)
-    inputs = ModelInputs(config.model.task, config.model.input_names, model)
+    processed = config.preprocessor is not None
+    inputs = ModelInputs(config.model.task, config.model.input_names, model, preprocessed=processed)
     preprocess = _preprocessor(config, files.preprocessor, model) if group.leads else None
     before = (
         Replica(model, files.model, group.leads) if device.is_sharded else None
@@ -134,5 +135,4 @@ def _preprocessor(
 ) -> Callable[[Arrays], Arrays] | None:
     if config.preprocessor is None or folder is None:
         return None
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), longest)
+    return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), model)

@@ -7,27 +7,65 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from hypha.accelerate_executor.data.batches import Arrays
-from hypha.accelerate_executor.errors import DataError
+from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH
 
 _IMAGE_INPUTS: Final = ("pixel_values", "labels")
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
-_OPTIONAL: Final = frozenset({"attention_mask", "labels"})
 _SELF_LABELLED: Final = frozenset({"causal-lm"})
 IGNORED_LABEL: Final = -100
 """The label that transformers' losses ignore, but for those of segmentation, which have one of their own."""
 _OWN_IGNORED: Final = ("semantic_loss_ignore_index", "loss_ignore_index")
 """Keys of a segmentation model's config with the label that its loss ignores."""
+_LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def default_inputs(task: str) -> tuple[str, ...]:
     """Return the names of the tensors that a task's model takes if the job names none."""
     return _IMAGE_INPUTS if "image" in task or "segmentation" in task else _TEXT_INPUTS
+
+
+def text_config(module: torch.nn.Module) -> Any:
+    """Return the part of a model's config that is about text; None if the model has no config."""
+    config: Any = getattr(module, "config", None)
+    is_nested = hasattr(config, "get_text_config") and not config.is_encoder_decoder
+    return config.get_text_config(decoder=True) if is_nested else config
+
+
+def vocabulary_size(module: torch.nn.Module) -> int | None:
+    """Return the number of tokens that a model has; None if its config does not say."""
+    size = getattr(text_config(module), "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def longest_input(module: torch.nn.Module) -> int | None:
+    """Return the largest number of tokens that a model takes; None if its config does not say.
+
+    Models such as RoBERTa number positions from the number of the padding token plus one: these take so many fewer.
+    """
+    config = text_config(module)
+    found = (getattr(config, name, None) for name in _LENGTHS)
+    longest = next((value for value in found if type(value) is int and value > 0), None)
+    skipped = max((_skipped_positions(name, part) for name, part in module.named_modules()), default=0)
+    return None if longest is None else longest - skipped
+
+
+def _skipped_positions(name: str, part: torch.nn.Module) -> int:
+    if not isinstance(part, torch.nn.Embedding) or not name.endswith("position_embeddings"):
+        return 0
+    return 0 if part.padding_idx is None else part.padding_idx + 1
+
+
+def takes_argument(module: torch.nn.Module, name: str) -> bool:
+    """Return whether a model's `forward` can be called with an argument of this name."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 class ModelInputs:
@@ -41,35 +79,46 @@ class ModelInputs:
     """
 
     def __init__(
-        self, task: str, input_names: Sequence[str], module: torch.nn.Module, *, labelled: bool = True
+        self,
+        task: str,
+        input_names: Sequence[str],
+        module: torch.nn.Module,
+        *,
+        labelled: bool = True,
+        preprocessed: bool = False,
     ) -> None:
         """Map tensor names of a slice to arguments.
 
         Args:
             task: wire name of the task.
-            input_names: the job's names, in order; empty for the task's default. A name that is no argument of the
-                model's `forward` replaces the task's default name at its position. A model of task `torch` takes the
-                names of its `forward`, of which those without a default are required.
+            input_names: the job's names, in order, of which each is required. A name that is no argument of the model's
+                `forward` replaces the usual name at its position. If empty, or the task's default: every tensor named
+                as an argument, of which the model's main input is required; of a model of task `torch`, each argument
+                without a default.
             module: the model.
             labelled: whether the model gets labels, to compute a loss.
+            preprocessed: whether a preprocessor makes tensors, which the model gets whatever names the job gives.
+
+        Raises:
+            JobError: an input name stands for no argument of the model.
         """
-        parameters = inspect.signature(module.forward).parameters
+        every = inspect.signature(module.forward).parameters
+        own = {name: each for name, each in every.items() if each.kind not in _VARIADIC}
         self.shifted = task in _SELF_LABELLED
         self.ignored_label = _ignored_label(task, module)
-        self._is_torch = task == TORCH
-        own = tuple(parameters) if self._is_torch else default_inputs(task)
-        named = bool(input_names) and not _are_equal(input_names, own, labelled)
-        if self._is_torch:
-            optional = {name for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
-        else:
-            optional = set(_OPTIONAL)
-        self._arguments: dict[str, str] = {}
-        for place, name in enumerate(input_names or own):
-            self._arguments[name if name in parameters or place >= len(own) else own[place]] = name
-        if not labelled and (not self._is_torch or "labels" in optional):
+        is_torch = task == TORCH
+        usual = tuple(own) if is_torch else _usual_inputs(task, module)
+        needed = {name for name, each in own.items() if each.default is inspect.Parameter.empty}
+        named = bool(input_names) and not _are_equal(input_names, usual if is_torch else default_inputs(task), labelled)
+        self._arguments = {} if named and not preprocessed else {name: name for name in own}
+        if named:
+            others = every if is_torch else own
+            self._arguments |= {_argument(name, place, usual, others): name for place, name in enumerate(input_names)}
+        if not labelled and not (is_torch and "labels" in needed):
             self._arguments.pop("labels", None)
-        self._labelled = labelled and not self._is_torch
-        self.required = {name for name in self._arguments.values() if named or name not in optional}
+        self._labelled = labelled and not is_torch
+        chosen = {*input_names} & {*self._arguments.values()}
+        self.required = chosen if named else needed if is_torch else {usual[0]}
         if self._labelled:
             self._arguments.setdefault("labels", "labels")
         self.columns: Mapping[str, str] = self._arguments
@@ -105,6 +154,29 @@ class ModelInputs:
 def _ignored_label(task: str, module: torch.nn.Module) -> int:
     config = getattr(module, "config", None) if "segmentation" in task else None
     return next((int(getattr(config, key)) for key in _OWN_IGNORED if hasattr(config, key)), IGNORED_LABEL)
+
+
+def _usual_inputs(task: str, module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the arguments of a task's model, its main input first."""
+    main = getattr(module, "main_input_name", default_inputs(task)[0])
+    return _TEXT_INPUTS if main == _TEXT_INPUTS[0] else (main, "labels")
+
+
+def _argument(name: str, place: int, usual: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return the argument that an input name stands for, by itself or by its place.
+
+    Raises:
+        JobError: there is none.
+    """
+    if name in parameters or (place >= len(usual) and any(each.kind in _VARIADIC for each in parameters.values())):
+        return name
+    if place < len(usual) and usual[place] in parameters:
+        return usual[place]
+    known = ", ".join(parameters)
+    raise JobError(
+        f"input_names: {name!r:.100} is no argument of the model, which takes {known:.300}; leave it out, or name "
+        "that argument's tensor"
+    )
 
 
 def _are_equal(names: Sequence[str], own: Sequence[str], labelled: bool) -> bool:

@@ -7,9 +7,9 @@ UTF-8, padded with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from hypha.accelerate_executor.data.batches import Arrays
 from hypha.accelerate_executor.data.image_range import ImageRange, check_sound
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha_proto.job_spec import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 AUTO_CLASSES: Final[Mapping[str, str]] = {
     "auto": "AutoProcessor",
@@ -49,23 +52,28 @@ class Preprocessor:
         longest: most tokens that a row may have, others are cut off; None if unknown.
     """
 
-    def __init__(self, kind: str, process: Callable[..., Any], columns: Sequence[str], longest: int | None) -> None:
+    def __init__(self, kind: str, process: Any, columns: Sequence[str], module: torch.nn.Module | None = None) -> None:
         """Wrap a processor of transformers.
 
         Args:
             kind: wire name, which decides how columns are passed.
             process: called on a batch.
             columns: input columns of a slice, in order.
-            longest: most tokens that the model takes; None if unknown.
+            module: the model that gets the outputs. If its config has no padding token, the tokenizer's is set there.
         """
+        from hypha.accelerate_executor.data.model_inputs import longest_input
+
         self.columns = tuple(columns)
         self._kind = kind
         self._process = process
         self._images: ImageRange | None = None
         """Checks the column of images; None if there is none or it is not known yet."""
         self.is_text = kind == "tokenizer" or hasattr(process, "tokenize")
-        limits = [each for each in (longest, getattr(process, "model_max_length", None)) if each and each < _LONGEST]
+        self._module = module
+        own = None if module is None else longest_input(module)
+        limits = [each for each in (own, getattr(process, "model_max_length", None)) if each and each < _LONGEST]
         self.longest = min(limits, default=None)
+        self._padding = set_padding(process, module) if self.is_text else None
 
     def __call__(self, arrays: Arrays) -> Arrays:
         """Process one batch.
@@ -97,13 +105,35 @@ class Preprocessor:
         odd = [name for name, value in found.items() if value.ndim == 0 or len(value) != samples]
         if odd:
             raise DataError(f"the preprocessor's output {odd[0]!r} does not have one row per sample")
+        self._check_names(found)
         rest = {name: value for name, value in arrays.items() if name not in self.columns}
         return rest | {name: _plain(value) for name, value in found.items()}
 
-    def count_tokens(self, arrays: Arrays) -> list[int]:
-        """Return how many tokens each row of text has before it is cut off."""
+    def tokens(self, arrays: Arrays) -> list[list[int]]:
+        """Return the tokens of each row of text, before it is cut off."""
         texts = dict(zip(_TEXT_NAMES, (decode_text(arrays[name]) for name in self.columns), strict=False))
-        return [len(row) for row in self._process(**texts)["input_ids"]]
+        found: list[list[int]] = self._process(**texts)["input_ids"]
+        return found
+
+    def random_rows(self) -> list[Arrays]:
+        """Return rows of random text that the model takes, two each of 1 to 24 random tokens."""
+        random = np.random.default_rng(0)
+        lengths = [1 + number // 2 for number in range(48)]
+        texts = [self._process.decode(random.integers(len(self._process), size=length).tolist()) for length in lengths]
+        encoded = [np.frombuffer(text.replace("\0", " ").encode(), np.uint8)[None] for text in texts]
+        rows = [dict.fromkeys(self.columns, each) for each in encoded]
+        return [row for row in rows if 0 < len(self.tokens(row)[0]) <= (self.longest or _LONGEST)]
+
+    def _check_names(self, found: Mapping[str, Any]) -> None:
+        """Refuse what the model would not get."""
+        from hypha.accelerate_executor.data.model_inputs import takes_argument
+
+        lost = [] if self._module is None else [name for name in found if not takes_argument(self._module, name)]
+        if lost:
+            raise DataError(
+                f"the preprocessor makes {lost[0]!r}, which {type(self._module).__name__} does not take: use the one "
+                "of the model, or leave it out of model_input_names in tokenizer_config.json"
+            )
 
     def _check_values(self, columns: Sequence[NDArray[Any]]) -> None:
         """Check images and sound against what is done to them; masks and others beside them are not changed."""
@@ -120,7 +150,10 @@ class Preprocessor:
     def _text(self, columns: Sequence[NDArray[Any]]) -> Any:
         texts = dict(zip(_TEXT_NAMES, map(decode_text, columns), strict=False))
         bound = {"truncation": True, "max_length": self.longest} if self.longest else {}
-        return self._process(**texts, padding=True, return_tensors="np", **bound)
+        made = self._process(**texts, padding=True, return_tensors="np", **bound)
+        if self._padding is not None and "attention_mask" in made:
+            made["input_ids"] = np.where(made["attention_mask"] == 0, self._padding, made["input_ids"])
+        return made
 
     def _other(self, columns: Sequence[NDArray[Any]]) -> Any:
         rate = getattr(self._process, "sampling_rate", None)
@@ -156,14 +189,14 @@ def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: int | None) -> Preprocessor:
+def load_preprocessor(task: str, folder: Path, columns: Sequence[str], module: torch.nn.Module | None) -> Preprocessor:
     """Load a preprocessor from its files; code among them is never run.
 
     Args:
         task: wire name.
         folder: directory of its files.
         columns: input columns of a slice, in order.
-        longest: most tokens that the model takes.
+        module: as of `Preprocessor`.
 
     Raises:
         JobError: it needs a library that is not installed.
@@ -179,7 +212,32 @@ def load_preprocessor(task: str, folder: Path, columns: Sequence[str], longest: 
         raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
         raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
-    return Preprocessor(task, process, columns, longest)
+    return Preprocessor(task, process, columns, module)
+
+
+def set_padding(tokenizer: Any, module: torch.nn.Module | None) -> int | None:
+    """Let tokenizer and model agree on a token that pads rows; return the model's, None if it has no vocabulary.
+
+    A tokenizer without one pads with its end token. Some models look for a row's last token by comparing tokens with
+    the padding, so that one which the tokenizer appends to every text is not taken for a model that names none.
+    """
+    from hypha.accelerate_executor.data.model_inputs import text_config, vocabulary_size
+
+    appended = {*tokenizer("")["input_ids"]}
+    own = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(next((each for each in own if each is not None), 0))
+    size = None if module is None else vocabulary_size(module)
+    if module is None or size is None:
+        return None
+    config = text_config(module)
+    named = getattr(config, "pad_token_id", None)
+    if isinstance(named, int) and 0 <= named < size:
+        return named
+    config.pad_token_id = next(
+        each for each in (*own, *range(size)) if each is not None and each < size and each not in appended
+    )
+    return int(config.pad_token_id)
 
 
 def _plain(value: NDArray[Any]) -> NDArray[Any]:

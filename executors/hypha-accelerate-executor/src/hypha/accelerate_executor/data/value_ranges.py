@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from hypha.accelerate_executor.data.batches import Batch
-from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL
+from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL, vocabulary_size
 from hypha.accelerate_executor.errors import DataError
 
 _CLASSIFICATION: Final = frozenset(
@@ -30,8 +30,8 @@ def value_limits(task: str, module: torch.nn.Module) -> dict[str, int]:
     """
     config = getattr(module, "config", None)
     limits: dict[str, int] = {}
-    vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int) and vocabulary > 0:
+    vocabulary = vocabulary_size(module)
+    if vocabulary is not None:
         limits["input_ids"] = vocabulary
         if task in _LANGUAGE_MODELS:
             limits["labels"] = vocabulary

@@ -97,8 +97,7 @@ def _find_preprocessor(folder: Path, data: Path, module: torch.nn.Module) -> Pre
     if not kinds:
         names = ", ".join(columns[0] for columns in DEFAULT_INPUTS.values() if columns)
         raise DataError(f"{data}: has no tensor for --preprocessor ({names}); leave it out")
-    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return load_preprocessor(kinds[0], folder, DEFAULT_INPUTS[kinds[0]], longest)
+    return load_preprocessor(kinds[0], folder, DEFAULT_INPUTS[kinds[0]], module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,19 @@ _AUTO_CLASSES: Final = {
 }
 # transformers imports these if installed; models of these tasks do not use them, and they cost half a second
 _NEEDLESS: Final = ("scipy", "sklearn", "torchvision", "tensorboard", "boto3")
+# transformers uses these if installed, without being asked: for an adapter in the model's folder, or other kernels
+_INTEGRATIONS: Final = {
+    "peft": "peft",
+    "kernels": "kernels",
+    "apex": "apex",
+    "mamba_ssm": "mamba_ssm",
+    "mamba_2_ssm": "mamba_ssm",
+    "causal_conv1d": "causal_conv1d",
+    "flash_linear_attention": "fla",
+    "mambapy": "mambapy",
+    "xlstm": "xlstm",
+}
+"""Names in transformers' `is_…_available`, and the packages."""
 _LEAN_TASKS: Final = frozenset({"image-classification", "causal-lm", "masked-lm", "sequence-classification"})
 _CONFIG: Final = "config.json"
 TORCH: Final = "torch"
@@ -93,14 +106,18 @@ def import_library(task: str) -> None:
 
 @contextlib.contextmanager
 def lean_imports(task: str) -> Iterator[None]:
-    """Hide packages that transformers would import although models of this task do not use them."""
+    """Hide packages that models of this task do not use, and those that change results wherever they are installed."""
     defer_compiler()
     scan_quickly()
-    wanted = _NEEDLESS if task in _LEAN_TASKS else ()
-    hidden = [name for name in wanted if name not in sys.modules and not _already_detected(name)]
+    needless = _NEEDLESS if task in _LEAN_TASKS else ()
+    packages = {name: name for name in needless} | _INTEGRATIONS
+    hidden = {each for name, each in packages.items() if each not in sys.modules and not _already_detected(name)}
     absent = dict.fromkeys(hidden)
     sys.modules.update(absent)  # type: ignore[arg-type]  # None is the documented way to refuse an import
-    if wanted:
+    utils = importlib.import_module("transformers.utils.import_utils")
+    for name in _INTEGRATIONS:
+        getattr(utils, f"is_{name}_available", bool)()  # remembers what it finds first
+    if needless:
         _leave_out_distributed()
     try:
         yield

@@ -1,26 +1,32 @@
-"""Classification of rows: the probabilities of the classes, as the softmax of a model's logits."""
+"""Classification of rows: scores of the classes, computed from a model's logits as `transformers.pipeline` does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hypha.accelerate_executor.data.batches import Arrays
-from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input
 from hypha.accelerate_executor.data.preprocess import Preprocessor
 from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.errors import DataError
-from hypha.accelerate_executor.predict.computation import Result, longest_input
+from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.settings import SCORES, InferenceTask
+from hypha.accelerate_executor.predict.sharing import Sharing, find_sharing, is_alone_as_together
 from hypha.accelerate_executor.predict.slices import SliceRows, join_rows
 
-_TOKENS = "input_ids"
+logger = logging.getLogger(__name__)
+
+_TOKENS: Final = "input_ids"
+_ALWAYS_SOFTMAX: Final = ("audio-classification", "video-classification")
+"""Model types whose pipelines make a probability even of a single class, which is 1 then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Prepared:
     """A checked row."""
 
     columns: frozenset[str]
+    alike: Hashable
     arrays: Arrays | None = None
     """Its values as a batch of one row; None where they are read with those of other rows."""
 
@@ -38,94 +45,144 @@ class Classifier:
     def __init__(
         self, task: InferenceTask, module: torch.nn.Module, device: torch.device, preprocessor: Preprocessor | None
     ) -> None:
-        """Store the model.
+        """Store the model, and find which rows it can compute together.
 
         Args:
             task: its model's input names and columns are used.
             module: the model, in evaluation mode.
             device: where its inputs go.
             preprocessor: applied to batches first.
+
+        Raises:
+            JobError: an input name stands for no argument of the model.
         """
         self.rows_at_once: int | None = task.batch_size
+        self._kind = task.model.type
         self._module = module
         self._device = device
         self._preprocessor = preprocessor
-        self._inputs = ModelInputs(task.model.type, task.model.input_names, module, labelled=False)
+        processed = preprocessor is not None
+        self._inputs = ModelInputs(
+            task.model.type, task.model.input_names, module, labelled=False, preprocessed=processed
+        )
         self._raw = frozenset(preprocessor.columns if preprocessor else ())
+        self._texts = self._raw if preprocessor is not None and preprocessor.is_text else frozenset[str]()
+        is_generative = "use_cache" in inspect.signature(module.forward).parameters
+        self._fixed = {"use_cache": False} if is_generative else {}
         self._gives_scores = SCORES in task.columns
-        self._vocabulary = value_limits(task.model.type, module).get("input_ids")
+        self._vocabulary = value_limits(task.model.type, module).get(_TOKENS)
         self._longest = longest_input(module)
         takes_tokens = _TOKENS in self._inputs.columns and preprocessor is None
-        self._checks_values = takes_tokens or (preprocessor is not None and preprocessor.is_text)
+        self._checks_values = takes_tokens or bool(self._texts)
         self._dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+        self._sharing: Sharing | None = None
+        """None until two rows have been compared: those of models that take no text, in their first batch."""
+        if preprocessor is not None and self._texts and task.batch_size > 1:
+            self._sharing = find_sharing(
+                lambda rows: self._logits(preprocessor(join_rows(rows))),
+                preprocessor.random_rows(),
+                lambda row: len(preprocessor.tokens(row)[0]),
+            )
 
     def prepare(self, rows: SliceRows, row: int) -> Prepared:
         """Return a row's columns, and its values where they have to be checked one by one."""
         present = rows.columns_of(row)
         columns = self._columns_of(frozenset(present))
         if rows.is_uniform and columns <= set(present) and not self._checks_values:
-            return Prepared(columns)
-        arrays = rows.arrays([row], columns, self._raw)
-        self._check_text(arrays)
+            return Prepared(columns, None)
+        arrays = rows.arrays([row], columns, self._raw, self._texts)
+        tokens = self._check_text(arrays)
         self._check_tokens(arrays)
-        return Prepared(columns, arrays)
+        shapes = tuple((name, value.shape) for name, value in sorted(arrays.items()) if name not in self._texts)
+        return Prepared(columns, (shapes, None if self._sharing is Sharing.ANY else tokens), arrays)
 
     def _columns_of(self, present: frozenset[str]) -> frozenset[str]:
         """Return the columns that the model takes of a row with these."""
-        wanted = frozenset(self._inputs.columns.values()) - self._raw
-        required = frozenset(self._inputs.required) if self._preprocessor is None else frozenset[str]()
-        return self._raw | required | (wanted & present)
+        required = frozenset(self._inputs.required)
+        if self._preprocessor is not None:
+            return self._raw | (required & present)
+        return required | (frozenset(self._inputs.columns.values()) & present)
 
     def compute(
         self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Prepared]]
     ) -> list[Result | RowError]:
         """Return label, score and, if asked for, all scores of some rows."""
         columns = prepared[0][1].columns
-        if any(each.columns != columns for _, each in prepared):
-            raise DataError("rows have different columns")
         read = [each.arrays for _, each in prepared if each.arrays is not None]
-        arrays = join_rows(read) if read else rows.arrays([number for number, _ in prepared], columns, self._raw)
-        return self._results(self._probabilities(self._preprocessor(arrays) if self._preprocessor else arrays))
+        if read:
+            arrays = join_rows(read)
+        else:
+            arrays = rows.arrays([number for number, _ in prepared], columns, self._raw, self._texts)
+        return self._results(self._shared_logits(self._preprocessor(arrays) if self._preprocessor else arrays))
 
-    def _probabilities(self, arrays: Arrays) -> NDArray[np.float32]:
+    def _shared_logits(self, arrays: Arrays) -> torch.Tensor:
+        """Return the logits of rows, which are computed one by one where a model does not keep them apart."""
+
+        def some(chosen: Sequence[int]) -> torch.Tensor:
+            return self._logits({name: value[list(chosen)] for name, value in arrays.items()})
+
+        logits = None if self._sharing is Sharing.NONE else self._logits(arrays)
+        if logits is not None and self._sharing is None:
+            finite = logits.isfinite().all(dim=1).nonzero()[:, 0].tolist()
+            if len(finite) > 1:
+                is_safe = is_alone_as_together(some, (finite[0], finite[-1]))
+                self._sharing = Sharing.ANY if is_safe else Sharing.NONE
+                logger.info(self._sharing.value)
+        if logits is None or self._sharing is Sharing.NONE:
+            return torch.cat([some([line]) for line in range(len(next(iter(arrays.values()))))])
+        return logits
+
+    def _logits(self, arrays: Arrays) -> torch.Tensor:
         arguments = {
             name: value.to(self._dtype) if value.is_floating_point() else value
             for name, value in self._inputs(arrays, self._device).items()
         }
         with torch.inference_mode():
-            output = self._module(**arguments)
+            output = self._module(**arguments, **self._fixed)
             logits = output if isinstance(output, torch.Tensor) else _logits_of(output)
-            samples = len(next(iter(arguments.values())))
-            if logits.ndim != 2 or len(logits) != samples or logits.shape[1] < 2:
-                raise DataError(
-                    f"the model's logits have the shape {list(logits.shape)}; a classifier gives (rows, classes), "
-                    "with two classes or more"
-                )
-            result: NDArray[np.float32] = torch.softmax(logits.float(), dim=-1).cpu().numpy()
-        return result
+        samples = len(next(iter(arguments.values())))
+        if logits.ndim != 2 or len(logits) != samples or not logits.shape[1]:
+            raise DataError(
+                f"the model's logits have the shape {list(logits.shape)}; a classifier gives (rows, classes)"
+            )
+        return logits
 
-    def _results(self, probabilities: NDArray[np.float32]) -> list[Result | RowError]:
-        labels: list[int] = probabilities.argmax(axis=1).tolist()
-        finite: list[bool] = np.logical_and.reduce(np.isfinite(probabilities), axis=1).tolist()
-        best: list[float] = probabilities.max(axis=1).tolist()
-        found = [{"label": label, "score": score} for label, score in zip(labels, best, strict=True)]
-        if self._gives_scores:
-            scores = probabilities.tolist()
-            found = [values | {SCORES: row} for values, row in zip(found, scores, strict=True)]
+    def _results(self, logits: torch.Tensor) -> list[Result | RowError]:
+        finite: list[bool] = logits.isfinite().all(dim=1).tolist()
+        scores: list[list[float]] = self._scores(logits.float()).tolist()
+        found: list[dict[str, Any]] = [
+            {"label": int(np.argmax(row)), "score": max(row)} | ({SCORES: row} if self._gives_scores else {})
+            for row in scores
+        ]
         error = RowError("not-finite", "the model's logits are not finite")
         return [Result(values) if is_finite else error for values, is_finite in zip(found, finite, strict=True)]
 
-    def _check_text(self, arrays: Arrays) -> None:
-        """Refuse text that the preprocessor would cut off."""
-        processor = self._preprocessor
-        if processor is None or not processor.is_text or processor.longest is None:
-            return
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what the problem of the model's config makes of logits."""
+        problem = getattr(getattr(self._module, "config", None), "problem_type", None)
+        if problem == "regression":
+            return logits
+        is_binary = logits.shape[1] == 1 and self._kind not in _ALWAYS_SOFTMAX
+        if problem == "multi_label_classification" or is_binary:
+            return torch.sigmoid(logits)
+        return torch.softmax(logits, dim=-1)
+
+    def _check_text(self, arrays: Arrays) -> int | None:
+        """Return the number of tokens of text; refuse text without any, and what the model cannot take whole."""
+        if self._preprocessor is None or not self._texts:
+            return None
         try:
-            tokens = processor.count_tokens(arrays)[0]
+            tokens = self._preprocessor.tokens(arrays)[0]
         except TypeError as error:
             raise RowError("wrong-type", str(error)) from None
-        if tokens > processor.longest:
-            raise RowError("too-long", f"{tokens} tokens; the model takes {processor.longest}")
+        longest = self._preprocessor.longest
+        if not tokens:
+            raise RowError("wrong-value", "the text has no token")
+        if longest is not None and len(tokens) > longest:
+            raise RowError("too-long", f"{len(tokens)} tokens; the model takes {longest}")
+        if self._vocabulary is not None and max(tokens) >= self._vocabulary:
+            raise RowError("wrong-value", f"token {max(tokens)} of the text; the model has {self._vocabulary}")
+        return len(tokens)
 
     def _check_tokens(self, arrays: Arrays) -> None:
         """Refuse tokens that the model does not have: on a GPU they would end the process."""

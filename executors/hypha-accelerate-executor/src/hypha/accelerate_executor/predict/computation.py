@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,15 @@ class Result:
     """Number of generated tokens."""
 
 
+class Prepared(Protocol):
+    """A checked row."""
+
+    @property
+    def alike(self) -> Hashable:
+        """Return what rows that are computed together have in common."""
+        ...
+
+
 class Computation(Protocol):
     """A loaded model that computes results.
 
@@ -31,7 +40,7 @@ class Computation(Protocol):
 
     rows_at_once: int | None
 
-    def prepare(self, rows: SliceRows, row: int) -> object:
+    def prepare(self, rows: SliceRows, row: int) -> Prepared:
         """Check a row and return what `compute` takes.
 
         Raises:
@@ -59,13 +68,3 @@ def pick_device() -> torch.device:
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
-
-
-def longest_input(module: torch.nn.Module) -> int | None:
-    """Return the largest number of tokens that a model takes; None if its configuration does not say."""
-    config = getattr(module, "config", None)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if type(value) is int and value > 0:
-            return value
-    return None

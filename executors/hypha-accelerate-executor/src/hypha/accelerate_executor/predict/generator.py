@@ -3,7 +3,7 @@
 Rows are padded on the left and generated together by transformers' `generate`, or by its continuous batching
 (`generate_batch`), where the next row takes the place of one that has ended. Continuous batching can neither sample
 by row nor stop at strings, and without FlashAttention it computes the attention between all rows of a batch: on a CPU
-it took 1.4 times as long as padded batches of equal lengths.
+it took 1.4 times as long as padded batches of equal lengths. Which of them computes is not left to what is installed.
 """
 
 from __future__ import annotations
@@ -12,27 +12,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
+from hypha.accelerate_executor.data.preprocess import set_padding
 from hypha.accelerate_executor.errors import ModelError
-from hypha.accelerate_executor.predict.computation import Result, longest_input
+from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.sampling import GumbelSampler, row_stream
 from hypha.accelerate_executor.predict.settings import InferenceTask
+from hypha.accelerate_executor.predict.sharing import Sharing, find_sharing
 from hypha.accelerate_executor.predict.slices import SliceRows
 
-AUTO: Final = "auto"
-"""Continuous batching where FlashAttention is available, else padded batches."""
 PADDED: Final = "padded"
 CONTINUOUS: Final = "continuous"
-ENGINES: Final = (AUTO, PADDED, CONTINUOUS)
+ENGINES: Final = (PADDED, CONTINUOUS)
 """Ways to generate several rows together, as the worker's owner names them."""
 
 _PAGE: Final = 256
 """Tokens of a page of the cache of continuous batching."""
 _PREFILL: Final = 4096
 """Largest number of tokens that continuous batching computes at once."""
+
+_BIAS: Final = 1e9
+"""Makes one token the most likely one."""
+_LENGTHS: Final = (3, 19, 19)
+"""Tokens of the prompts that are compared alone and together."""
+_KEPT: Final = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_eos_token_id")
+"""Generation settings of a model that say which tokens a text never has, and which its last one is."""
 
 STOP: Final = "stop"
 LENGTH: Final = "length"
@@ -44,17 +53,19 @@ class Prompt:
 
     text: str
     tokens: tuple[int, ...]
+    alike: int | None = None
+    """Number of tokens, where only prompts of equal length share a batch."""
 
 
 class Generator:
     """A causal language model with its tokenizer."""
 
     def __init__(
-        self, task: InferenceTask, module: Any, tokenizer: Any, device: torch.device, engine: str = AUTO
+        self, task: InferenceTask, module: Any, tokenizer: Any, device: torch.device, engine: str = PADDED
     ) -> None:
-        """Prepare the generation settings.
+        """Prepare the generation settings, and find which rows the model can compute together.
 
-        Of the model's own generation settings only the tokens that end a text are used.
+        Of the model's own generation settings those are used that say which tokens end a text, or are excluded.
 
         Args:
             task: its template and sampling are used.
@@ -62,29 +73,31 @@ class Generator:
             tokenizer: its tokenizer.
             device: where its inputs go.
             engine: one of `ENGINES`.
-
-        Raises:
-            ModelError: the tokenizer's padding is no token of the model.
         """
         assert task.template is not None
         self._task, self._template = task, task.template
         self._module, self._tokenizer, self._device = module, tokenizer, device
         self._ends = _end_tokens(module, tokenizer)
-        self._padding = _padding_token(tokenizer, self._ends)
+        self._padding = set_padding(tokenizer, module) or 0
         self._longest = longest_input(module)
-        self._vocabulary = getattr(module.config.get_text_config(), "vocab_size", None)
+        self._vocabulary = vocabulary_size(module)
         self._has_chat_template = task.chat_template and bool(getattr(tokenizer, "chat_template", None))
+        kept = {name: getattr(module.generation_config, name, None) for name in _KEPT}
         module.generation_config = self._settings = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=task.max_new_tokens,
             do_sample=False,
             eos_token_id=sorted(self._ends) or None,
             pad_token_id=self._padding,
             use_cache=True,
+            **kept,
         )
-        self._is_continuous = _is_continuous(engine, task, module, device)
+        self._is_continuous = engine == CONTINUOUS and not task.temperature and not task.stop
         self.rows_at_once = None if self._is_continuous else task.batch_size
-        if self._vocabulary is not None and self._padding >= self._vocabulary:
-            raise ModelError(f"the tokenizer pads with token {self._padding}, but the model has {self._vocabulary}")
+        self._sharing = Sharing.ANY
+        if not self._is_continuous and task.batch_size > 1:
+            self._sharing = find_sharing(self._first_logits, self._random_prompts(), len)
+        if self._sharing is Sharing.NONE:
+            self.rows_at_once = 1
 
     def prepare(self, rows: SliceRows, row: int) -> Prompt:
         """Return the prompt of a row."""
@@ -105,7 +118,7 @@ class Generator:
             )
         if self._vocabulary is not None and max(tokens) >= self._vocabulary:
             raise RowError("wrong-value", f"token {max(tokens)} of the prompt; the model has {self._vocabulary}")
-        return Prompt(text, tuple(tokens))
+        return Prompt(text, tuple(tokens), None if self._sharing is Sharing.ANY else len(tokens))
 
     def compute(self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Prompt]]) -> list[Result]:
         """Generate the texts of some rows."""
@@ -126,12 +139,9 @@ class Generator:
     def _generate_padded(
         self, prompts: Sequence[Prompt], slice_index: int, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        task, width = self._task, max(len(prompt.tokens) for prompt in prompts)
-        inputs = torch.full((len(prompts), width), self._padding, dtype=torch.long)
-        mask = torch.zeros_like(inputs)
-        for line, prompt in enumerate(prompts):
-            inputs[line, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
-            mask[line, width - len(prompt.tokens) :] = 1
+        task = self._task
+        inputs = self._padded([prompt.tokens for prompt in prompts])
+        width = inputs["input_ids"].shape[1]
         processors = LogitsProcessorList()
         if task.temperature:
             streams = [row_stream(task.seed, slice_index, number) for number in numbers]
@@ -139,14 +149,44 @@ class Generator:
         stops = _StopStrings(self._tokenizer, task.stop, width) if task.stop else None
         with torch.inference_mode():
             output = self._module.generate(
-                input_ids=inputs.to(self._device),
-                attention_mask=mask.to(self._device),
+                **inputs,
                 generation_config=self._settings,
                 logits_processor=processors,
                 stopping_criteria=StoppingCriteriaList([stops] if stops else []),
             )
         lines: list[list[int]] = output[:, width:].tolist()
         return [self._until_end(line, stops.length(number) if stops else None) for number, line in enumerate(lines)]
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return tokens and mask of prompts, padded on the left."""
+        width = max(map(len, prompts))
+        inputs = torch.full((len(prompts), width), self._padding, dtype=torch.long)
+        mask = torch.zeros_like(inputs)
+        for line, tokens in enumerate(prompts):
+            inputs[line, width - len(tokens) :] = torch.tensor(tokens)
+            mask[line, width - len(tokens) :] = 1
+        return {"input_ids": inputs.to(self._device), "attention_mask": mask.to(self._device)}
+
+    def _random_prompts(self) -> list[list[int]]:
+        """Return prompts of random tokens, of different lengths that the model takes."""
+        random = np.random.default_rng(0)
+        most = max(1, (self._longest or max(_LENGTHS) + 2) - 2)
+        tokens = [token for token in range(self._vocabulary or 1) if token != self._padding] or [0]
+        return [random.choice(tokens, size=min(length, most)).tolist() for length in _LENGTHS]
+
+    def _first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the logits of the first two tokens, (rows, 2, vocabulary), of which the first is the same for all."""
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=self._padding,
+            sequence_bias=[[[0 if self._padding else 1], _BIAS]],
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        with torch.inference_mode():
+            output = self._module.generate(**self._padded(prompts), generation_config=settings)
+        return torch.stack(output.logits, dim=1)
 
     def _generate_continuously(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -215,15 +255,6 @@ class _StopStrings(StoppingCriteria):
         return self._lengths.get(number)
 
 
-def _is_continuous(engine: str, task: InferenceTask, module: Any, device: torch.device) -> bool:
-    """Return whether continuous batching is used; it can neither sample by row nor stop at strings."""
-    if engine == PADDED or task.temperature or task.stop or not hasattr(module, "generate_batch"):
-        return False
-    from transformers.utils.import_utils import is_flash_attn_2_available
-
-    return engine == CONTINUOUS or (device.type == "cuda" and is_flash_attn_2_available())
-
-
 def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a text: those of the model's generation settings, else the tokenizer's."""
     ends = getattr(module.generation_config, "eos_token_id", None)
@@ -232,12 +263,6 @@ def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
     if ends is None:
         return frozenset()
     return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _padding_token(tokenizer: Any, ends: frozenset[int]) -> int:
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    return min(ends, default=0)
 
 
 def load_tokenizer(folder: Any) -> Any:

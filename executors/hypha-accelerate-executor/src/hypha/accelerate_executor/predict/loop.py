@@ -6,9 +6,10 @@ after it. So a worker that is lost costs at most these two.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -124,17 +125,18 @@ class InferenceLoop:
 
     def _outcomes(self, rows: SliceRows, index: int) -> Iterator[tuple[int, Result | RowError]]:
         """Yield the outcome of each row, those that cannot be prepared first."""
-        prepared: list[tuple[int, Any]] = []
+        groups: dict[Hashable, list[tuple[int, Any]]] = {}
         for row in range(rows.count):
             try:
-                prepared.append((row, self._computation.prepare(rows, row)))
+                prepared = self._computation.prepare(rows, row)
+                groups.setdefault(prepared.alike, []).append((row, prepared))
             except Exception as error:  # noqa: BLE001 – whatever a tokenizer raises is recorded with its row
                 yield row, row_error_of(error)
-        size = self._batch_size or max(1, len(prepared))
+        size = self._batch_size or rows.count
         batches = BatchComputer[tuple[int, Any], Result | RowError](
             lambda batch: self._computation.compute(rows, index, batch), size
         )
-        for batch in batches(prepared):
+        for batch in itertools.chain.from_iterable(map(batches, groups.values())):
             for (row, _), outcome in batch:
                 yield row, outcome
             if self._delay:

@@ -46,13 +46,16 @@ class SliceRows(Protocol):
         """
         ...
 
-    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
+    def arrays(
+        self, rows: Sequence[int], columns: Collection[str], raw: Collection[str], texts: Collection[str] = ()
+    ) -> Arrays:
         """Return columns of some rows, stacked: floats as float32, integers as int64.
 
         Args:
             rows: numbers of the rows.
             columns: columns to read; those that a row lacks raise an error.
             raw: columns whose integers stay as they are stored: inputs of a preprocessor.
+            texts: columns that hold text. Others hold numbers: floats if any row of the slice has one, else integers.
 
         Raises:
             RowError: a row lacks a column, or has a value that is no array.
@@ -120,8 +123,10 @@ class TensorSlice:
         values = to_float32(stored, dtype) if dtype == "BF16" else stored
         return _without_nan(values[0].tolist()) if dtype in FLOAT_DTYPES else values[0].tolist()
 
-    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
-        """Return columns of some rows."""
+    def arrays(
+        self, rows: Sequence[int], columns: Collection[str], raw: Collection[str], texts: Collection[str] = ()
+    ) -> Arrays:
+        """Return columns of some rows, in the types in which they are stored."""
         for column in columns:
             self._check(column)
         numbers = np.asarray(rows, dtype=np.int64)
@@ -148,6 +153,7 @@ class JsonSlice:
         """
         self._lines = split_json_lines(path.read_bytes())
         self._parsed: dict[int, dict[str, Any]] = {}
+        self._floats: dict[str, bool] = {}
         if not self._lines:
             raise DataError(f"slice {path.name}: no line; a slice has at least one row")
 
@@ -172,27 +178,45 @@ class JsonSlice:
             raise _missing(column, found)
         return found[column]
 
-    def arrays(self, rows: Sequence[int], columns: Collection[str], raw: Collection[str]) -> Arrays:
+    def arrays(
+        self, rows: Sequence[int], columns: Collection[str], raw: Collection[str], texts: Collection[str] = ()
+    ) -> Arrays:
         """Return columns of some rows; text is encoded as `decode_text` reads it."""
-        return {column: _stack([self._array(row, column, column in raw) for row in rows]) for column in columns}
+        return {
+            column: _stack(
+                [self._text(row, column) if column in texts else self._numbers(row, column, raw) for row in rows]
+            )
+            for column in columns
+        }
 
     def close(self) -> None:
         """Do nothing: the file is closed."""
 
-    def _array(self, row: int, column: str, is_raw: bool) -> NDArray[Any]:
+    def _text(self, row: int, column: str) -> NDArray[Any]:
         value = self.value(row, column)
-        if isinstance(value, str):
-            return np.frombuffer(_encoded(column, value), dtype=np.uint8)
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            raise RowError("wrong-type", f"column {column!r}: its lists differ in length") from None
-        if array.dtype.kind not in "biuf":
-            raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected text or numbers")
-        if array.dtype.kind == "f" or (column in FLOAT_INPUTS and not is_raw):
+        if not isinstance(value, str):
+            raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected text")
+        return np.frombuffer(_encoded(column, value), dtype=np.uint8)
+
+    def _numbers(self, row: int, column: str, raw: Collection[str]) -> NDArray[Any]:
+        array = _as_numbers(column, self.value(row, column))
+        if self._holds_floats(column) or (column in FLOAT_INPUTS and column not in raw):
             with np.errstate(over="ignore"):  # too large numbers become infinite
                 return array.astype(np.float32)
         return array.astype(np.int64)
+
+    def _holds_floats(self, column: str) -> bool:
+        """Return whether any row of a column has a float: JSON may write 1.0 as 1, and a column has one type."""
+        if column not in self._floats:
+            self._floats[column] = any(self._is_float(row, column) for row in range(self.count))
+        return self._floats[column]
+
+    def _is_float(self, row: int, column: str) -> bool:
+        try:
+            array = _as_numbers(column, self.value(row, column))
+        except RowError:  # is recorded with its own row
+            return False
+        return array.dtype.kind == "f" and array.size > 0
 
     def _row(self, row: int) -> dict[str, Any]:
         if row not in self._parsed:
@@ -231,6 +255,16 @@ def _stack(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
             line[: value.size] = value
         return padded
     return np.stack(values)
+
+
+def _as_numbers(column: str, value: Any) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise RowError("wrong-type", f"column {column!r}: its lists differ in length") from None
+    if array.dtype.kind not in "biuf":
+        raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected numbers")
+    return array
 
 
 def _encoded(column: str, text: str) -> bytes:
