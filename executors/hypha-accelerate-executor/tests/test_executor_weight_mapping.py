@@ -151,6 +151,8 @@ def test_model_that_loads_with_other_weights_is_not_delivered(tmp_path: Path, mo
         "        super().__init__(3, 2)\n"
         "        self.register_load_state_dict_post_hook(Net.double)\n"
         "    def double(self, _):\n"
+        "        if self.bias.sum() > 5:\n"
+        "            raise RuntimeError('the bias is too large')\n"
         "        self.bias.data *= 2\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -164,6 +166,10 @@ def test_model_that_loads_with_other_weights_is_not_delivered(tmp_path: Path, mo
     with pytest.raises(DeliveryError, match="1 of 2 tensors differ, first 'bias'"):
         check_delivery("torch", model, replica, {"doubling_net"})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+    safetensors.torch.save_file({"weight": torch.ones(2, 3), "bias": torch.full((2,), 3.0)}, tmp_path / "weights")
+    replica.replace(tmp_path / "weights")
+    with pytest.raises(DeliveryError, match=r"the delivered model cannot be loaded: .*the bias is too large"):
+        check_delivery("torch", model, replica, {"doubling_net"})
     sys.modules.pop("doubling_net")
 
 

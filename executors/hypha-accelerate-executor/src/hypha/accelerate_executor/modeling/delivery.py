@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hypha.accelerate_executor.diloco.replica import Replica
-from hypha.accelerate_executor.errors import DeliveryError
+from hypha.accelerate_executor.errors import DeliveryError, ModelError
 from hypha.accelerate_executor.modeling.hf import load_stored_model
 from hypha_proto.global_model import write_shards
 from hypha_proto.update_file import TensorFile
@@ -32,8 +32,7 @@ def check_delivery(task: str, model_dir: Path, replica: Replica, allowed: Collec
         allowed: modules whose classes models of task `torch` may use.
 
     Raises:
-        DeliveryError: the loaded model has other weights.
-        ModelError: it cannot be loaded.
+        DeliveryError: the model cannot be loaded, or has other weights.
         TensorFileError, OSError: a file cannot be written or read.
     """
     with TemporaryDirectory(dir=model_dir.parent) as made:
@@ -42,7 +41,11 @@ def check_delivery(task: str, model_dir: Path, replica: Replica, allowed: Collec
         replica.write_weights(weights)
         with TensorFile(weights) as file:
             write_shards(model_dir, file, folder)
-        differing = replica.find_differing(load_stored_model(task, folder, allowed=allowed))
+        try:
+            delivered = load_stored_model(task, folder, allowed=allowed)
+        except ModelError as error:
+            raise DeliveryError(f"the delivered model cannot be loaded: {error}") from error
+        differing = replica.find_differing(delivered)
     if differing:
         raise DeliveryError(
             f"the delivered model does not load with the trained weights: {len(differing)} of {len(replica.members)} "

@@ -86,7 +86,7 @@ def check_round_trip(task: str, model_dir: Path, allowed: Collection[str] = (), 
 
 
 def _deliver(replica: Replica, model_dir: Path, folder: Path, chance: torch.Generator) -> Path:
-    """Train a round, so to say, and return the directory of the model that the scheduler would write after it."""
+    """Change all weights, and return the directory of the model that the scheduler would write after such a round."""
     update, outer = folder / "update.safetensors", folder / "outer.safetensors"
     with torch.no_grad():
         for member in replica.members.values():
