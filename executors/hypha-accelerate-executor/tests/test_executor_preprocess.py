@@ -105,6 +105,15 @@ def test_two_columns_are_text_and_its_pair(tokenizer: Path) -> None:
     assert made["attention_mask"].sum(1).tolist() == [3, 5]
 
 
+def test_padding_of_a_target_is_no_label(tokenizer: Path) -> None:
+    preprocessor = load_preprocessor("tokenizer", tokenizer, ("source", "context", "target"), None)
+    texts = {"source": ("a b", "a"), "context": ("b", "b"), "target": ("a b a", "b")}
+    made = preprocessor({name: as_bytes(each) for name, each in texts.items()})
+    alone = preprocessor({name: as_bytes(each[1:]) for name, each in texts.items()})
+    assert made["labels"].shape == (2, 3)
+    assert made["labels"][1].tolist() == [*alone["labels"][0], -100, -100]
+
+
 def test_text_is_utf8_and_ends_at_the_zeros() -> None:
     assert decode_text(as_bytes(("žluť", "", "a"))) == ["žluť", "", "a"]
 

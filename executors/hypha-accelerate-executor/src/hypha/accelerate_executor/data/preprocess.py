@@ -38,7 +38,8 @@ DEFAULT_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     "video": ("video",),
 }
 """Input columns if the job names none."""
-_TEXT_NAMES: Final = ("text", "text_pair", "text_target")
+_TARGET: Final = "text_target"
+_TEXT_NAMES: Final = ("text", "text_pair", _TARGET)
 _LONGEST: Final = 1 << 20
 """A tokenizer with a larger limit has none."""
 
@@ -153,6 +154,11 @@ class Preprocessor:
         made = self._process(**texts, padding=True, return_tensors="np", **bound)
         if self._padding is not None and "attention_mask" in made:
             made["input_ids"] = np.where(made["attention_mask"] == 0, self._padding, made["input_ids"])
+        if target := texts.get(_TARGET):  # its padding is no label, as in DataCollatorForSeq2Seq
+            from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL
+
+            kept = self._process(text_target=target, padding=True, return_tensors="np", **bound)["attention_mask"]
+            made["labels"] = np.where(kept == 0, IGNORED_LABEL, made["labels"])
         return made
 
     def _other(self, columns: Sequence[NDArray[Any]]) -> Any:
