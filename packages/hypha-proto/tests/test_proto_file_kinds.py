@@ -50,11 +50,16 @@ KINDS = {
     "numpy array": _numpy(),
     "Parquet": b"PAR1" + bytes(20),
     "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
-    "HTML page": b"\n <!DOCTYPE html><html><title>Login</title>",
+    "HTML or XML page": b"\n <!DOCTYPE html><html><title>Login</title>",
     "UTF-16": "{}\n".encode("utf-16"),
     "JSON array": b'[{"text": "a"}]',
     "named? rows": b'{"text": "a"}\n',
     "it is empty": b"",
+    "an Arrow file": b"\xff\xff\xff\xff" + bytes(20),
+    "sound or video": b"\0\0\0\x18ftypisom" + bytes(20),
+    "save its values": pickle.dumps(["weights"], protocol=0),
+    "it is text": b"rows of something",
+    "no known kind, and begins with b'(": b"(" + bytes(30),  # the length of a record, as in TFRecord
     "an image": b"\x89PNG\r\n\x1a\n" + bytes(20),
 }
 
@@ -75,4 +80,4 @@ def test_tensors_and_what_is_unknown_have_no_name(tmp_path: Path) -> None:
         writer.write("a", np.ones(2, "f4"))
     assert name_kind((tmp_path / "x.safetensors").read_bytes()) is None
     assert name_kind(b"rows of something") is None
-    assert name_kind(b'{"a": 1}', expected=(b'{"',)) is None
+    assert name_kind(b'{"a": 1}', expected=(b"{",)) is None

@@ -70,7 +70,7 @@ def check(model: Path) -> list[str] | str:
         (put("spiece.model", POINTER), "spiece.model is a Git LFS pointer"),
         (cut(SHARDS[1]), f"{SHARDS[1]}: .*damaged, incomplete.*fetch it again"),
         (put(SHARDS[0], b""), f"{SHARDS[0]}: it is empty.*fetch it again"),
-        (put(SHARDS[0], b"<!DOCTYPE html><html>"), f"{SHARDS[0]}: it is an HTML page.*fetch the file again"),
+        (put(SHARDS[0], b"<!DOCTYPE html><html>"), f"{SHARDS[0]}: it is an HTML or XML page.*fetch the file again"),
         (remove(SHARDS[1]), f"{SHARDS[1]} is missing, which {INDEX} names: fetch it again"),
         (hold_float8, f"{SHARDS[0]} holds F8_E4M3 tensors, .*save it in bfloat16 or float32"),
         (change("config.json", quantization_config={"quant_method": "gptq"}), "has a quantization_config .gptq.*b"),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
-from hypha_proto.file_kinds import HEAD, name_kind
+from hypha_proto.file_kinds import HEAD, is_text, name_kind
 
 HEADER_LIMIT: Final = 16 << 20
 """Maximum length of a header in bytes; enough for about 100,000 tensors."""
@@ -148,15 +148,15 @@ class TensorFile:
         self.path = path
         size = path.stat().st_size
         with path.open("rb") as file:
-            kind = name_kind(file.read(HEAD))
-        if size < _LENGTH_BYTES:
-            raise TensorFileError(f"{path.name}: {kind or f'{size} bytes are too short for a safetensors file'}")
+            head = file.read(HEAD)
+        if head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+            raise TensorFileError(f"{path.name}: {_describe(head)}")
         # a plain array: memmap runs a method of its own on every index and view
         self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
         if length > min(HEADER_LIMIT, size - _LENGTH_BYTES):
             header = f"a header of {length} bytes (limit {HEADER_LIMIT}) in a file of {size} bytes"
-            raise TensorFileError(f"{path.name}: {kind or header}")
+            raise TensorFileError(f"{path.name}: {name_kind(head) or header}")
         start = _LENGTH_BYTES + length
         try:
             self.metadata, located = _check_header(self._data[_LENGTH_BYTES:start].tobytes(), size - start)
@@ -221,6 +221,11 @@ class TensorFile:
             return self.tensors[name]
         except KeyError:
             raise TensorFileError(f"{self.path.name} holds no tensor {name!r}") from None
+
+
+def _describe(head: bytes) -> str:
+    """Return what a file is whose header does not begin as one of safetensors must."""
+    return name_kind(head) or f"it is {'text' if is_text(head) else f'of no known kind, and begins with {head[:8]!r}'}"
 
 
 def _check_header(header: bytes, data_size: int) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:

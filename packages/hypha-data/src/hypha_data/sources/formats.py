@@ -12,8 +12,8 @@ from hypha_data.errors import DatasetError
 from hypha_data.sources.hf_dataset import DataFiles, find_data_files
 from hypha_data.sources.options import CSV, HF, IMAGES, PARQUET, TEXT, ReadOptions
 from hypha_data.sources.reader import SampleReader
+from hypha_proto import file_kinds
 from hypha_proto.datasets import JSONL, SAFETENSORS
-from hypha_proto.file_kinds import HEAD, name_kind
 
 _HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 _SUFFIXES: Final[Mapping[str, str]] = {
@@ -25,12 +25,11 @@ _SUFFIXES: Final[Mapping[str, str]] = {
     ".txt": TEXT,
     ".text": TEXT,
 }
-_TEXT_STARTS: Final = (b"[", b'{"', b"\xff\xfe", b"\xfe\xff")  # the reader of text names an encoding
 _STARTS: Final[Mapping[str, tuple[bytes, ...]]] = {
-    CSV: _TEXT_STARTS,
-    JSONL: (b'{"', b"["),
-    PARQUET: (b"PAR1",),
-    TEXT: (*_TEXT_STARTS, b"<!doctype", b"<html"),
+    CSV: (b"[", b"{", *file_kinds.UTF_16),  # the readers of CSV and text name an encoding
+    JSONL: (b"{", b"["),
+    PARQUET: (file_kinds.PARQUET,),
+    TEXT: (b"[", b"{", *file_kinds.UTF_16, *file_kinds.PAGES),
 }
 """Starts of a file that are those of a format; see `hypha_proto.file_kinds`."""
 _TABLE_OPTIONS: Final = frozenset({"text", "label", "columns", "tokenizer", "length"})
@@ -81,8 +80,8 @@ def check_content(source: Path, form: str) -> None:
     if form not in _STARTS or not source.is_file():
         return
     with source.open("rb") as file:
-        head = file.read(HEAD)
-    if head and (kind := name_kind(head, _STARTS[form])):
+        head = file.read(file_kinds.HEAD)
+    if head and (kind := file_kinds.name_kind(head, _STARTS[form])):
         raise DatasetError(f"{source}: not {form}: {kind}")
 
 
