@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.environment import DELAY_VARIABLE
 from hypha.accelerate_executor.errors import BridgeClosed, BridgeRefused, ExecutorError
 from hypha_proto.job_spec import UriReference
@@ -358,6 +360,32 @@ def test_another_error_of_torch_is_no_lack_of_memory(
 
     monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
     assert "cannot be multiplied" in _ends_with(caplog, make_worker(batches=3).arguments(), 1)
+
+
+def test_an_error_of_the_device_concerns_the_machine_and_not_the_job(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr("hypha.accelerate_executor.distributed.accelerator.clip_and_step", fail)
+    message = _ends_with(caplog, make_worker(batches=3).arguments(), 1)
+    assert message.startswith("RuntimeError: CUDA error: uncorrectable ECC error encountered (")
+
+
+def test_a_command_ends_with_one_line_whatever_a_library_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("vocab")
+
+    monkeypatch.setattr("hypha.accelerate_executor.modeling.evaluation.evaluate", fail)
+    arguments = ["evaluate", "--model", str(tmp_path), "--data", str(tmp_path)]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 2
+    assert re.fullmatch(r"Error: KeyError: 'vocab' \(test_executor_exit\.py:\d+\)\n", done.output)
+    session = CliRunner().invoke(command, ["session"], input=f"{json.dumps(arguments)}\n")
+    assert json.loads(session.output)["status"] == 2
 
 
 def test_an_unforeseen_error_is_one_line_after_its_traceback(

@@ -17,11 +17,31 @@ from typing import Any
 import click
 
 from hypha.accelerate_executor.errors import ExecutorError
+from hypha.accelerate_executor.exit_codes import describe
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import ProtoError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Unforeseen(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Commands of which each failure is one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that a context names."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise
+        except (ExecutorError, ProtoError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        except Exception as error:
+            raise _Unforeseen(describe(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hypha-accelerate-executor")
 @click.option("--no-color", is_flag=True, expose_value=False, help="Never print colours.")
 def main() -> None:
@@ -65,21 +85,18 @@ def create(
         raise click.UsageError("--labels needs --from; a config.json has num_labels")
     if pretrained is not None and any((arch, config_json, torch_class)):
         raise click.UsageError("give either --from or a configuration: --arch, --config-json or --torch-class")
-    try:
-        if pretrained is not None:
-            from hypha.accelerate_executor.modeling.new_head import create_from_pretrained
+    if pretrained is not None:
+        from hypha.accelerate_executor.modeling.new_head import create_from_pretrained
 
-            made = create_from_pretrained(task, pretrained, labels, seed, out)
-            click.echo(f"{out}: {made.parameters} parameters; new: {', '.join(made.new) or 'none'}")
-            return
-        if torch_class is not None:
-            parameters = create_torch_model(torch_class, kwargs, seed, out)
-        elif task == "torch" and config_json is not None:
-            parameters = create_allowed_torch_model(config_json, allow_module, seed, out)
-        else:
-            parameters = create_model(task, read_config(arch, config_json), seed, out)
-    except ExecutorError as error:
-        raise click.ClickException(str(error)) from error
+        made = create_from_pretrained(task, pretrained, labels, seed, out)
+        click.echo(f"{out}: {made.parameters} parameters; new: {', '.join(made.new) or 'none'}")
+        return
+    if torch_class is not None:
+        parameters = create_torch_model(torch_class, kwargs, seed, out)
+    elif task == "torch" and config_json is not None:
+        parameters = create_allowed_torch_model(config_json, allow_module, seed, out)
+    else:
+        parameters = create_model(task, read_config(arch, config_json), seed, out)
     click.echo(f"{out}: {parameters} parameters")
 
 
@@ -113,12 +130,9 @@ def alone(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
-        loss = train_locally(
-            task, model, slices, out, learning_rate=learning_rate, batch_size=batch_size, steps=steps, seed=seed
-        )
-    except (ExecutorError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    loss = train_locally(
+        task, model, slices, out, learning_rate=learning_rate, batch_size=batch_size, steps=steps, seed=seed
+    )
     click.echo(json.dumps({"loss": loss, "steps": steps}))
 
 
@@ -139,10 +153,7 @@ def measure(
     """Print accuracy and loss of a model on a file of samples, as one JSON line."""
     from hypha.accelerate_executor.modeling.evaluation import evaluate
 
-    try:
-        result = evaluate(task, model, data, batch_size, allow_module, preprocessor)
-    except (ExecutorError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    result = evaluate(task, model, data, batch_size, allow_module, preprocessor)
     if result.loss is not None and not math.isfinite(result.loss):
         click.echo(f"the loss is {result.loss}: weights or data hold NaN, or too large numbers", err=True)
         result = dataclasses.replace(result, loss=None)
@@ -162,10 +173,7 @@ def check(task: str, model: Path, allow_module: tuple[str, ...], seed: int) -> N
     """
     from hypha.accelerate_executor.modeling.round_trip import check_round_trip
 
-    try:
-        result = check_round_trip(task, model, allow_module, seed)
-    except (ExecutorError, ProtoError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    result = check_round_trip(task, model, allow_module, seed)
     click.echo(json.dumps(dataclasses.asdict(result)))
 
 

@@ -1,7 +1,7 @@
 """Exit codes of a process that a worker starts, and the one line that it logs as its reason.
 
 0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported, or ends with an error that
-nothing foresees. Of sysexits.h: 65
+nothing foresees and that is not one of the device. Of sysexits.h: 65
 (``EX_DATAERR``) when the model that was trained does not load with the trained weights; 74 (``EX_IOERR``)
 when this machine's disk is full or fails: the worker then gives its work back, and others can continue; 75
 (``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the executor again with smaller micro-batches.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 OUT_OF_MEMORY: Final = os.EX_TEMPFAIL
 """Exit code of a process whose memory is exhausted, on the device or in main memory."""
 _DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+_OF_MACHINE: Final = re.compile(r"CUDA|CUDNN|CUBLAS|HIP|NCCL|NVIDIA|XPU|gloo|[Ss]ocket|Connection")
+"""In errors of torch about a device, its driver or another process: on other workers the job may go on."""
 
 
 def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
@@ -53,17 +57,25 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
         logger.error("%s", error)
         return os.EX_DATAERR if isinstance(error, DeliveryError) else 1
     except Exception as error:  # noqa: BLE001 – whatever libraries raise ends with one line, too
-        return _out_of_memory(error) if is_out_of_memory(error) else end_unforeseen(error)
+        if is_out_of_memory(error):
+            return _out_of_memory(error)
+        code = end_unforeseen(error)
+        return 1 if isinstance(error, RuntimeError) and _OF_MACHINE.search(str(error)) else code
     return 0
 
 
 def end_unforeseen(error: Exception) -> int:
     """Log an error that nothing foresees in one line, after its traceback; return the exit code."""
     traceback.print_exception(error)
+    logger.error("%s", describe(error))
+    return 2
+
+
+def describe(error: Exception) -> str:
+    """Return an error that nothing foresees in one line: type, message and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())[:400]
-    logger.error("%s: %s (%s:%s)", type(error).__name__, text, Path(frame.filename).name, frame.lineno)
-    return 2
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def _out_of_memory(error: Exception) -> int:
