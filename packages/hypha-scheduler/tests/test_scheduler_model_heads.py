@@ -43,8 +43,10 @@ def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
         ("sequence-classification", ["BertModel"], (*BODY, "classifier.weight")),
         ("sequence-classification", ["BertModel", "BertForSequenceClassification"], BODY),
         ("sequence-classification", ["BertForTokenClassification"], BODY),
-        ("causal-lm", ["LlamaModel"], BODY),  # its head may be the input embedding
-        ("causal-lm", ["MistralForSequenceClassification"], (*BODY, "score.weight")),
+        ("causal-lm", ["LlamaModel"], ("embed_tokens.weight", "norm.weight")),  # its head may be the input embedding
+        ("causal-lm", ["BloomModel"], ("word_embeddings.weight", "ln_f.weight")),
+        ("causal-lm", ["MistralForSequenceClassification"], ("model.embed_tokens.weight", "score.weight")),
+        ("causal-lm", ["BertModel"], (*BODY, "cls.predictions.bias")),
         ("masked-lm", ["BertModel"], (*BODY, "cls.predictions.bias")),
         ("masked-lm", ["BartForConditionalGeneration"], BODY),
         ("sequence-classification", [], BODY),
@@ -62,8 +64,9 @@ def test_a_model_that_may_have_a_head_is_left_to_the_executor(
 
 
 def test_a_head_of_tokens_that_is_not_the_embedding_must_be_in_the_files(tmp_path: Path) -> None:
+    tensors = ("model.embed_tokens.weight", "score.weight")
     model = write_model(
-        tmp_path / "model", BODY, architectures=["MistralForSequenceClassification"], tie_word_embeddings=False
+        tmp_path / "model", tensors, architectures=["MistralForSequenceClassification"], tie_word_embeddings=False
     )
     [line] = missing_files(ModelTable(path=model, type="causal-lm"))
     assert "has no head for causal-lm: its config.json names MistralForSequenceClassification" in line

@@ -29,6 +29,9 @@ _LANGUAGE_HEAD: Final = re.compile(
     r"head|cls|predict|pred_|vocab|generator|logits|decoder|(^|\.)(embed|lm|proj)_out|^(\w+\.)?output", re.IGNORECASE
 )
 
+_TRANSFORMED: Final = re.compile(r"(^|\.)embeddings\.word_embeddings\.")
+"""Input embeddings of BERT and its kind, whose heads have more tensors than what may be tied to the embeddings."""
+
 
 def find_missing_head(task: str, directory: Path, names: list[str]) -> str | None:
     """Return what says that a model has no head for a task; None if it may have one, or if that cannot be told.
@@ -47,8 +50,10 @@ def find_missing_head(task: str, directory: Path, names: list[str]) -> str | Non
     try:
         config = json.loads((directory / "config.json").read_bytes())
         named = _others(config, own)
+        tensors = _tensor_names(directory, names)
         is_tied = task == "causal-lm" and config.get("tie_word_embeddings") is not False
-        if not named or is_tied or _has_head(directory, names, head):
+        may_be_tied = is_tied and not any(map(_TRANSFORMED.search, tensors))
+        if not named or may_be_tied or any(map(head.search, tensors)):
             return None
     except (OSError, ValueError, TensorFileError):
         return None  # changed since `find_fault` has read it
@@ -66,11 +71,10 @@ def _others(config: dict[str, Any], own: re.Pattern[str]) -> list[str]:
     return named
 
 
-def _has_head(directory: Path, names: list[str], head: re.Pattern[str]) -> bool:
-    """Return whether a tensor may belong to a head."""
+def _tensor_names(directory: Path, names: list[str]) -> list[str]:
+    found: list[str] = []
     for name in names:
         if name.endswith(".safetensors"):
             with TensorFile(directory / name) as file:
-                if any(map(head.search, file.tensors)):
-                    return True
-    return False
+                found += file.tensors
+    return found
