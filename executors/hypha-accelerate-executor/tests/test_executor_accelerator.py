@@ -26,6 +26,7 @@ def test_accelerate_is_used_only_when_needed() -> None:
         ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed is not supported"),
         ("ACCELERATE_USE_MEGATRON_LM", "1", "Megatron-LM is not supported"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism_config .* is not supported"),
+        ("FORK_LAUNCHED", "1", "as that of TPUs does, is not supported"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision: 'fp8'"),
     ],
 )

@@ -35,6 +35,7 @@ _UNSUPPORTED: Final = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config (tensor, context or sequence parallelism)",
+    "FORK_LAUNCHED": "a launcher that calls a function, as that of TPUs does,",
 }
 """Variables with which `accelerate launch` says how processes share a model, and what they stand for."""
 
