@@ -378,7 +378,8 @@ class ScriptedWorker:
 
     async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
         known = self.leases.get(request.id) == peer
-        room = self._offered.get(request.id) == peer and len(self.leases) < self.cores
+        is_released = request.id in dict(self.released)  # a renewal may arrive after the release
+        room = self._offered.get(request.id) == peer and len(self.leases) < self.cores and not is_released
         if request.id in self.forgotten or not (known or room):
             self.leases.pop(request.id, None)
             return RenewalFailed()
