@@ -237,7 +237,7 @@ def _with(scheduler: CommittingScheduler, **changed: Any) -> Callable[[Path], No
             "weights of round 1 cannot be fetched: /resources/fetch: the worker answered 502",
         ),
         (lambda s: lambda path: s.write(path, round="one"), "round is 'one' in its metadata"),
-        (lambda s: lambda path: path.write_bytes(b"nothing"), "too short"),
+        (lambda s: lambda path: path.write_bytes(b"nothing"), "weights weights.safetensors: it is text"),
         (lambda s: _with(s, extra=np.zeros(1, "f4")), "weights weights.safetensors names the unknown tensor 'extra'"),
         (lambda s: _with(s, **{"classifier.1.bias": None}), "lacks the tensor 'classifier.1.bias'"),
         (lambda s: _with(s, **{"classifier.1.bias": np.zeros(11, "f4")}), "has shape (11,)"),

@@ -234,12 +234,12 @@ def test_invalid_updates_are_refused_and_reported_to_the_scheduler(in_lab: InLab
             await group.name(1, {0: 1, 1: 1})
             await group.push(0, 1, group.write(2.0))
             junk = lab.folder / "junk"
-            junk.write_bytes(b"\xff" * 100)
+            junk.write_bytes(bytes(100))
             good = group.write(1.0)
             for path, changes, who, number, reason in (
                 (group.write(np.nan), {}, 1, 1, "NaN or infinity"),
                 (group.write(1.0, shape=(5,)), {}, 1, 1, "does not match the first"),
-                (junk, {}, 1, 1, "header"),
+                (junk, {}, 1, 1, "of no known kind"),
                 (good, {}, 1, 7, "too far ahead"),
                 (good, {"codec": "zip"}, 1, 1, "codec"),
                 (good, {"job_id": uuid.uuid4()}, 1, 1, ""),
