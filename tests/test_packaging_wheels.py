@@ -20,6 +20,7 @@ ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-s
 """Packages that need the override."""
 WITH_NUMPY = {
     "hypha_proto.global_model",
+    "hypha_proto.model_contents",
     "hypha_proto.outer_arithmetic",
     "hypha_proto.outer_momentum",
     "hypha_proto.outer_step",
