@@ -43,6 +43,7 @@ def test_a_base_model_is_refused_with_the_command_that_adds_a_head(
         ("sequence-classification", ["BertModel"], (*BODY, "classifier.weight")),
         ("sequence-classification", ["BertModel", "BertForSequenceClassification"], BODY),
         ("sequence-classification", ["BertForTokenClassification"], BODY),
+        ("zero-shot-image-classification", ["AlignModel"], BODY),
         ("causal-lm", ["LlamaModel"], ("embed_tokens.weight", "norm.weight")),  # its head may be the input embedding
         ("causal-lm", ["BloomModel"], ("word_embeddings.weight", "ln_f.weight")),
         ("causal-lm", ["MistralForSequenceClassification"], ("model.embed_tokens.weight", "score.weight")),

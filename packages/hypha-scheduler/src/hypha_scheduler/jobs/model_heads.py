@@ -15,8 +15,8 @@ from typing import Any, Final
 from hypha_proto.errors import TensorFileError
 from hypha_proto.safetensors_io import TensorFile
 
-_CLASSIFICATION: Final = "-classification"
-"""End of the wire names of tasks that classify."""
+_CLASSIFICATION: Final = re.compile(r"(?!zero-shot-).*-classification")
+"""Tasks that classify with a head; zero-shot models compare images with texts instead."""
 _OWN: Final = re.compile(r"For\w*(Classification|Classifier)")
 """Architectures that classify; one of another such task may have a head that fits."""
 _LANGUAGE_OWN: Final = re.compile(
@@ -28,7 +28,7 @@ _HEAD: Final = re.compile(r"classif|score|(?<!lm_)head|logits|(^|\.)fc\d*\.", re
 _LANGUAGE_HEAD: Final = re.compile(
     r"head|cls|predict|pred_|vocab|generator|logits|decoder|(^|\.)(embed|lm|proj)_out|^(\w+\.)?output", re.IGNORECASE
 )
-
+"""The same of heads of tokens."""
 _TRANSFORMED: Final = re.compile(r"(^|\.)embeddings\.word_embeddings\.")
 """Input embeddings of BERT and its kind, whose heads have more tensors than what may be tied to the embeddings."""
 
@@ -41,7 +41,7 @@ def find_missing_head(task: str, directory: Path, names: list[str]) -> str | Non
         directory: of the model.
         names: the model's files in it.
     """
-    if task.endswith(_CLASSIFICATION):
+    if _CLASSIFICATION.fullmatch(task):
         own, head = _OWN, _HEAD
     elif task in ("causal-lm", "masked-lm"):
         own, head = _LANGUAGE_OWN, _LANGUAGE_HEAD
