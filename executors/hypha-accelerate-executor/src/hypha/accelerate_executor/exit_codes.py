@@ -1,10 +1,10 @@
 """Exit codes of a process that a worker starts, and the one line that it logs as its reason.
 
 0 when the work is done, 1 after a failure, 2 when the job is invalid or not supported, or ends with an error that
-nothing foresees and that is not one of the device. Of sysexits.h: 65
-(``EX_DATAERR``) when the model that was trained does not load with the trained weights; 74 (``EX_IOERR``)
-when this machine's disk is full or fails: the worker then gives its work back, and others can continue; 75
-(``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the executor again with smaller micro-batches.
+nothing foresees and that is not one of the device. Of sysexits.h: 65 (``EX_DATAERR``) when the model that was trained
+does not load with the trained weights; 74 (``EX_IOERR``) when this machine's disk is full or fails: the worker then
+gives its work back, and others can continue; 75 (``EX_TEMPFAIL``) when memory is exhausted: the scheduler may start the
+executor again with smaller micro-batches.
 """
 
 from __future__ import annotations
