@@ -37,7 +37,7 @@ def count_code_lines(source: str) -> int:
 
 def main() -> None:
     """Print a table: code lines, all lines, files and lines of tests of each package, and the sums."""
-    packages = sorted(path.parent for path in found for group in GROUPS for found in Path(group).glob("*/src"))
+    packages = sorted(found.parent for group in GROUPS for found in Path(group).glob("*/src"))
     rows = [(package.name, *_measure(package / "src"), *_measure(package / "tests")[1:2]) for package in packages]
     rows.append(("tests", 0, 0, 0, _measure(Path("tests"))[1]))
     rows.append(("all", *(sum(row[column] for row in rows) for column in range(1, 5))))
