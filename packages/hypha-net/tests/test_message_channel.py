@@ -202,3 +202,30 @@ def test_a_stream_that_breaks_while_the_exchange_is_cancelled_is_no_error() -> N
             assert scope.cancelled_caught
 
     run_with_pair(case)
+
+
+def test_a_side_that_has_lost_its_state_goes_on_where_the_other_one_is() -> None:
+    first, second, third = Side(), Side(), Side()
+
+    async def exchange(a: MemoryEndpoint, b: MemoryEndpoint, other: Side) -> None:
+        async with anyio.create_task_group() as tasks:
+            near, far = await connect(a, b, tasks)
+            tasks.start_soon(run_until_broken, first, near, other.channel.next_wanted)
+            tasks.start_soon(run_until_broken, other, far, first.channel.next_wanted)
+            await first.channel.wait_until_handled()
+            await other.channel.wait_until_handled()
+            tasks.cancel_scope.cancel()
+
+    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+        first.channel.send("before")
+        second.channel.send("down")
+        await exchange(a, b, second)
+        first.channel.send("after")
+        third.channel.send("down again")
+        third.channel.take_over(first.channel.next_wanted, first.channel.oldest)
+        await exchange(a, b, third)
+
+    run_with_pair(case)
+    assert second.handled == ["before"]
+    assert third.handled == ["after"]
+    assert first.handled == ["down", "down again"]

@@ -16,6 +16,7 @@ import pytest
 
 from hypha_proto.batch_reports import MAX_BATCHES, REPORT_BATCHES, BatchesCounted, ReportBatches
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json, to_plain
+from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers, TaskCommand
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     OPTIMIZER_KEPT,
@@ -67,7 +68,9 @@ from hypha_proto.job_spec import (
     JobSpec,
     Model,
     Nesterov,
+    One,
     PeersReference,
+    SchedulerReference,
     SliceAddress,
     TrainConfig,
     TrainJob,
@@ -522,6 +525,38 @@ LOCATED_SPEC = TaskSpec(
     ),
 )
 
+TRAINING_SPEC = TaskSpec(
+    executor="train/diloco-transformer",
+    training=TrainConfig(
+        model=Model(
+            task="torch",
+            artifact=PeersReference(peers=(PEER,), strategy=One(), resource=SliceAddress(dataset="job/model", index=0)),
+            input_names=("x",),
+        ),
+        data=SchedulerReference(peer=PEER, dataset="digits"),
+        updates=PeersReference(peers=(OTHER,), strategy=All()),
+        results=PeersReference(peers=(OTHER,), strategy=All()),
+        optimizer=Adam(learning_rate=0.5),
+        batch_size=16,
+        term=2,
+        join=True,
+    ),
+    orphan_grace_ms=60_000,
+)
+AGGREGATION_SPEC = TaskSpec(
+    executor="aggregate/parameter-server",
+    aggregation=AggregateConfig(
+        updates=PeersReference(peers=(PEER,), strategy=All()),
+        results=PeersReference(peers=(PEER, OTHER), strategy=All()),
+        optimizer=Nesterov(learning_rate=0.5, momentum=0.5),
+        term=2,
+    ),
+)
+MEMBERS = SetMembers(round=3, members=(Member(peer=PEER, samples=320, update=DIGEST),), deadline_ms=300_000)
+CHANGE = ChangeServer(
+    term=2, server=PEER, round=4, update=DIGEST, outer_update=SliceAddress(dataset="job/last-update", index=0)
+)
+
 
 def definition(**what: Any) -> SchedulerFrame:
     about = TaskDefinition(job_id=ID[7], task="train[1]", attempt=2, **what)
@@ -536,6 +571,7 @@ def report(**what: Any) -> WorkerFrame:
 STORED = StoredOutput(name="model", dataset="unguessable", files=(StoredFile(path="a/b", size=1 << 33, digest=DIGEST),))
 TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("Subscribe", Subscribe, Subscribe(lease=ID[1], next=5)),
+    ("Subscribe.first", Subscribe, Subscribe(lease=ID[1], next=5, first=7)),
     ("Subscribed", Subscribed, Subscribed(job_id=ID[7], next=7)),
     ("Subscribed.refused", Subscribed, Subscribed(job_id=ID[0], next=0, refused="no such lease")),
     ("SchedulerFrame", SchedulerFrame, SchedulerFrame(sequence=5, acknowledged=7)),
@@ -545,6 +581,15 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("SchedulerFrame.stop", SchedulerFrame, definition(stop=Stop(reason="enough"))),
     ("SchedulerFrame.drain", SchedulerFrame, definition(drain=DrainTask(left_ms=60_000, reason="it moves"))),
     ("SchedulerFrame.start.sources", SchedulerFrame, definition(start=SOURCES_SPEC)),
+    ("SchedulerFrame.start.training", SchedulerFrame, definition(start=TRAINING_SPEC)),
+    ("SchedulerFrame.start.aggregation", SchedulerFrame, definition(start=AGGREGATION_SPEC)),
+    ("SchedulerFrame.command.members", SchedulerFrame, definition(command=TaskCommand(number=3, members=MEMBERS))),
+    (
+        "SchedulerFrame.command.workers",
+        SchedulerFrame,
+        definition(command=TaskCommand(number=4, workers=SetWorkers(workers=(PEER, OTHER)))),
+    ),
+    ("SchedulerFrame.command.server", SchedulerFrame, definition(command=TaskCommand(number=5, server=CHANGE))),
     ("WorkerFrame", WorkerFrame, WorkerFrame(sequence=7, acknowledged=6)),
     ("WorkerFrame.started", WorkerFrame, report(started=Started())),
     ("WorkerFrame.ready", WorkerFrame, report(ready=Ready())),
@@ -555,6 +600,16 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ),
     ("WorkerFrame.progress.least", WorkerFrame, report(progress=TaskProgress())),
     ("WorkerFrame.draining", WorkerFrame, report(draining=Draining(left_ms=30_000))),
+    (
+        "WorkerFrame.answered",
+        WorkerFrame,
+        report(answered=CommandAnswer(number=5, accepted=True, sends=DIGEST)),
+    ),
+    (
+        "WorkerFrame.answered.not",
+        WorkerFrame,
+        report(answered=CommandAnswer(number=3, accepted=False, reason="round 3 is over")),
+    ),
     (
         "WorkerFrame.finished",
         WorkerFrame,

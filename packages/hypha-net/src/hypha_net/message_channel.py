@@ -114,6 +114,20 @@ class MessageChannel(Generic[Out, In]):
         return len(self._pending)
 
     @property
+    def oldest(self) -> int:
+        """Sequence number of the oldest own message that the peer has not handled; of the next one without any."""
+        return self._first
+
+    def take_over(self, own: int, peers: int) -> None:
+        """Go on, before the first stream, with a channel whose state on this side is lost.
+
+        Args:
+            own: sequence number of the first own message that the peer has not handled.
+            peers: sequence number of the oldest message that the peer keeps.
+        """
+        self._first, self.next_wanted = own, peers
+
+    @property
     def _end(self) -> int:
         """Sequence number of the next own message."""
         return self._first + len(self._pending)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.job_spec import AggregateConfig, HuggingFaceReference, TrainConfig
 from hypha_proto.offers import TrainExecutor
 from hypha_proto.task_resources import PullFiles
 from hypha_proto.wire_schema import I64, OMIT, U32, U64, Amount, Digest, Message
@@ -136,6 +137,10 @@ class TaskSpec(Message, frozen=True, kw_only=True):
     """Class and name of the executor, such as ``shell/bash``; one that the lease was requested for."""
     settings: str = "{}"
     """Settings of the executor: a JSON object. A text that equals a resource's name stands for its path."""
+    training: Annotated[TrainConfig | None, OMIT] = None
+    """Settings of a task that trains, in place of `settings`."""
+    aggregation: Annotated[AggregateConfig | None, OMIT] = None
+    """Settings of a parameter server, in place of `settings`."""
     resources: tuple[TaskResource, ...] = ()
     outputs: tuple[OutputPath, ...] = ()
     index: Annotated[U32 | None, OMIT] = None
@@ -145,6 +150,9 @@ class TaskSpec(Message, frozen=True, kw_only=True):
     """Milliseconds from the start of the executor after which the attempt has failed; None means no limit."""
     sends: Annotated[bool | None, OMIT] = None
     """Whether the executor may push files of the kind `transfer.TASK_RESULT` to the scheduler while it runs."""
+    orphan_grace_ms: Annotated[U64 | None, OMIT] = None
+    """Milliseconds for which the attempt may run on, and its lease is held, after the lease was last renewed in time;
+    the worker's owner may allow less. None means that it ends with its lease."""
 
 
 # ------------------------------------------------------------------------------------------ definitions: scheduler down
@@ -165,7 +173,7 @@ class DrainTask(Message, frozen=True):
 
 
 class TaskDefinition(Message, frozen=True, kw_only=True):
-    """What is to happen to one attempt at a task: `start`, `stop` or `drain`."""
+    """What is to happen to one attempt at a task: `start`, `stop`, `drain` or `command`."""
 
     job_id: uuid.UUID
     task: str
@@ -174,6 +182,7 @@ class TaskDefinition(Message, frozen=True, kw_only=True):
     start: Annotated[TaskSpec | None, OMIT] = None
     stop: Annotated[Stop | None, OMIT] = None
     drain: Annotated[DrainTask | None, OMIT] = None
+    command: Annotated[TaskCommand | None, OMIT] = None
 
 
 # --------------------------------------------------------------------------------------------------- reports: worker up
@@ -266,6 +275,7 @@ class TaskReport(Message, frozen=True, kw_only=True):
     ready: Annotated[Ready | None, OMIT] = None
     progress: Annotated[TaskProgress | None, OMIT] = None
     draining: Annotated[Draining | None, OMIT] = None
+    answered: Annotated[CommandAnswer | None, OMIT] = None
     finished: Annotated[TaskFinished | None, OMIT] = None
     failed: Annotated[TaskFailed | None, OMIT] = None
     cancelled: Annotated[TaskCancelled | None, OMIT] = None
@@ -280,6 +290,9 @@ class Subscribe(Message, frozen=True):
     lease: uuid.UUID
     next: U64
     """Sequence number of the first definition that it has not received."""
+    first: U64 = 0
+    """Sequence number of its oldest report that is not acknowledged. A scheduler that was started again, and holds the
+    lease still, goes on with this one."""
 
 
 class Subscribed(Message, frozen=True):
