@@ -1,14 +1,13 @@
 """Scripted nodes that behave like those of the existing Rust network, made of several `wire_peer` connections.
 
-What they do was seen by running the Rust nodes: the gateway is not in the topic of worker requests; the data node ends
-when a pull stream ends before a whole header; the worker sends its offer only to a scheduler that it is connected to.
+What they do was seen by running the Rust nodes: the gateway is not in the topic of worker requests;
+the worker sends its offer only to a scheduler that it is connected to.
 They share no code with ours but TLS keys.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -24,7 +23,6 @@ API: Final = "/hypha-api/0.0.1"
 HEALTH: Final = "/hypha-health/0.0.1"
 KAD: Final = "/ipfs/kad/1.0.0"
 MESHSUB: Final = "/meshsub/1.1.0"
-PULL: Final = "/hypha-tensor-stream/pull"
 WORKER_TOPIC: Final = "hypha/worker"
 PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 CLOSEST: Final = 20
@@ -143,44 +141,6 @@ class RustGateway(RustNode):
             field(8, field(1, raw) + b"".join(field(2, address) for address in known[raw]) + field(3, 1))
             for raw in chosen
         )
-
-
-class RustDataNode(RustNode):
-    """A data node: ends when a pull stream ends before a whole header was read."""
-
-    def __init__(self, identity: Any, dataset: str, slices: list[bytes]) -> None:
-        super().__init__(identity)
-        self.dataset = dataset
-        self.slices = slices
-        self.handlers[PULL] = self._give
-        self.log: list[str] = []
-        self.served: list[int] = []
-
-    async def announce(self, gateway: RustNode | str) -> None:
-        """Connect to a gateway and put the dataset's record there."""
-        address = gateway if isinstance(gateway, str) else gateway.address
-        await self.connect(address)
-        key, own = self.dataset.encode(), self.identity.peer_id.raw
-        value = json.dumps({"num_slices": len(self.slices)}).encode()
-        record = field(1, key) + field(2, value) + field(666, own) + field(777, 3600)
-        peer = next(iter(self.neighbours.values()))
-        answer, _ = await peer.ask(KAD, field(2, key) + field(3, record) + field(10, 1))
-        assert fields(answer)[3]
-
-    async def _give(self, stream: Stream) -> None:
-        try:
-            size = int.from_bytes(await stream.exactly(8), "little")
-            header = json.loads(await stream.exactly(size))
-        except (AssertionError, trio.BrokenResourceError):
-            self.log.append("Failed to read resource header length: unexpected end of file")
-            self.log.append("Stream pull error, shutting down")
-            self.shut_down()
-            return
-        self.served.append(header["index"])
-        await stream.send_all(self.slices[header["index"]])
-        with trio.move_on_after(1):
-            await stream.read_all()
-        await (stream.half_close() if stream.ended else stream.reset())
 
 
 class RustWorker(RustNode):

@@ -30,7 +30,7 @@ from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, TransferRefusedError
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.codec import from_json
+from hypha_proto.codec import from_json, to_cbor
 from hypha_proto.datasets import Manifest
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullRequest
@@ -266,7 +266,7 @@ def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_
 def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
     tmp_path: Path, replace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A peer of the existing network knows no digest: a clean end is all that tells it that a slice is complete."""
+    """The puller learns of it at once, and not only from the digest."""
     folder = prepared(tmp_path, LARGE)
     path = slice_file(folder, 1)
 
@@ -351,10 +351,10 @@ def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: 
 
 
 async def request_slice(node: DataNode, index: int) -> Stream:
-    """Request a slice as a peer of the existing network does; return the stream that it comes on."""
+    """Request a slice; return the stream that it comes on, before the answer was read."""
     stream = await node.worker.open_stream(node.peer, [PULL])
-    header = json.dumps({"dataset": "digits", "index": index}).encode()
-    await stream.send_all(len(header).to_bytes(8, "little") + header)
+    request = to_cbor(PullRequest, PullRequest(dataset="digits", index=index))
+    await stream.send_all(len(request).to_bytes(8, "little") + request)
     await stream.send_eof()
     return stream
 

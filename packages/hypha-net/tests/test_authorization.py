@@ -26,9 +26,7 @@ from hypha_proto.protocols import (
     CIRCUIT_OFFER,
     DATASET_RECORD,
     PULL,
-    PULL_WITH_HEADER,
     PUSH,
-    PUSH_WITH_HEADER,
     TASKS,
     WORKER_REQUESTS_TOPIC,
     RpcMethod,
@@ -61,7 +59,7 @@ def test_the_role_table_contains_every_message() -> None:
         for value in vars(importlib.import_module(f"hypha_proto.{module.name}")).values():
             if isinstance(value, RpcMethod | Topic):
                 named.add(value.name)
-    streams = {CIRCUIT_OFFER, PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER, TASKS}
+    streams = {CIRCUIT_OFFER, PULL, PUSH, TASKS}
     assert named | streams == ALLOWED_SENDERS.keys() | ANYBODY
 
 
@@ -133,10 +131,10 @@ def test_a_push_is_accepted_from_roles_that_train(authority: Any, role: str | No
             async def take(stream: Stream) -> None:
                 await stream.send_all(await stream.receive_some())
 
-            worker.handle(PUSH_WITH_HEADER, take)
+            worker.handle(PUSH, take)
 
             async def push() -> None:
-                stream = await sending.open_stream(worker.peer_id, [PUSH_WITH_HEADER])
+                stream = await sending.open_stream(worker.peer_id, [PUSH])
                 await stream.send_all(b"file")
                 assert await stream.receive_some() == b"file"
 

@@ -37,11 +37,11 @@ from support.wire_peer import line
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.errors import NetError
-from hypha_proto.codec import to_cbor, to_json
+from hypha_proto.codec import to_cbor
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER, TASKS
-from hypha_proto.transfer import PSEUDO_GRADIENT, PullHeader, PullRequest, PushHeader
+from hypha_proto.protocols import PULL, PUSH, TASKS
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -81,10 +81,8 @@ def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
         size=100,
         digest="blake3:" + "00" * 32,
     )
-    yield PUSH_WITH_HEADER, with_length(to_cbor(PushHeader, push)) + bytes(100)
-    yield PULL_WITH_HEADER, with_length(to_cbor(PullRequest, PullRequest(dataset="d", index=1)))
-    yield PULL, with_length(to_json(PullHeader, PullHeader(dataset="d", index=1)))
-    yield PUSH, bytes(1000)
+    yield PUSH, with_length(to_cbor(PushHeader, push)) + bytes(100)
+    yield PULL, with_length(to_cbor(PullRequest, PullRequest(dataset="d", index=1)))
     yield "/ipfs/ping/1.0.0", bytes(range(32))
     identify = Identify(
         protocol_version="x", agent_version="y", listen_addrs=[b"\x04\x7f\0\0\1\x06\0\1"], public_key=b"k"

@@ -47,7 +47,7 @@ from hypha_net.identity import load_identity
 from hypha_net.transfer import retry
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import HEALTH, PULL_WITH_HEADER
+from hypha_proto.protocols import HEALTH, PULL
 from hypha_proto.transfer import PullRequest
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -361,7 +361,7 @@ def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -
                 raise AssertionError("a hostile header must not get here")
 
             transfer.serve_pulls(gateway, resolve)
-            stream = await leaf.open_stream(gateway.peer_id, [PULL_WITH_HEADER])
+            stream = await leaf.open_stream(gateway.peer_id, [PULL])
             await stream.send_all((1 << 62).to_bytes(8, "little") + bytes(1000))
             with anyio.fail_after(15), pytest.raises(StreamResetError):
                 await stream.receive_some()

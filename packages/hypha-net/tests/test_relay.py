@@ -136,7 +136,7 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
         async def landed(_size: int, _digest: str) -> None:
             return
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
             return transfer.FilePushTarget(target, 1 << 24, landed)
 
         transfer.serve_pushes(two, accept)

@@ -18,11 +18,9 @@ from support.node_processes import crew
 from support.waiting import run, until
 from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, line, speak, varint
 
-from hypha_net import EndpointSettings, open_endpoint, transfer
+from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
-from hypha_net.errors import TransferError
 from hypha_proto.ids import PeerId
-from hypha_proto.transfer import PullRequest
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 KAD, HOP, STOP = "/ipfs/kad/1.0.0", "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
@@ -254,48 +252,7 @@ def test_a_circuit_opened_by_a_rust_node_reaches_a_hypha_node(authority: Any) ->
     run(main)
 
 
-# ------------------------------------------------------------------------------------------- slices, idle connections
-
-
-async def old_data_node(stream: Stream, sent: bytes, cut: bool) -> None:
-    """Send the slice and, once the peer has half-closed the stream, end it with FIN or `cut` it with a reset."""
-    size = int.from_bytes(await stream.exactly(8), "little")
-    assert b'"index"' in await stream.exactly(size)
-    await stream.send_all(sent)
-    await stream.read_all()
-    if cut:
-        await stream.reset()
-    else:
-        await stream.half_close()
-
-
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "reset within"])
-def test_a_slice_of_an_old_data_node_is_complete_at_fin_and_incomplete_at_reset(
-    authority: Any, tmp_path: Path, cut: bool
-) -> None:
-    sent = bytes(range(256)) * 300
-
-    async def main() -> None:
-        async with gateway_and_leaf(authority) as (_, leaf):
-
-            async def pull(stream: Stream) -> None:
-                await old_data_node(stream, sent, cut)
-
-            identity = authority.identity("rust", "data")
-            async with speak(await dial(leaf.addresses[0]), identity, handlers={PULL: pull}) as rust:
-                await until(lambda: identity.peer_id in leaf.connected_peers())
-                request = PullRequest(dataset="mnist", index=0)
-                if cut:
-                    with pytest.raises(TransferError):
-                        await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
-                    assert not (tmp_path / "slice").exists()
-                else:
-                    await transfer.pull(leaf, identity.peer_id, request, tmp_path / "slice")
-                    assert (tmp_path / "slice").read_bytes() == sent
-                assert PULL in rust.negotiated
-                assert any(protocol.startswith(f"{PULL}/") for protocol in rust.negotiated)  # offered first
-
-    run(main)
+# --------------------------------------------------------------------------------------------------- idle connections
 
 
 def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority: Any) -> None:

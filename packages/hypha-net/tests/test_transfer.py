@@ -29,7 +29,7 @@ from hypha_net.transfer.io import partial_file
 from hypha_net.transfer.io.stream_copy import CHUNK
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -100,7 +100,7 @@ def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
     landed: list[Path] = []
     count = 0
 
-    async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+    async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
         nonlocal count
         count += 1
         path = folder / f"{count}"
@@ -260,7 +260,7 @@ def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         landed = take_into(b, tmp_path / "landing")
         header = await header_of(source)
-        stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+        stream = await a.open_stream(b.peer_id, [PUSH])
         await send_message(stream, to_cbor(PushHeader, header))
         await receive_message(stream)
         await stream.send_all(source.read_bytes()[:CUT_AT])  # and no more, although the connection stays open
@@ -281,7 +281,7 @@ def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
     folder.mkdir()
 
     async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget:
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
             async def arrived(_size: int, _digest: str) -> None:
                 pass
 
@@ -292,7 +292,7 @@ def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
         source = content(tmp_path / "source")
         header = await header_of(source)
         for number in range(20):
-            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+            stream = await a.open_stream(b.peer_id, [PUSH])
             announced = msgspec.structs.replace(header, size=8 << 20, digest=f"blake3:{number:064x}")
             await send_message(stream, to_cbor(PushHeader, announced))
             await receive_message(stream)
@@ -426,7 +426,7 @@ def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, 
             offsets = serve_file(giver, source)
             streams = []
             for _ in range(3 * MAX_CONCURRENT):
-                stream = await greedy.open_stream(giver.peer_id, [PULL_WITH_HEADER])
+                stream = await greedy.open_stream(giver.peer_id, [PULL])
                 await send_message(stream, to_cbor(PullRequest, REQUEST))
                 streams.append(stream)
             await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")

@@ -23,7 +23,7 @@ from hypha_net.events import Transferred
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
@@ -83,31 +83,23 @@ def honest() -> PushHeader:
 
 
 class Receiver:
-    """Accepts pushes into a folder or into memory."""
+    """Accepts pushes into a folder."""
 
-    def __init__(self, node: Endpoint, kind: Kind, folder: Path, max_bytes: int = LIMIT) -> None:
+    def __init__(self, node: Endpoint, folder: Path, max_bytes: int = LIMIT) -> None:
         folder.mkdir(exist_ok=True)
         self.node, self.folder = node, folder
         self.landed: list[bytes] = []
         self.names: list[str] = []
 
-        async def in_memory(data: bytearray, _digest: str) -> None:
-            self.landed.append(bytes(data))
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
+            self.names.append(header.name)
+            path = anyio.Path(folder / str(len(self.names)))
 
-        def landing_at(path: Path) -> transfer.FilePushTarget:
-            async def arrived(_size: int, digest: str) -> None:
-                await in_memory(bytearray(await anyio.Path(path).read_bytes()), digest)
-                await anyio.Path(path).unlink()
+            async def arrived(_size: int, _digest: str) -> None:
+                self.landed.append(await path.read_bytes())
+                await path.unlink()
 
-            return transfer.FilePushTarget(path, max_bytes, arrived)
-
-        async def accept(
-            _peer: PeerId, header: PushHeader | None
-        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
-            self.names.append("" if header is None else header.name)
-            if kind == "file":
-                return landing_at(folder / str(len(self.names)))
-            return transfer.MemoryPushTarget(max_bytes, in_memory)
+            return transfer.FilePushTarget(Path(path), max_bytes, arrived)
 
         transfer.serve_pushes(node, accept)
 
@@ -130,7 +122,7 @@ async def _push_one(peer: Endpoint, node: Endpoint) -> None:
 async def pushed(attacker: Endpoint, victim: Endpoint, sent: bytes, content: bytes = b"") -> list[Any]:
     """Return what a receiver answers to a push until the stream ends; the last item is `reset` if it is reset."""
     answers: list[Any] = []
-    stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+    stream = await attacker.open_stream(victim.peer_id, [PUSH])
     try:
         await send_message(stream, sent)
         answers.append(cbor2.loads(await receive_message(stream)))
@@ -148,10 +140,9 @@ async def pushed(attacker: Endpoint, victim: Endpoint, sent: bytes, content: byt
 # ------------------------------------------------------------------------------------------------- receivers of pushes
 
 
-@each_kind
-def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         for size in (LIMIT + 1, 1 << 40, (1 << 64) - 1):
             [answer] = await pushed(attacker, victim, header(size=size), DATA)
             assert answer == {"Refused": f"{size} bytes are over the limit of {LIMIT}"}
@@ -162,7 +153,7 @@ def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: 
 
 def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_path: Path) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, "file", tmp_path / "landing", max_bytes=1 << 64)
+        receiver = Receiver(victim, tmp_path / "landing", max_bytes=1 << 64)
         for size in (1 << 62, (1 << 63) - 1, (1 << 64) - 1):
             [answer] = await pushed(attacker, victim, header(size=size))
             assert "no file system holds" in answer["Refused"] or "no room" in answer["Refused"]
@@ -173,13 +164,13 @@ def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_pat
 
 def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_path: Path) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, "memory", tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         streams = []
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
             for number in range(8):
-                stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+                stream = await attacker.open_stream(victim.peer_id, [PUSH])
                 await send_message(stream, header(size=LIMIT, digest=f"blake3:{number:064x}"))
                 assert cbor2.loads(await receive_message(stream)) == {"GoOn": {"offset": 0}}
                 streams.append(stream)
@@ -193,8 +184,7 @@ def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_pat
     run(opener, case)
 
 
-@each_kind
-def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path) -> None:
     cases = [
         (header(size=len(DATA) + 1), f"{len(DATA)} bytes came of {len(DATA) + 1}"),
         (header(size=len(DATA) - 1), "the digest is"),
@@ -203,7 +193,7 @@ def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path, kind
     ]
 
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         for sent, reason in cases:
             go_on, refusal = await pushed(attacker, victim, sent, DATA)
             assert go_on == {"GoOn": {"offset": 0}}
@@ -229,10 +219,9 @@ NONSENSE = [
 ]
 
 
-@each_kind
-def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         for sent in NONSENSE:
             assert await pushed(attacker, victim, sent, DATA) == ["reset"], sent[:100]
         assert receiver.names == []
@@ -241,10 +230,9 @@ def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path, kind
     run(opener, case)
 
 
-@each_kind
-def test_header_length_is_limited(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+def test_header_length_is_limited(opener: Opener, tmp_path: Path) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         with victim.events.follow(Transferred) as events:
             _, refusal = await pushed(attacker, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
             event = await anext(events)
@@ -252,7 +240,7 @@ def test_header_length_is_limited(opener: Opener, tmp_path: Path, kind: Kind) ->
         assert isinstance(event, Transferred)
         assert len(event.name) <= 200
         for length in (MAX_HEADER + 1, (1 << 64) - 1):
-            stream = await attacker.open_stream(victim.peer_id, [PUSH_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PUSH])
             await stream.send_all(length.to_bytes(8, "little"))
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
@@ -261,19 +249,14 @@ def test_header_length_is_limited(opener: Opener, tmp_path: Path, kind: Kind) ->
     run(opener, case)
 
 
-@each_kind
-@pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PUSH])
-def test_push_that_trickles_is_aborted(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, protocol: str
-) -> None:
+def test_push_that_trickles_is_aborted(opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
 
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing")
-        stream = await attacker.open_stream(victim.peer_id, [protocol])
-        if protocol == PUSH_WITH_HEADER:
-            await send_message(stream, header())
-            await receive_message(stream)
+        receiver = Receiver(victim, tmp_path / "landing")
+        stream = await attacker.open_stream(victim.peer_id, [PUSH])
+        await send_message(stream, header())
+        await receive_message(stream)
         with victim.events.follow(Transferred) as events:
             with pytest.raises(StreamResetError):
                 while True:
@@ -288,12 +271,12 @@ def test_push_that_trickles_is_aborted(
     run(opener, case)
 
 
-@pytest.mark.parametrize("protocol", [PUSH_WITH_HEADER, PULL_WITH_HEADER, PULL])
+@pytest.mark.parametrize("protocol", [PUSH, PULL])
 def test_header_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, "memory", tmp_path / "landing")
+        receiver = Receiver(victim, tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
         with monkeypatch.context() as patch, pytest.raises(StreamResetError):
             patch.setattr("hypha_net.transfer.framing.IDLE_TIMEOUT", 0.2)
@@ -309,19 +292,6 @@ def test_header_that_trickles_is_aborted(
 
 async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
     raise AssertionError("half a request must not be asked about")
-
-
-@each_kind
-def test_endless_push_without_header_stops_at_the_limit(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
-        receiver = Receiver(victim, kind, tmp_path / "landing", max_bytes=5 << 20)
-        stream = await attacker.open_stream(victim.peer_id, [PUSH])
-        with pytest.raises(StreamResetError):
-            while True:
-                await stream.send_all(bytes(1 << 20))
-        await receiver.check_unharmed(attacker)
-
-    run(opener, case)
 
 
 # --------------------------------------------------------------------------------------------------- receivers of pulls
@@ -340,7 +310,7 @@ async def pulled_from(giver: Giver, attacker: Endpoint, victim: Endpoint, kind: 
         asked += 1
         await giver(stream, asked - 1)
 
-    attacker.handle(PULL_WITH_HEADER, give)
+    attacker.handle(PULL, give)
     await anyio.Path(folder).mkdir(exist_ok=True)
     with pytest.raises(transfer.TransferError) as caught:
         if kind == "file":
@@ -471,7 +441,7 @@ def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: 
                 with anyio.move_on_after(5):
                     await stream.receive_some()
 
-            attacker.handle(PUSH_WITH_HEADER, take)
+            attacker.handle(PUSH, take)
             with pytest.raises(transfer.TransferError) as caught:
                 content = DATA if kind == "memory" else tmp_path / "file"
                 await transfer.push(victim, attacker.peer_id, content, honest(), timeout=20)
@@ -492,7 +462,7 @@ def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Pa
         transfer.serve_pulls(victim, resolve)
         answers = {}
         for offset in (len(DATA), len(DATA) + 1, (1 << 64) - 1):
-            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL])
             await send_message(stream, cbor2.dumps({"dataset": "d" * 60_000, "index": 0, "offset": offset}))
             answers[offset] = cbor2.loads(await receive_message(stream))
             assert await stream.receive_some() == b""
@@ -501,7 +471,7 @@ def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Pa
         for offset, answer in answers.items():
             assert answer == {"Refused": f"offset {offset} is past the end ({len(DATA)})"}
         for wrong in (-1, 1 << 64, "0"):
-            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL])
             await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0, "offset": wrong}))
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
@@ -522,7 +492,7 @@ def test_pull_server_aborts_when_the_peer_reads_nothing(
     async def case(attacker: Endpoint, victim: Endpoint) -> None:
         transfer.serve_pulls(victim, resolve)
         with victim.events.follow(Transferred) as events:
-            stream = await attacker.open_stream(victim.peer_id, [PULL_WITH_HEADER])
+            stream = await attacker.open_stream(victim.peer_id, [PULL])
             await send_message(stream, cbor2.dumps({"dataset": "d", "index": 0}))
             while (event := await anext(events)).state != "failed":  # type: ignore[union-attr]
                 pass

@@ -19,7 +19,6 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trio.testing import MockClock
 
 from hypha_net import transfer
 from hypha_net.bandwidth import BURST
@@ -28,18 +27,21 @@ from hypha_net.events import EventFollower, Transferred
 from hypha_net.testing import Faults, MemoryNetwork, simulate
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
-from hypha_net.transfer.io import partial_buffer
-from hypha_net.transfer.io.partial_file import MAX_SUSPENDED, MIN_RESUMABLE
+from hypha_net.transfer.io.partial_file import MIN_RESUMABLE
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
-from hypha_proto.transfer import PSEUDO_GRADIENT, GoOn, PullRequest, PushAnswer, PushHeader, Refusal
+from hypha_proto.protocols import PUSH
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Case = Callable[[Endpoint, Endpoint], Awaitable[None]]
 Kind = Literal["file", "memory"]
 KINDS: tuple[Kind, ...] = ("file", "memory")
-WITH_MEMORY: tuple[tuple[Kind, Kind], ...] = (("memory", "memory"), ("memory", "file"), ("file", "memory"))
+SOURCES_AND_TARGETS: dict[str, tuple[tuple[Kind, Kind], ...]] = {
+    "push": (("memory", "file"), ("file", "file")),
+    "pull": (("memory", "memory"), ("memory", "file"), ("file", "memory")),
+}
+"""A push is received into a file, a pull into either."""
 
 SIZE = 8 << 20
 CUT_AT = 3 << 20
@@ -85,7 +87,6 @@ class Mover:
     giver: Endpoint
     taker: Endpoint
     folder: Path
-    old: bool = False
     max_bytes: int = LIMIT
     digest: str | None = None
     """Digest announced by the sender instead of the real one."""
@@ -99,51 +100,42 @@ class Mover:
         if source == "file":
             given = self.folder.with_name("given")
             given.write_bytes(data)
-        return await (self._push if self.how == "push" else self._pull)(data, given, target)
+        if self.how == "push":
+            return await self._push(data, given)
+        await self._pull(given, target)
+        return None
 
     @property
     def serving(self) -> Endpoint:
         """The node that serves."""
         return self.taker if self.how == "push" else self.giver
 
-    async def _push(self, data: bytes, given: Path | bytes, target: Kind) -> int:
+    async def _push(self, data: bytes, given: Path | bytes) -> int:
         done = anyio.Event()
 
-        async def in_file(size: int, digest: str) -> None:
-            await in_memory(bytearray((self.folder / "landed").read_bytes()), digest)
-            assert self.landed[-1:] == [data[:size]]
-
-        async def in_memory(landed: bytearray, digest: str) -> None:
-            assert digest == digest_of(landed)
-            self.landed.append(bytes(landed))
+        async def arrived(size: int, digest: str) -> None:
+            landed = (self.folder / "landed").read_bytes()
+            assert (size, digest) == (len(landed), digest_of(landed))
+            self.landed.append(landed)
             done.set()
 
-        async def accept(
-            _peer: PeerId, header: PushHeader | None
-        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget | Refusal:
-            assert (header is None) == self.old
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget | Refusal:
             if self.refusal is not None:
                 return self.refusal
-            if target == "file":
-                return transfer.FilePushTarget(self.folder / "landed", self.max_bytes, in_file)
-            return transfer.MemoryPushTarget(self.max_bytes, in_memory)
+            return transfer.FilePushTarget(self.folder / "landed", self.max_bytes, arrived)
 
         transfer.serve_pushes(self.taker, accept)
-        if self.old:
-            self.taker.unhandle(PUSH_WITH_HEADER)
         header = msgspec.structs.replace(header_of(data), digest=self.digest or digest_of(data))
         sent = await transfer.push(self.giver, self.taker.peer_id, given, header)
         await done.wait()
         return sent
 
-    async def _pull(self, data: bytes, given: Path | bytes, target: Kind) -> None:
+    async def _pull(self, given: Path | bytes, target: Kind) -> None:
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             assert (request.dataset, request.index) == ("d", 2)
             return self.refusal or transfer.PullSource(given, self.digest)
 
         transfer.serve_pulls(self.giver, resolve)
-        if self.old:
-            self.giver.unhandle(PULL_WITH_HEADER)
         peer = self.giver.peer_id
         if target == "file":
             path = self.folder / "landed"
@@ -161,13 +153,12 @@ each_way = pytest.mark.parametrize("how", ["push", "pull"])
 
 
 @each_way
-@pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
 def test_content_is_transferred_between_files_and_memory(
-    opener: Opener, tmp_path: Path, how: Literal["push", "pull"], old: bool
+    opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
     async def case(a: Endpoint, b: Endpoint) -> None:
-        mover = Mover(how, a, b, tmp_path / "landing", old)
-        for source, target, size in product(KINDS, KINDS, (0, 1, 3_333_333)):
+        mover = Mover(how, a, b, tmp_path / "landing")
+        for (source, target), size in product((*SOURCES_AND_TARGETS[how], ("file", "file")), (0, 1, 3_333_333)):
             data = content(size)
             sent = await mover.move(data, source, target)
             assert mover.landed.pop() == data
@@ -184,7 +175,7 @@ def test_any_buffer_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
 
     async def main() -> None:
         network = MemoryNetwork()
-        with anyio.fail_after(30):
+        with anyio.fail_after(30), tempfile.TemporaryDirectory() as folder:
             async with network.endpoint("a") as a, network.endpoint("b") as b:
                 for length in lengths:
                     data = bytearray(content(8 * length, item))
@@ -192,8 +183,8 @@ def test_any_buffer_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
                         expected = bytes(given)
                         size, digest = await transfer.describe(given)  # type: ignore[arg-type]
                         assert (size, digest) == (len(expected), digest_of(expected))
-                        mover = Mover("push", a, b, Path(), digest=digest)
-                        assert await mover._push(expected, given, "memory") == size  # type: ignore[arg-type]
+                        mover = Mover("push", a, b, Path(folder), digest=digest)
+                        assert await mover._push(expected, given) == size  # type: ignore[arg-type]
                         assert mover.landed == [expected]
 
     anyio.run(main, backend="trio")
@@ -223,7 +214,7 @@ async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: byt
         await send_message(stream, answer)
         await stream.send_eof()
 
-    b.handle(PUSH_WITH_HEADER, take)
+    b.handle(PUSH, take)
     await transfer.push(a, b.peer_id, given, header_of(data))
     yield said
 
@@ -240,47 +231,6 @@ def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_pa
         assert of_file == of_buffer
         assert from_cbor(PushHeader, of_buffer[0]) == header_of(data)
         assert of_buffer[1] == data[3:]
-
-    run(opener, case)
-
-
-async def recorded_answers(a: Endpoint, b: Endpoint, data: bytes) -> bytes:
-    """Return what a receiver sends during a push."""
-    stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
-    await send_message(stream, to_cbor(PushHeader, header_of(data)))
-    answer = await receive_message(stream)
-    await stream.send_all(data)
-    await stream.send_eof()
-    said = bytearray(answer)
-    while part := await stream.receive_some():
-        said += part
-    await stream.aclose()
-    return bytes(said)
-
-
-def test_memory_and_file_targets_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
-    async def arrived(_content: object, _digest: str) -> None:
-        pass
-
-    landings: dict[str, transfer.FilePushTarget | transfer.MemoryPushTarget] = {
-        "file": transfer.FilePushTarget(tmp_path / "landed", 2000, arrived),
-        "memory": transfer.MemoryPushTarget(2000, arrived),
-    }
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
-        said: dict[str, list[bytes]] = {}
-        for name, landing in landings.items():
-
-            async def accept(
-                _peer: PeerId,
-                _header: PushHeader | None,
-                landing: transfer.FilePushTarget | transfer.MemoryPushTarget = landing,
-            ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
-                return landing
-
-            transfer.serve_pushes(b, accept)
-            said[name] = [await recorded_answers(a, b, content(size)) for size in (0, 1, 2000)]
-        assert said["file"] == said["memory"]
 
     run(opener, case)
 
@@ -326,7 +276,7 @@ def test_interrupted_transfer_resumes_for_files_and_memory(
         transfer.limit_bandwidth(
             b, transfer.BandwidthLimits(download=20 << 20)
         )  # slow enough to be interrupted half way
-        for seed, (source, target) in enumerate(WITH_MEMORY):
+        for seed, (source, target) in enumerate(SOURCES_AND_TARGETS[how]):
             mover, offsets, data = Mover(how, a, b, tmp_path / "landing"), list[int](), content(SIZE, seed)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(offsets_into, offsets, mover.serving)
@@ -353,7 +303,7 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
             tasks.start_soon(offsets_into, offsets, b)
             await mover.move(b"", "memory", "memory")
             with b.events.follow(Transferred) as events:
-                stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
+                stream = await a.open_stream(b.peer_id, [PUSH])
                 await send_message(stream, to_cbor(PushHeader, header_of(data)))
                 await receive_message(stream)
                 await stream.send_all(data[:CUT_AT])  # and no more, although the connection stays open
@@ -367,9 +317,8 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
 
 
 @pytest.mark.parametrize("differing", ["name", "lease"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_equal_content_under_different_names_or_of_different_tasks_is_independent(
-    opener: Opener, tmp_path: Path, kind: Kind, differing: Literal["name", "lease"]
+    opener: Opener, tmp_path: Path, differing: Literal["name", "lease"]
 ) -> None:
     data = content(2 << 20)
     headers = [
@@ -382,17 +331,11 @@ def test_equal_content_under_different_names_or_of_different_tasks_is_independen
     async def case(a: Endpoint, b: Endpoint) -> None:
         landed: list[PushHeader] = []
 
-        async def accept(
-            _peer: PeerId, header: PushHeader | None
-        ) -> transfer.FilePushTarget | transfer.MemoryPushTarget:
-            assert header is not None
-
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
             async def arrived(_content: object, _digest: str) -> None:
                 landed.append(header)
 
-            if kind == "file":
-                return transfer.FilePushTarget(tmp_path / f"{headers.index(header)}", LIMIT, arrived)
-            return transfer.MemoryPushTarget(LIMIT, arrived)
+            return transfer.FilePushTarget(tmp_path / f"{headers.index(header)}", LIMIT, arrived)
 
         transfer.serve_pushes(b, accept)
         sent = list[int]()
@@ -430,7 +373,9 @@ def test_received_content_is_intact_on_an_unreliable_link(
                 mover = Mover(how, a, b, folder / "landing")
                 await mover.move(data, source, target)
         assert set(mover.landed) == {data}  # more than once if the receipt was lost
-        assert [path.name for path in (folder / "landing").iterdir()] == (["landed"] if target == "file" else [])
+        assert [path.name for path in (folder / "landing").iterdir()] == (
+            ["landed"] if how == "push" or target == "file" else []
+        )
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(retry, "PAUSES", (0.001,) * 200)
@@ -441,7 +386,6 @@ def test_received_content_is_intact_on_an_unreliable_link(
 def test_cancelled_transfer_ends_immediately_at_both_ends(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
-    """A receiver of pushes keeps what it got for a while; closing its endpoint does not wait for that."""
     data = content(SIZE)
 
     async def case(a: Endpoint, b: Endpoint) -> None:
@@ -462,7 +406,6 @@ def test_cancelled_transfer_ends_immediately_at_both_ends(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-        patch.setattr(partial_buffer, "SUSPENDED_TTL", 3600.0)
         run(opener, case)
 
 
@@ -481,7 +424,7 @@ def test_wrong_oversized_or_refused_content_is_not_published(
     }
 
     async def case(a: Endpoint, b: Endpoint) -> None:
-        for (source, target), (match, lie) in product(WITH_MEMORY, lies.items()):
+        for (source, target), (match, lie) in product(SOURCES_AND_TARGETS[how], lies.items()):
             mover = Mover(how, a, b, tmp_path / "landing", **lie)
             with pytest.raises(transfer.TransferError, match=match):
                 await mover.move(content(3 << 20), source, target)
@@ -489,21 +432,6 @@ def test_wrong_oversized_or_refused_content_is_not_published(
 
     run(opener, case)
     assert list((tmp_path / "landing").iterdir()) == []
-
-
-@each_way
-def test_size_limit_applies_to_the_older_protocol(tmp_path: Path, how: Literal["push", "pull"], opener: Opener) -> None:
-    async def case(a: Endpoint, b: Endpoint) -> None:
-        mover = Mover(how, a, b, tmp_path / "landing", old=True, max_bytes=(3 << 20) - 1)
-        with b.events.follow(Transferred) as events:
-            with anyio.move_on_after(10), pytest.raises(transfer.TransferError):  # a push without header may not notice
-                await mover.move(content(3 << 20), "memory", "memory")
-            while (event := await of_transfer(events)).state != "failed":
-                pass
-        assert "more than the limit" in event.reason
-        assert mover.landed == []
-
-    run(opener, case)
 
 
 def test_pull_of_another_digest_fails(opener: Opener) -> None:
@@ -514,9 +442,6 @@ def test_pull_of_another_digest_fails(opener: Opener) -> None:
         transfer.serve_pulls(b, resolve)
         wanted = digest_of(b"those")
         with pytest.raises(transfer.TransferError, match="is wanted"):
-            await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
-        b.unhandle(PULL_WITH_HEADER)
-        with pytest.raises(transfer.TransferError, match=f"where {wanted} was announced"):
             await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
 
     run(opener, case)
@@ -565,76 +490,5 @@ def test_both_ends_emit_progress_events(
                         told.append(await of_transfer(events))
                     assert {(e.peer, e.direction, e.name, e.size) for e in told} == {(*expected, name, SIZE)}
                     assert (told[0].state, {e.state for e in told[1:-1]}, told[-1].done) == ("begun", {"moving"}, SIZE)
-
-    run(opener, case)
-
-
-# ------------------------------------------------------------------------------------------------- incomplete buffers
-
-
-PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(3)]
-Step = tuple[int, int, int, float]
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 1200), st.floats(0, 20)), max_size=40))
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_suspended_buffers_are_limited_in_bytes_number_and_time(steps: list[Step]) -> None:
-    async def main() -> None:
-        waiting = partial_buffer.SuspendedBuffers()
-        async with anyio.create_task_group() as tasks:
-            for peer, number, size, pause in steps:
-                digest = f"blake3:{number:064x}"
-                came = partial_buffer.PartialBuffer(1 << 20, digest, bytearray(size))
-                waiting.keep(PEERS[peer], came)
-                assert waiting.bytes <= 1000
-                assert waiting.number <= MAX_SUSPENDED
-                tasks.start_soon(waiting.expire)
-                await anyio.sleep(pause)
-                taken = waiting.take(PEERS[peer], digest)
-                assert (taken is came) == (size <= 1000)  # the last one is kept if it fits at all
-                if taken is not None and size % 2:
-                    waiting.keep(PEERS[peer], taken)
-            await anyio.sleep(partial_buffer.SUSPENDED_TTL + 0.1)
-            assert waiting.number == waiting.bytes == 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_buffer, "MAX_SUSPENDED_BYTES", 1000)
-        anyio.run(main, backend="trio", backend_options={"clock": MockClock(autojump_threshold=0)})
-
-
-@pytest.mark.parametrize("kept", [3600.0, 0.2])
-def test_incomplete_push_is_kept_for_a_limited_time(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float
-) -> None:
-    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-    monkeypatch.setattr(partial_buffer, "SUSPENDED_TTL", kept)
-    data, expire = content(4 << 20), partial_buffer.SuspendedBuffers.expire
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
-        suspended, expired = anyio.Event(), anyio.Event()
-
-        async def report(buffers: partial_buffer.SuspendedBuffers) -> None:
-            if buffers.number:
-                suspended.set()
-                await expire(buffers)
-                expired.set()
-
-        monkeypatch.setattr(partial_buffer.SuspendedBuffers, "expire", report)
-        mover = Mover("push", a, b, tmp_path / "landing")
-        await mover.move(b"", "memory", "memory")
-        with b.events.follow(Transferred) as events:
-            stream = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
-            await send_message(stream, to_cbor(PushHeader, header_of(data, "other")))
-            await receive_message(stream)
-            await stream.send_all(data[: 3 << 20])
-            await until_moved(events, 3 << 20)
-        await stream.reset()
-        await (suspended if kept > 1 else expired).wait()
-        again = await a.open_stream(b.peer_id, [PUSH_WITH_HEADER])
-        await send_message(again, to_cbor(PushHeader, header_of(data, "other")))
-        answer = from_cbor(PushAnswer, await receive_message(again))
-        assert isinstance(answer, GoOn)
-        await again.reset()
-        assert answer.offset >= MIN_RESUMABLE if kept > 1 else answer.offset == 0
 
     run(opener, case)

@@ -19,7 +19,7 @@ from hypha_net.errors import (
 )
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER, PUSH_WITH_HEADER
+from hypha_proto.protocols import PULL
 from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 
@@ -28,29 +28,26 @@ def _header(path: Path, size: int, digest: str) -> PushHeader:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 3_333_333])
-@pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
-def test_a_push_is_received_complete(tmp_path: Path, size: int, old: bool) -> None:
+def test_a_push_is_received_complete(tmp_path: Path, size: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
 
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         arrived = anyio.Event()
-        headers: list[PushHeader | None] = []
+        headers: list[PushHeader] = []
 
         async def on_complete(_size: int, _digest: str) -> None:
             arrived.set()
 
-        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget:
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
             headers.append(header)
             return transfer.FilePushTarget(target, 1 << 24, on_complete)
 
         transfer.serve_pushes(b, accept)
-        if old:
-            b.unhandle(PUSH_WITH_HEADER)
         header = _header(source, *await transfer.describe(source))
         assert await transfer.push(a, b.peer_id, source, header) == size
         await arrived.wait()
-        assert headers == [None if old else header]
+        assert headers == [header]
 
     run_with_pair(case)
     assert target.read_bytes() == source.read_bytes()
@@ -64,11 +61,13 @@ def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
     source.write_bytes(content)
 
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async def on_complete(data: bytearray, _digest: str) -> None:
-            received.append(bytes(data))
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
+            target = tmp_path / header.name
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryPushTarget:
-            return transfer.MemoryPushTarget(1 << 24, on_complete)
+            async def on_complete(_size: int, _digest: str) -> None:
+                received.append(target.read_bytes())
+
+            return transfer.FilePushTarget(target, 1 << 24, on_complete)
 
         transfer.serve_pushes(b, accept)
         with source.open("rb", buffering=0) as file:
@@ -97,7 +96,7 @@ def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: i
         async def on_complete(_size: int, _digest: str) -> None:
             raise OSError(number, "cannot be stored", str(tmp_path))
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget:
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
             return transfer.FilePushTarget(tmp_path / "target", 1 << 20, on_complete)
 
         transfer.serve_pushes(b, accept)
@@ -119,7 +118,7 @@ def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
         async def on_complete(_size: int, _digest: str) -> None:
             raise AssertionError("a corrupt file must not arrive")
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget | Refusal:
             return answer[0]
 
         transfer.serve_pushes(b, accept)
@@ -137,8 +136,7 @@ def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["header", "old wire"])
-def test_a_pull_receives_the_file(tmp_path: Path, old: bool) -> None:
+def test_a_pull_receives_the_file(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"slice" * 500_000)
 
@@ -147,8 +145,6 @@ def test_a_pull_receives_the_file(tmp_path: Path, old: bool) -> None:
             return transfer.PullSource(source) if request.index == 2 else Refusal(reason=f"no slice {request.index}")
 
         transfer.serve_pulls(b, resolve)
-        if old:
-            b.unhandle(PULL_WITH_HEADER)
         _, digest = await transfer.describe(source)
         pulled = await transfer.pull(a, b.peer_id, PullRequest(dataset="d", index=2), target, digest=digest)
         assert (pulled.size, pulled.digest) == (2_500_000, digest)

@@ -23,7 +23,7 @@ from hypha_proto.codec import from_cbor, from_json, to_cbor
 from hypha_proto.datasets import DATA, DataRequest, Manifest, SliceAssigned
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import SAY_GOODBYE, Goodbye
-from hypha_proto.protocols import PUSH_WITH_HEADER
+from hypha_proto.protocols import PUSH
 from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import TASK_RESULT, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt
 from hypha_scheduler.audit import audit
@@ -262,7 +262,7 @@ def test_a_part_does_not_interrupt_another_of_the_same_attempt(tmp_path: Path, m
             assert first is not None
             assert second is not None
             content = part_of(first, ROWS[first])
-            stream = await executor.worker.endpoint.open_stream(network.lab.peer, [PUSH_WITH_HEADER])
+            stream = await executor.worker.endpoint.open_stream(network.lab.peer, [PUSH])
             header, _ = await executor.describe(definition, first, content)
             await send_message(stream, to_cbor(PushHeader, header))
             assert isinstance(from_cbor(PushAnswer, await receive_message(stream)), GoOn)

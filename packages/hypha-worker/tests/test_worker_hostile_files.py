@@ -189,11 +189,14 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
         async def accept_push(sender: Any, header: PushHeader | None) -> Any:
             return queue.accept(sender, header)
 
-        async def accept_sent(_sender: Any, _header: PushHeader | None) -> transfer.MemoryPushTarget:
-            async def on_complete(content: bytearray, _digest: str) -> None:
-                job.received.append(bytes(content))
+        async def accept_sent(_sender: Any, header: PushHeader) -> transfer.FilePushTarget:
+            target = folder / f"{uuid.uuid4()}"
 
-            return transfer.MemoryPushTarget(1 << 20, on_complete)
+            async def on_complete(_size: int, _digest: str) -> None:
+                job.received.append(target.read_bytes())
+                target.unlink()
+
+            return transfer.FilePushTarget(target, 1 << 20, on_complete)
 
         async def serve(_sender: Any, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource(served)

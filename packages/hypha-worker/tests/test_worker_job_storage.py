@@ -19,7 +19,6 @@ from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.progress import Continue, ProgressRequest, ProgressResponse
-from hypha_proto.protocols import PULL_WITH_HEADER, PUSH_WITH_HEADER
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import job_storage
 from hypha_worker.connectors.peer_files import PeerFiles
@@ -108,9 +107,7 @@ def test_concurrent_announcements_never_exceed_the_limit(tmp_path: Path) -> None
     assert len(granted) == 11
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["announced", "without a length"])
-def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path, older: bool) -> None:
-    """A peer of the older protocol states no length: its file grows until the storage is used up."""
+def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path) -> None:
     source, work = tmp_path / "slice", tmp_path / "work"
     work.mkdir()
     source.write_bytes(b"x" * (3 << 20))
@@ -122,8 +119,6 @@ def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_p
         network = MemoryNetwork()
         async with network.endpoint("worker") as worker, network.endpoint("data") as data:
             transfer.serve_pulls(data, resolve)
-            if older:
-                data.unhandle(PULL_WITH_HEADER)
             files = PeerFiles(worker, JobStorage(work, 8 << 20))
             for index in range(2):
                 await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
@@ -146,19 +141,15 @@ async def push(lab: Any, sender: Any, spec: Any, number: int, size: int, kind: s
     await transfer.push(sender, lab.peer, path, header)
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["announced", "without a length"])
-def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab, older: bool) -> None:
+def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lab.write_script("time.sleep(60)")
         spec = lab.train_spec()
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
         await lab.scheduler.dispatch(lab.peer, lease, spec)
-        if older:
-            lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
         for number in range(1, 4):
             await push(lab, lab.server, spec, number, 300_000, OUTER_UPDATE)
-        told = "reset the stream" if older else r"300000 bytes .* of 1000000 bytes are used"
-        with pytest.raises(TransferError, match=told):
+        with pytest.raises(TransferError, match=r"300000 bytes .* of 1000000 bytes are used"):
             await push(lab, lab.server, spec, 4, 300_000, OUTER_UPDATE)
         stored = sum(path.stat().st_blocks * 512 for path in (lab.folder / "work").rglob("*") if path.is_file())
         assert 900_000 < stored < 1_100_000

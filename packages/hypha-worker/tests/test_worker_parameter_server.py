@@ -18,7 +18,6 @@ from hypha_net.errors import TransferError
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.job_spec import JobSpec
 from hypha_proto.progress import Continue, Done, OuterStepTaken, ProgressError
-from hypha_proto.protocols import PUSH_WITH_HEADER
 from hypha_proto.round_membership import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
@@ -260,24 +259,6 @@ def test_invalid_updates_are_refused_and_reported_to_the_scheduler(in_lab: InLab
             assert (await lab.scheduler.ended()).outcome == "finished"
 
     in_lab(case)
-
-
-def test_older_schedulers_announce_no_members_and_older_workers_no_header(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        lab.worker.endpoint.unhandle(PUSH_WITH_HEADER)
-        async with running(lab, push_receiver, members=None) as group:
-            for number in (1, 2):
-                for who in range(3):
-                    await group.push(who, number, group.write(float(who)))
-                for who in range(3):
-                    await group.result(who, number)
-            first, second = (await group.result(0, 1))[1], (await group.result(0, 2))[1]
-            assert first == pytest.approx(0.7 * 1.9)
-            assert second == pytest.approx(0.7 * (1.0 + 0.9 * 1.9))
-            await lab.scheduler.until(lambda: lab.scheduler.statuses == ["Running", "Finished"])
-
-    in_lab(case, old=True)
 
 
 def test_members_of_an_unknown_job_are_refused(in_lab: InLab, push_receiver: Any) -> None:

@@ -425,7 +425,7 @@ def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
 ) -> None:
     async def case(lab: Lab) -> None:
         asked: list[DataRequest] = []
-        pushed: list[PushHeader | None] = []
+        pushed: list[PushHeader] = []
 
         async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned:
             asked.append(request)
@@ -434,11 +434,11 @@ def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource((2).to_bytes(8, "little") + b"{}")  # a safetensors file without tensors
 
-        async def accept(_peer: PeerId, header: PushHeader | None) -> transfer.MemoryPushTarget:
-            async def on_complete(_content: bytearray, _digest: str) -> None:
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
+            async def on_complete(_size: int, _digest: str) -> None:
                 pushed.append(header)
 
-            return transfer.MemoryPushTarget(1 << 20, on_complete)
+            return transfer.FilePushTarget(tmp_path / f"{header.lease}", 1 << 20, on_complete)
 
         rpc.serve(lab.scheduler, DATA, assign)
         transfer.serve_pulls(lab.peers[0], resolve)
@@ -451,8 +451,8 @@ def test_slices_pushes_and_gauges_name_the_lease_of_their_task(
                     tasks.start_soon(send_update, backend)
             leases = {backend.lease for backend in both}
         assert {request.lease for request in asked} == leases
-        assert {(header.lease, header.kind) for header in pushed if header} == {(x, PSEUDO_GRADIENT) for x in leases}
-        assert {header.scheduler for header in pushed if header} == {lab.scheduler.peer_id}
+        assert {(header.lease, header.kind) for header in pushed} == {(x, PSEUDO_GRADIENT) for x in leases}
+        assert {header.scheduler for header in pushed} == {lab.scheduler.peer_id}
         gauges = [about for name, _, about in recorded.values if name == "hypha.worker.prefetch.depth"]
         assert {about["hypha.lease.id"] for about in gauges} == {str(lease) for lease in leases}
 
@@ -465,13 +465,13 @@ def test_an_update_to_the_scheduler_is_sent_when_the_scheduler_has_it(
     async def case(lab: Lab) -> None:
         arrived, stored, sent = anyio.Event(), anyio.Event(), anyio.Event()
 
-        async def accept(_peer: PeerId, _header: PushHeader | None) -> transfer.MemoryPushTarget:
-            async def on_complete(content: bytearray, _digest: str) -> None:
-                assert content == b"update"
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
+            async def on_complete(_size: int, _digest: str) -> None:
+                assert (tmp_path / "received").read_bytes() == b"update"
                 arrived.set()
                 await stored.wait()
 
-            return transfer.MemoryPushTarget(1 << 20, on_complete)
+            return transfer.FilePushTarget(tmp_path / "received", 1 << 20, on_complete)
 
         transfer.serve_pushes(lab.scheduler, accept)
         with open_backend(lab, tmp_path / "a") as backend:

@@ -2,7 +2,7 @@
 //!
 //! It is told what to do by one JSON object a line on its standard input, and tells what happens as one JSON object a
 //! line on its standard output. Its only argument is a JSON object: `identity` (prefix of its files), `listen`
-//! (addresses), and optionally `slices`, `relay`, `idle`, `ping`, `dcutr`, `kad_server`.
+//! (addresses), and optionally `relay`, `idle`, `ping`, `dcutr`, `kad_server`.
 
 mod messages;
 mod peer;

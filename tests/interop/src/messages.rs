@@ -1,4 +1,4 @@
-//! The few messages that are asked and answered here, as serde makes them, and so as a Rust node's codec does.
+//! The few messages that are asked and answered here, as serde makes them.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,12 +8,6 @@ pub struct HealthRequest {}
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HealthResponse {
     pub healthy: bool,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Time {
-    pub secs_since_epoch: u64,
-    pub nanos_since_epoch: u32,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -38,7 +32,7 @@ pub enum Renewal {
     Renewed {
         #[serde(with = "serde_bytes")]
         id: Vec<u8>,
-        timeout: Time,
+        timeout_ms: u64,
     },
     Failed,
 }
@@ -52,11 +46,4 @@ pub enum Slice {
     },
     NotFound,
     Error(String),
-}
-
-/// What a puller sends behind its length.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct PullHeader {
-    pub dataset: String,
-    pub index: u64,
 }

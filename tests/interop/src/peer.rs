@@ -6,7 +6,6 @@ use std::{
     future::Future,
     io,
     num::NonZeroUsize,
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -22,7 +21,7 @@ use serde_json::{json, Value};
 use tokio::sync::mpsc;
 
 use crate::{
-    messages::{ApiRequest, ApiResponse, HealthRequest, HealthResponse, PullHeader, Renewal, Slice},
+    messages::{ApiRequest, ApiResponse, HealthRequest, HealthResponse, Renewal, Slice},
     security, streams, tell,
 };
 
@@ -36,9 +35,6 @@ pub struct Settings {
     identity: String,
     #[serde(default)]
     listen: Vec<Multiaddr>,
-    /// Folder of what is served to pulls, `<dataset>/<index>`.
-    #[serde(default)]
-    slices: PathBuf,
     /// Whether to be a relay, with the crate's own limits.
     #[serde(default)]
     relay: bool,
@@ -123,7 +119,7 @@ pub async fn run(settings: Settings, mut commands: mpsc::Receiver<Value>) -> Res
         swarm.listen_on(address.clone())?;
     }
     let mut control = swarm.behaviour().streams.new_control();
-    streams::serve(&mut control, settings.slices);
+    streams::serve(&mut control);
     tell(json!({"kind": "started", "peer": swarm.local_peer_id().to_string()}));
     let mut peer = Peer { swarm, control, queries: HashMap::new(), asked: HashMap::new(), asked_health: HashMap::new() };
     loop {
@@ -230,10 +226,6 @@ impl Peer {
             "many" => later(id, streams::many(control, peer?, number("count"), number("size"))),
             "hold" => later(id, streams::hold(control, peer?, command["seconds"].as_f64().unwrap_or(1.0))),
             "be_reset" => later(id, streams::be_reset(control, peer?)),
-            "pull" => {
-                let header = PullHeader { dataset: text("dataset").into(), index: number("index") };
-                later(id, streams::pull(control, peer?, header, command["half_close"].as_bool().unwrap_or(true)));
-            }
             other => return Err(format!("no such command: {other}").into()),
         }
         Ok(())

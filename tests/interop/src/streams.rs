@@ -1,6 +1,6 @@
 //! Streams of bytes: served here, and opened to others. Each gives what it saw as JSON.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{io, time::Duration};
 
 use futures::{future::try_join_all, AsyncReadExt, AsyncWriteExt, StreamExt};
 use libp2p::{PeerId, Stream, StreamProtocol};
@@ -8,13 +8,12 @@ use libp2p_stream::Control;
 use serde_json::{json, Value};
 use tokio::time::{sleep, timeout};
 
-use crate::{messages::PullHeader, tell};
+use crate::tell;
 
 pub const ECHO: StreamProtocol = StreamProtocol::new("/interop/echo/1");
 pub const SINK: StreamProtocol = StreamProtocol::new("/interop/sink/1");
 pub const SOURCE: StreamProtocol = StreamProtocol::new("/interop/source/1");
 pub const RESET: StreamProtocol = StreamProtocol::new("/interop/reset/1");
-pub const PULL: StreamProtocol = StreamProtocol::new("/hypha-tensor-stream/pull");
 const CHUNK: usize = 64 << 10;
 
 /// Bytes that show when some are lost or swapped.
@@ -22,16 +21,15 @@ pub fn pattern(offset: u64, size: usize) -> Vec<u8> {
     (offset..offset + size as u64).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
 }
 
-/// Serve all protocols; `slices` holds files named `<dataset>/<index>`.
-pub fn serve(control: &mut Control, slices: PathBuf) {
-    for protocol in [ECHO, SINK, SOURCE, RESET, PULL] {
+/// Serve all protocols.
+pub fn serve(control: &mut Control) {
+    for protocol in [ECHO, SINK, SOURCE, RESET] {
         let mut incoming = control.accept(protocol.clone()).expect("accepted once");
-        let slices = slices.clone();
         tokio::spawn(async move {
             while let Some((peer, stream)) = incoming.next().await {
-                let (protocol, slices) = (protocol.clone(), slices.clone());
+                let protocol = protocol.clone();
                 tokio::spawn(async move {
-                    let seen = answer(&protocol, stream, slices).await;
+                    let seen = answer(&protocol, stream).await;
                     tell(with_result(json!({"kind": "served", "peer": peer.to_string(), "protocol": protocol.to_string()}), seen));
                 });
             }
@@ -47,7 +45,7 @@ pub fn with_result(mut told: Value, result: io::Result<Value>) -> Value {
     told
 }
 
-async fn answer(protocol: &StreamProtocol, mut stream: Stream, slices: PathBuf) -> io::Result<Value> {
+async fn answer(protocol: &StreamProtocol, mut stream: Stream) -> io::Result<Value> {
     if *protocol == RESET {
         let mut byte = [0];
         stream.read_exact(&mut byte).await?;
@@ -66,24 +64,12 @@ async fn answer(protocol: &StreamProtocol, mut stream: Stream, slices: PathBuf) 
         stream.close().await?;
         return Ok(json!(seen));
     }
-    if *protocol == SOURCE {
-        let mut size = [0; 8];
-        stream.read_exact(&mut size).await?;
-        let size = u64::from_le_bytes(size);
-        fill(&mut stream, size).await?;
-        stream.close().await?;
-        return Ok(json!(size));
-    }
-    let mut length = [0; 8];
-    stream.read_exact(&mut length).await?;
-    let mut header = vec![0; u64::from_le_bytes(length).min(1 << 20) as usize];
-    stream.read_exact(&mut header).await?;
-    let header: PullHeader = serde_json::from_slice(&header)?;
-    let bytes = std::fs::read(slices.join(&header.dataset).join(header.index.to_string()))?;
-    stream.write_all(&bytes).await?;
-    stream.flush().await?;
-    drop(stream); // after the last byte and without closing, as Rust nodes do
-    Ok(json!(bytes.len()))
+    let mut size = [0; 8];
+    stream.read_exact(&mut size).await?;
+    let size = u64::from_le_bytes(size);
+    fill(&mut stream, size).await?;
+    stream.close().await?;
+    Ok(json!(size))
 }
 
 async fn fill(stream: &mut Stream, size: u64) -> io::Result<()> {
@@ -171,17 +157,4 @@ pub async fn be_reset(mut control: Control, peer: PeerId) -> io::Result<Value> {
     let mut rest = Vec::new();
     timeout(Duration::from_secs(10), stream.read_to_end(&mut rest)).await??;
     Ok(json!(rest.len()))
-}
-
-/// Pull a slice as the old wire does; `half_close` after the header or not.
-pub async fn pull(mut control: Control, peer: PeerId, header: PullHeader, half_close: bool) -> io::Result<Value> {
-    let mut stream = open(&mut control, peer, PULL).await?;
-    let header = serde_json::to_vec(&header)?;
-    stream.write_all(&(header.len() as u64).to_le_bytes()).await?;
-    stream.write_all(&header).await?;
-    stream.flush().await?;
-    if half_close {
-        stream.close().await?;
-    }
-    Ok(json!(check(&mut stream).await?))
 }

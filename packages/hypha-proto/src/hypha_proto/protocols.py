@@ -157,10 +157,8 @@ MEMBERSHIP: Final = "/hypha-membership/0.1.0"
 DIRECTORY: Final = "/hypha-directory/0.1.0"
 TASKS: Final = "/hypha-task/0.1.0"
 TASK_RESOURCES: Final = "/hypha-resource/0.1.0"
-PULL: Final = "/hypha-tensor-stream/pull"
-PULL_WITH_HEADER: Final = "/hypha-tensor-stream/pull/0.1.0"
-PUSH: Final = "/hypha-tensor-stream/push"
-PUSH_WITH_HEADER: Final = "/hypha-tensor-stream/push/0.1.0"
+PULL: Final = "/hypha-tensor-stream/pull/0.1.0"
+PUSH: Final = "/hypha-tensor-stream/push/0.1.0"
 IDENTIFY_VERSION: Final = "/hypha-identify/0.0.1"
 
 Role = Literal["gateway", "scheduler", "worker", "data"]
@@ -210,9 +208,7 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "ReadLog": _SCHEDULER,
     # files, by protocol id: workers pull slices and results, schedulers manifests and results; either pushes
     PULL: _TRAINING,
-    PULL_WITH_HEADER: _TRAINING,
     PUSH: _TRAINING,
-    PUSH_WITH_HEADER: _TRAINING,
     # DHT records, and circuits of the relay
     DATASET_RECORD: frozenset({"data"}),
     CIRCUIT_OFFER: frozenset({"gateway"}),

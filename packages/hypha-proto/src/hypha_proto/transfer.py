@@ -1,7 +1,6 @@
 """Headers of the file transfer protocols.
 
-A header is its length (u64, little endian) followed by CBOR of at most 1 MiB. The protocols with these headers end in
-``/0.1.0``; the older network's pull sends a JSON header, and its push none. `hypha_net.transfer` implements them.
+A header is its length (u64, little endian) followed by CBOR of at most 1 MiB. `hypha_net.transfer` implements them.
 """
 
 from __future__ import annotations
@@ -29,13 +28,6 @@ NO_ROOM: Final = "no room"
 """Begin of the reason for which a receiver refuses a file when its disk is full: the push may succeed later."""
 NO_JOB: Final = "no job here accepts a push"
 """Begin of the reason for which a receiver refuses a file of a job that does not run there, or not any more."""
-
-
-class PullHeader(Message, frozen=True):
-    """Header of a pull in the protocol of the older network (JSON)."""
-
-    dataset: str
-    index: U64
 
 
 class PullRequest(Message, frozen=True):
@@ -90,7 +82,7 @@ class PushHeader(Message, frozen=True):
     delivery: Annotated[uuid.UUID | None, OMIT] = None
     """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
     scheduler: Annotated[PeerId | None, OMIT] = None
-    """Scheduler of the job: ids of jobs are its own, and another one may have the same. Older peers do not state it."""
+    """Scheduler of the job: ids of jobs are its own, and another one may have the same."""
     term: Annotated[U32 | None, OMIT] = None
     """Term of the parameter server that sends an outer update, or that a pseudo-gradient is meant for."""
     contribution: Annotated[Contribution | None, OMIT] = None

@@ -1,8 +1,7 @@
 """Transfer of files and buffers between peers: push and pull with length and digest, in bounded memory, resumable.
 
-Content is visible only when it is complete. Between our own nodes a header announces name, length and digest, and a
-receipt ends a push. A peer that speaks only the older protocol (`hypha_proto.transfer`) sends neither: then the content
-is whatever comes before the clean end of the stream. Each end chooses by itself whether its side is a file or memory.
+Content is visible only when it is complete. A header announces name, length and digest, and a receipt ends a push
+(`hypha_proto.transfer`). A push is received into a file, a pull into a file or memory; either may send a buffer.
 Called by the data node, the job bridge, the parameter server and the scheduler; calls `Endpoint.open_stream`.
 
 Inside: `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols, and `framing` sends and
@@ -21,7 +20,7 @@ from hypha_net.transfer.pull_range import pull_range
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
 from hypha_net.transfer.push_server import serve_pushes
-from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget
+from hypha_net.transfer.push_target import FilePushTarget
 
 __all__ = [
     "IDLE_TIMEOUT",
@@ -30,7 +29,6 @@ __all__ = [
     "Buffer",
     "Content",
     "FilePushTarget",
-    "MemoryPushTarget",
     "PullResult",
     "PullSource",
     "StorageQuota",

@@ -84,12 +84,7 @@ def describe_request(request: PullRequest) -> str:
 
 async def send_message(stream: Stream, data: bytes) -> None:
     """Send a header behind its length."""
-    await stream.send_all(length_prefixed(data))
-
-
-def length_prefixed(data: bytes) -> bytes:
-    """Return a header behind its length, as it is sent."""
-    return len(data).to_bytes(8, "little") + data
+    await stream.send_all(len(data).to_bytes(8, "little") + data)
 
 
 async def receive_message(stream: Stream, timeout: float | None = None) -> bytes:

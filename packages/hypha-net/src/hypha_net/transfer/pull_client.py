@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import anyio
 
@@ -18,13 +17,10 @@ from hypha_net.errors import (
     StreamClosedError,
     StreamResetError,
     TransferError,
-    TransferRefusedError,
-    UnsupportedProtocolError,
 )
 from hypha_net.transfer.framing import (
     TransferInterruptedError,
     describe_request,
-    length_prefixed,
     receive_message,
     refusal_error,
     reset_on_error,
@@ -34,15 +30,12 @@ from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
 from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
-from hypha_proto.codec import from_cbor, to_cbor, to_json
+from hypha_net.transfer.retry import retry_with_deadline
+from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER
-from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
-
-IDENTIFY_TIMEOUT: Final = 5.0
-"""Seconds that a peer without the newer protocol has to say by identify whether it speaks the older one."""
+from hypha_proto.protocols import PULL
+from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +60,10 @@ async def pull(
     """Pull a file from `peer` to `target`, which appears only when it is complete.
 
     An interrupted pull is resumed a few times; what an earlier call left beside `target` is used too, if the peer still
-    has the same content. A peer of the older protocol is asked once, for the whole file, and again only where it
-    dropped the stream before sending a byte.
+    has the same content.
 
     Args:
-        digest: expected digest; from a peer of the older protocol nothing else verifies the content.
+        digest: expected digest; any if None.
         max_bytes: larger files are refused.
         timeout: seconds for the whole pull.
         quota: bounds what this and other transfers store together.
@@ -121,13 +113,12 @@ async def announced_content(
 
     Raises:
         UnreachableError: the peer cannot be reached.
-        UnsupportedProtocolError: it speaks only the older protocol, which announces neither.
         TransferRefusedError: the peer refuses, and says why.
         TransferError: the answer is malformed or does not come in time.
     """
     what = f"question for {describe_request(request)} of {peer}"
     with anyio.move_on_after(timeout):
-        stream = await endpoint.open_stream(peer, [PULL_WITH_HEADER])
+        stream = await endpoint.open_stream(peer, [PULL])
         try:
             await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
             answer = from_cbor(PullAnswer, await receive_message(stream, timeout))
@@ -157,7 +148,6 @@ class _Pull:
     restart: bool = False
     """Whether what was received cannot be resumed."""
     progress: Progress = field(init=False)
-    drops: DropAllowance = field(default_factory=DropAllowance)
 
     def __post_init__(self) -> None:
         self.announced_digest = self.expected_digest
@@ -169,44 +159,11 @@ class _Pull:
 
     async def attempt(self) -> PullResult:
         offset = 0 if self.restart else await self.sink.resumable_bytes(self.announced_digest)
-        try:
-            stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL_WITH_HEADER])
-        except UnsupportedProtocolError:
-            if not await self._speaks_older_protocol():
-                raise
-            return await self._pull_without_header()
+        stream = await self.endpoint.open_stream(self.peer, [PULL])
         async with reset_on_error(stream, self.what):
-            return await self._pull_with_header(stream, offset)
+            return await self._pull_from(stream, offset)
 
-    async def _speaks_older_protocol(self) -> bool:
-        """Return what identify says, and do not try it: a data node of the older protocol ends at an empty stream."""
-        with anyio.move_on_after(IDENTIFY_TIMEOUT):
-            while info := self.endpoint.connected_peers().get(self.peer):
-                if info.protocols:
-                    return PULL in info.protocols
-                await anyio.sleep(0.02)  # there is no event for it
-        return False
-
-    async def _pull_without_header(self) -> PullResult:
-        """Pull a slice by the older protocol.
-
-        Such a data node ends when a stream ends before a whole header, so the header is in one frame with the proposal
-        of the protocol. The end of this side is in it too: the peer drops the stream after the file's last byte, which
-        is a reset unless it has seen our FIN, and with a small file that reset would overtake a later FIN.
-        """
-        if self.request.name is not None:
-            raise TransferRefusedError(f"the peer serves slices only, and no {self.request.name}")
-        header = PullHeader(dataset=self.request.dataset, index=self.request.index)
-        proposal = length_prefixed(to_json(PullHeader, header))
-        stream = await self.drops.open_stream(self.endpoint, self.peer, [PULL], proposal)
-        try:
-            async with reset_on_error(stream, self.what):
-                return await self._receive(stream, None, self.expected_digest, 0)
-        except TransferInterruptedError as error:
-            cut = TransferError(str(error))  # such a peer would send all of it again
-            raise (cut if self.progress.total_moved else self.drops.error_for(error, cut)) from error
-
-    async def _pull_with_header(self, stream: Stream, offset: int) -> PullResult:
+    async def _pull_from(self, stream: Stream, offset: int) -> PullResult:
         request = instrumentation.with_trace(_with_offset(self.request, offset))
         await send_message(stream, to_cbor(PullRequest, request))
         await stream.send_eof()
@@ -230,7 +187,7 @@ class _Pull:
                 f"{self.what}: the peer's file has changed since {offset} bytes of it were received"
             )
 
-    async def _receive(self, stream: Stream, size: int | None, digest: str | None, offset: int) -> PullResult:
+    async def _receive(self, stream: Stream, size: int, digest: str, offset: int) -> PullResult:
         async with self.sink.open(size, digest) as content:
             if content.received != offset:
                 self.restart = content.received == 0

@@ -25,7 +25,7 @@ from hypha_net.transfer.progress import Progress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL_WITH_HEADER
+from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullAnswer, PullRequest, Refusal
 
 _BLOCK: Final = 1 << 20
@@ -53,7 +53,7 @@ async def pull_range(
         OSError: the file cannot be written.
     """
     what = f"pull of {describe_request(request)} from {peer}"
-    stream = await endpoint.open_stream(peer, [PULL_WITH_HEADER])
+    stream = await endpoint.open_stream(peer, [PULL])
     try:
         await send_message(stream, to_cbor(PullRequest, request))
         await stream.send_eof()

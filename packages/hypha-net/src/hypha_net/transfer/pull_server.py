@@ -11,7 +11,6 @@ from pathlib import Path
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import TransferRefusedError
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_net.transfer.framing import (
     MAX_CONCURRENT,
@@ -24,10 +23,10 @@ from hypha_net.transfer.framing import (
 )
 from hypha_net.transfer.io.sources import Buffer, make_source
 from hypha_net.transfer.progress import Progress
-from hypha_proto.codec import from_cbor, from_json, to_cbor
+from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PULL, PULL_WITH_HEADER
-from hypha_proto.transfer import PullAnswer, PullHeader, PullRequest, PullStart, Refusal
+from hypha_proto.protocols import PULL
+from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,9 @@ class PullSource:
 
 
 def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]) -> None:
-    """Serve files and buffers to peers, as `resolve(peer, request)` returns them, over both protocols."""
+    """Serve files and buffers to peers, as `resolve(peer, request)` returns them."""
 
-    async def with_header(stream: Stream) -> None:
+    async def serve(stream: Stream) -> None:
         async with reset_on_error(stream, f"pull by {stream.peer}"):
             request: PullRequest = from_cbor(PullRequest, await receive_message(stream))
             with instrumentation.serving("give file", request, {"hypha.peer.id": str(stream.peer)}):
@@ -58,29 +57,12 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
                 if isinstance(offered, Refusal):
                     await send_refusal(stream, PullAnswer, offered)
                     return
-                await _send_with_header(endpoint, stream, request, offered)
+                await _send(endpoint, stream, request, offered)
 
-    async def without_header(stream: Stream) -> None:
-        async with reset_on_error(stream, f"pull by {stream.peer}"):
-            header: PullHeader = from_json(PullHeader, await receive_message(stream))
-            request = PullRequest(dataset=header.dataset, index=header.index)
-            offered = await resolve(stream.peer, request)
-            if isinstance(offered, Refusal):
-                raise TransferRefusedError(offered.reason)
-            source = make_source(offered.source)
-            size = source.size()
-            progress = Progress(endpoint, stream.peer, describe_request(request), "sent")
-            with progress.report_outcome():
-                progress.begin(0, size)
-                await source.send(stream, 0, size, progress)
-                await offered.finish(stream)
-
-    limiter = PerPeerLimiter(MAX_CONCURRENT)
-    endpoint.handle(PULL_WITH_HEADER, limited(with_header, limiter))
-    endpoint.handle(PULL, limited(without_header, limiter))
+    endpoint.handle(PULL, limited(serve, PerPeerLimiter(MAX_CONCURRENT)))
 
 
-async def _send_with_header(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
+async def _send(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
     source = make_source(offered.source)
     size, digest = await source.describe() if offered.digest is None else (source.size(), offered.digest)
     if request.offset > size:

@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-import anyio
-
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import TransferError
 from hypha_net.transfer.framing import (
-    TransferInterruptedError,
     receive_message,
     refusal_error,
     reset_on_error,
@@ -22,16 +19,14 @@ from hypha_net.transfer.framing import (
 )
 from hypha_net.transfer.io.sources import Content, Source, make_source
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.retry import DropAllowance, retry_with_deadline
+from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import PushAnswer, PushHeader, PushReceipt, Refusal
 
 RECEIPT_TIMEOUT: Final = 600.0
 """Seconds for what the peer does with a file before it sends its receipt; a dead peer is noticed sooner."""
-END_TIMEOUT: Final = 5.0
-"""Seconds to wait for a peer of the older protocol to end the stream before the push is taken as received."""
 
 
 async def push(
@@ -41,8 +36,7 @@ async def push(
 
     Size and digest for the header come from `describe`. A buffer must not change meanwhile.
 
-    An interrupted push is resumed a few times, from the byte up to which the peer has it. A peer of the older protocol
-    gets neither header nor receipt, and the push is repeated only where it dropped the stream unread.
+    An interrupted push is resumed a few times, from the byte up to which the peer has it.
 
     Raises:
         UnreachableError: the peer cannot be reached.
@@ -61,7 +55,6 @@ class _Push:
     source: Source
     header: PushHeader
     progress: Progress = field(init=False)
-    drops: DropAllowance = field(default_factory=DropAllowance)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.endpoint, self.peer, self.header.name, "sent")
@@ -71,29 +64,12 @@ class _Push:
         return f"push of {self.header.name} to {self.peer}"
 
     async def attempt(self) -> int:
-        stream = await self.drops.open_stream(self.endpoint, self.peer, [PUSH_WITH_HEADER, PUSH])
-        if stream.protocol == PUSH:
-            return await self._push_without_header(stream)
+        stream = await self.endpoint.open_stream(self.peer, [PUSH])
         async with reset_on_error(stream, self.what):
-            await self._push_with_header(stream)
+            await self._push_over(stream)
         return self.progress.total_moved
 
-    async def _push_without_header(self, stream: Stream) -> int:
-        try:
-            async with reset_on_error(stream, self.what):
-                size = self.source.size()
-                self.progress.begin(0, size)
-                await self.source.send(stream, 0, size, self.progress)
-                await stream.send_eof()
-                with anyio.move_on_after(END_TIMEOUT):  # it drops the stream once it has the file, or at once
-                    await stream.receive_some()
-        except TransferInterruptedError as error:
-            lost = TransferError(str(error))  # the connection broke: whether the peer has the file is unknown
-            dropped = self.peer in self.endpoint.connected_peers()  # a stream reset: it has not read to the end
-            raise (self.drops.error_for(error, lost) if dropped else lost) from error
-        return self.progress.total_moved
-
-    async def _push_with_header(self, stream: Stream) -> None:
+    async def _push_over(self, stream: Stream) -> None:
         await send_message(stream, to_cbor(PushHeader, instrumentation.with_trace(self.header)))
         answer = from_cbor(PushAnswer, await receive_message(stream))
         if isinstance(answer, Refusal):

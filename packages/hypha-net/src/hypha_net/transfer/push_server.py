@@ -23,31 +23,29 @@ from hypha_net.transfer.framing import (
     send_message,
     send_refusal,
 )
-from hypha_net.transfer.io.partial_buffer import SuspendedBuffers
 from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.push_slots import PushSlots
-from hypha_net.transfer.push_target import FilePushTarget, MemoryPushTarget, PushSink, push_sink
+from hypha_net.transfer.push_target import FilePushTarget, open_target, slot_key
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import PUSH, PUSH_WITH_HEADER
+from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import NO_ROOM, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
 
-Accept = Callable[[PeerId, PushHeader | None], Awaitable[FilePushTarget | MemoryPushTarget | Refusal]]
+Accept = Callable[[PeerId, PushHeader], Awaitable[FilePushTarget | Refusal]]
 
 
 def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
-    """Receive what peers push, into the target that `accept(peer, header)` returns: a file or memory.
+    """Receive what peers push, into the target that `accept(peer, header)` returns.
 
-    `header` is None for a peer of the older protocol, of which only the peer id is known. A file is written beside its
-    target and renamed only when it is complete and its digest is correct. What an interrupted push has brought is kept
-    there, and the next push of the same content into the same folder resumes it; in memory it is kept for 30 seconds.
+    A file is written beside its target and renamed only when it is complete and its digest is correct. What an
+    interrupted push has brought is kept there, and the next push of the same content into the same folder resumes it.
     """
-    slots, suspended = PushSlots(), SuspendedBuffers()
+    slots = PushSlots()
 
-    async def with_header(stream: Stream) -> None:
+    async def serve(stream: Stream) -> None:
         async with reset_on_error(stream, f"push from {stream.peer}"):
             header: PushHeader = from_cbor(PushHeader, await receive_message(stream))
             about: dict[str, instrumentation.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
@@ -58,41 +56,19 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                 if isinstance(target, Refusal):
                     await send_refusal(stream, PushAnswer, target)
                     return
-                sink = push_sink(target, stream.peer, suspended)
-                async with slots.hold(sink.slot_key(header), header.name[:200]) as release:
-                    await _receive_push(endpoint, stream, sink, header, release)
+                async with slots.hold(slot_key(target, stream.peer, header), header.name[:200]) as release:
+                    await _receive_push(endpoint, stream, target, header, release)
 
-    async def without_header(stream: Stream) -> None:
-        async with reset_on_error(stream, f"push from {stream.peer}"):
-            target = await accept(stream.peer, None)
-            if isinstance(target, Refusal):
-                raise TransferRefusedError(target.reason)
-            sink = push_sink(target, stream.peer, suspended)
-            progress = Progress(endpoint, stream.peer, sink.name, "received")
-            with progress.report_outcome():
-                async with sink.open(None, None) as content:
-                    progress.begin(0, None)
-                    size, digest = await receive_and_verify(stream, content, sink.max_bytes, progress)
-                await sink.complete(size, digest)
-
-    limiter = PerPeerLimiter(MAX_CONCURRENT)
-    limited_handler = limited(with_header, limiter)
-
-    async def with_header_and_expiry(stream: Stream) -> None:
-        await limited_handler(stream)
-        await suspended.expire()  # outside the limiter: the peer may be back by now
-
-    endpoint.handle(PUSH_WITH_HEADER, with_header_and_expiry)
-    endpoint.handle(PUSH, limited(without_header, limiter))
+    endpoint.handle(PUSH, limited(serve, PerPeerLimiter(MAX_CONCURRENT)))
 
 
 async def _receive_push(
-    endpoint: Endpoint, stream: Stream, sink: PushSink, header: PushHeader, release: Callable[[], None]
+    endpoint: Endpoint, stream: Stream, target: FilePushTarget, header: PushHeader, release: Callable[[], None]
 ) -> None:
     progress = Progress(endpoint, stream.peer, header.name[:200], "received")
     try:
         with progress.report_outcome():
-            size = await _receive_content(stream, sink, header, progress, release)
+            size = await _receive_content(stream, target, header, progress, release)
     except (StreamResetError, TransferInterruptedError):
         raise
     except (TransferError, OSError) as error:
@@ -114,12 +90,12 @@ def _refusal_reason(error: TransferError | OSError) -> str:
 
 
 async def _receive_content(
-    stream: Stream, sink: PushSink, header: PushHeader, progress: Progress, release: Callable[[], None]
+    stream: Stream, target: FilePushTarget, header: PushHeader, progress: Progress, release: Callable[[], None]
 ) -> int:
-    async with sink.open(header.size, header.digest) as content:
+    async with open_target(target, header) as content:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=content.received)))
         progress.begin(content.received, header.size)
-        size, digest = await receive_and_verify(stream, content, sink.max_bytes, progress)
+        size, digest = await receive_and_verify(stream, content, target.max_bytes, progress)
     release()
-    await sink.complete(size, digest)
+    await target.on_complete(size, digest)
     return size

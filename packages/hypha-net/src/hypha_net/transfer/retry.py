@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 import anyio
 
 from hypha_net import backoff
 from hypha_net.backoff import jittered
-from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import NetError, StreamDroppedError, TransferError, UnreachableError
+from hypha_net.errors import NetError, TransferError, UnreachableError
 from hypha_net.transfer.framing import TransferInterruptedError
 from hypha_net.transfer.progress import Progress
-from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.transfer")
 
@@ -22,30 +20,6 @@ T = TypeVar("T")
 
 PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt; jitter is added."""
-MAX_DROPPED_STREAMS: Final = 2
-"""Streams of one transfer that a peer of the older protocol may drop unread: rust-libp2p drops a stream that arrives
-before it has accepted the previous one."""
-
-
-class DropAllowance:
-    """How many more streams of one transfer may be dropped unread."""
-
-    def __init__(self) -> None:
-        self._left = MAX_DROPPED_STREAMS
-
-    def error_for(self, error: NetError, otherwise: NetError) -> NetError:
-        """Return what to raise for a stream dropped unread: an error that is retried, or `otherwise` after too many."""
-        self._left -= 1
-        return TransferInterruptedError(str(error)) if self._left >= 0 else otherwise
-
-    async def open_stream(
-        self, endpoint: Endpoint, peer: PeerId, protocols: Sequence[str], request: bytes | None = None
-    ) -> Stream:
-        """Call `Endpoint.open_stream`; a stream dropped during protocol negotiation counts too."""
-        try:
-            return await endpoint.open_stream(peer, protocols, request=request)
-        except StreamDroppedError as error:
-            raise self.error_for(error, error) from error
 
 
 async def retry_with_deadline(attempt: Callable[[], Awaitable[T]], what: str, progress: Progress, timeout: float) -> T:

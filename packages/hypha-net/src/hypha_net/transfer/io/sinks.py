@@ -71,19 +71,10 @@ class MemorySink:
         """See `Sink.resumable_bytes`."""
         return self._suspended.received if self._suspended is not None and self._suspended.digest == digest else 0
 
-    def resume_from(self, partial: PartialBuffer | None) -> None:
-        """Let the next `open` resume an incomplete buffer, if it is of the same content."""
-        self._suspended = partial
-
-    def take_suspended(self) -> PartialBuffer | None:
-        """Remove and return the incomplete buffer that an interrupted transfer left."""
-        suspended, self._suspended = self._suspended, None
-        return suspended
-
     @asynccontextmanager
     async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
         """See `Sink.open`."""
-        suspended = self.take_suspended()
+        suspended, self._suspended = self._suspended, None
         partial = suspended if suspended and suspended.is_start_of(size, digest) else PartialBuffer(size, digest)
         try:
             yield partial
