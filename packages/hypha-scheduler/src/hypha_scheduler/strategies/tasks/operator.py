@@ -48,8 +48,6 @@ MAX_LOSSES: Final = 10
 """Attempts at an instance that may end with their lease; also the times that an output may be lost."""
 MAX_FAILURES_OF_WORKER: Final = 3
 """Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
-MAX_FALSE_REPORTS: Final = 3
-"""False reports of a worker that a result cannot be had, after which it is not believed, and excluded for a while."""
 ATTEMPTS_PER_RUN: Final = 1 << 16
 """Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 BACKSTOP: Final = 30.0
@@ -123,8 +121,6 @@ class TasksOperator(base.Operator):
     """What the last attempt has made, also when it is released."""
     _losses: Counter[Key] = field(default_factory=Counter)
     """How often an output was lost."""
-    _false_reports: Counter[PeerId] = field(default_factory=Counter)
-    """Reports of workers that an output cannot be had which the scheduler then could fetch."""
     _copies_missing: int = 0
     """Outputs that are kept and not yet here."""
     _deadlines: list[tuple[float, int, str, object]] = field(default_factory=list)
@@ -459,8 +455,7 @@ class TasksOperator(base.Operator):
         for key in list(self.instances.keys(result)):
             if (stored := self.ledger.get(key)) is not None:
                 self._doubt(run, key, stored, reason)
-        if self._false_reports[run.task.lease.peer]:
-            self._blame_worker(run, reason, now)
+        self._blame_worker(run, reason, now)
         self._pause(instance, instance.lacks, now)
 
     def _pause(self, instance: Instance, count: int, now: float) -> None:
@@ -592,7 +587,7 @@ class TasksOperator(base.Operator):
         elif not isinstance(outcome, Exception):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
-            self._refute(key, stored, now)
+            stored.reporters.clear()
             self._take_copy(key, path)
         elif not stored.is_suspect and not is_check and self._may_fetch_again(stored, outcome):
             self._set_deadline(now + RETRY, "fetch", key)
@@ -653,31 +648,15 @@ class TasksOperator(base.Operator):
                 self._doubt(run, key, stored, f"{failure.peer}: {failure.reason}")
 
     def _doubt(self, run: Run, key: Key, stored: Stored, reason: str) -> None:
-        """Handle that a worker cannot get an output: two workers are believed, of one the scheduler checks it.
+        """Handle that a worker cannot get an output: it is lost if another one cannot, or the scheduler.
 
-        What the scheduler fetches for that serves as a copy.
+        The way between the two may be at fault, and not the holder. What the scheduler fetches serves as a copy.
         """
-        reporter = run.task.lease.peer
-        if self._false_reports[reporter] >= MAX_FALSE_REPORTS:
-            self._stop_for_good(run, f"it has reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had")
-            return
-        stored.reporters.add(reporter)
+        stored.reporters.add(run.task.lease.peer)
         if stored.is_suspect or stored.copy is not None or len(stored.reporters) > 1:
             self._lose_holder(key, reason)
         else:
             self.collection.add(key, first=True)
-
-    def _refute(self, key: Key, stored: Stored, now: float) -> None:
-        """Count the reports that an output cannot be had which was fetched now."""
-        role = self.instances.by_name[key[0]].task.role.name
-        for reporter in stored.reporters:
-            self._false_reports[reporter] += 1
-            fields = {"worker": str(reporter), "task": key[0], "output": key[1]}
-            self._records.append(EmitEvent("false_report", {**fields, "count": self._false_reports[reporter]}))
-            if self._false_reports[reporter] == MAX_FALSE_REPORTS:
-                why = f"reported {MAX_FALSE_REPORTS} times falsely that a result cannot be had"
-                self._tell_excluded(self.exclusions.exclude(role, reporter, why, now))
-        stored.reporters.clear()
 
     def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
