@@ -1,7 +1,7 @@
 """Strict encoding and decoding of messages: CBOR (RFC 8949) between nodes, JSON between a worker and its executor.
 
 Decoding is stricter than the libraries used: trailing bytes, duplicate keys, tags, deep nesting, wrong types and
-numbers out of range raise a `DecodeError` that names the field. Encoding matches Rust nodes byte for byte.
+numbers out of range raise a `DecodeError` that names the field. Floats without a fixed width are sent as doubles.
 Called by `protocols` and by the HTTP bridge; calls `wire_schema`, which knows how each type is represented.
 """
 
@@ -10,16 +10,13 @@ from __future__ import annotations
 import io
 import json
 import struct
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import cbor2
 import msgspec
 
 from hypha_proto.errors import DecodeError
 from hypha_proto.wire_schema import CBOR, JSON, Single, compile_shape
-
-Floats = Literal["double", "shortest"]
-"""Encoding of floats without a fixed width: requests use double, gossip the shortest width that keeps the value."""
 
 MAX_DEPTH: Final = 32
 """Maximum nesting depth of a CBOR message."""
@@ -35,19 +32,18 @@ _STRINGS: Final = (2, 3)
 """CBOR major types whose head gives the number of payload bytes that follow."""
 
 
-def to_cbor(kind: Any, value: object, floats: Floats = "double") -> bytes:
+def to_cbor(kind: Any, value: object) -> bytes:
     """Encode `value` as CBOR.
 
     Args:
         kind: annotated type of `value`.
         value: the message.
-        floats: encoding of floats without a fixed width.
 
     Raises:
         EncodeError: `value` is not of type `kind`.
     """
     plain = compile_shape(kind).dump(value, "", CBOR)
-    return cbor2.dumps(plain, encoders={Single: _single, float: _shortest if floats == "shortest" else _double})
+    return cbor2.dumps(plain, encoders={Single: _single, float: _double})
 
 
 def from_cbor(kind: Any, data: bytes, limit: int | None = None) -> Any:
@@ -220,15 +216,3 @@ def _single(encoder: cbor2.CBOREncoder, value: Single) -> None:
 
 def _double(encoder: cbor2.CBOREncoder, value: float) -> None:
     encoder.write(struct.pack(">Bd", 0xFB, value))
-
-
-def _shortest(encoder: cbor2.CBOREncoder, value: float) -> None:
-    for lead, form in ((0xF9, ">Be"), (0xFA, ">Bf")):
-        try:
-            packed = struct.pack(form, lead, value)
-        except OverflowError:
-            continue
-        if struct.unpack(form, packed)[1] == value:
-            encoder.write(packed)
-            return
-    _double(encoder, value)

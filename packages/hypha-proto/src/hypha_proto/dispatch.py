@@ -1,4 +1,4 @@
-"""Job dispatch: starting a job on a leased worker, and its status; also the older network's parameter messages."""
+"""Job dispatch: starting a job on a leased worker, and its status."""
 
 from __future__ import annotations
 
@@ -76,21 +76,6 @@ class StatusReceived(Message, frozen=True):
     """Acknowledgement of `JobStatus`."""
 
 
-class ParameterPull(Message, frozen=True):
-    """Request for a parameter by key; only in the protocol of the older network."""
-
-    job_id: uuid.UUID
-    key: str
-    version: U64 | None = None
-
-
-class PullSuccess(Message, frozen=True, tag="Success"):
-    """Version of the requested parameter, and the stream that carries it."""
-
-    version: U64
-    data_stream_id: uuid.UUID
-
-
 class NotFound(Unit, frozen=True, tag="NotFound"):
     """The requested item does not exist."""
 
@@ -101,30 +86,7 @@ class WireError(Newtype, frozen=True, tag="Error"):
     message: str
 
 
-class ParameterPush(Message, frozen=True, kw_only=True):
-    """Announcement of a parameter; only in the protocol of the older network."""
-
-    job_id: uuid.UUID
-    key: str
-    version: U64 | None = None
-    data_stream_id: uuid.UUID
-    data_size: U64
-    """Size in bytes."""
-
-
-class PushSuccess(Message, frozen=True, tag="Success"):
-    """The parameter was stored as `version`."""
-
-    version: U64
-
-
 DISPATCH_JOB: Final = RpcMethod[DispatchJob, DispatchResult](
     API, DispatchJob, Annotated[DispatchResult, EXTERNAL], "DispatchJob"
 )
 JOB_STATUS: Final = RpcMethod[JobStatus, StatusReceived](API, JobStatus, StatusReceived, "JobStatus")
-PARAMETER_PULL: Final = RpcMethod[ParameterPull, PullSuccess | NotFound | WireError](
-    API, ParameterPull, Annotated[PullSuccess | NotFound | WireError, EXTERNAL], "ParameterPull"
-)
-PARAMETER_PUSH: Final = RpcMethod[ParameterPush, PushSuccess | WireError](
-    API, ParameterPush, Annotated[PushSuccess | WireError, EXTERNAL], "ParameterPush"
-)

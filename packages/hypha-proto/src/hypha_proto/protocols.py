@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
-from hypha_proto.codec import Floats, from_cbor, parse_cbor, to_cbor
+from hypha_proto.codec import from_cbor, parse_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.wire_schema import CBOR, compile_shape
 
@@ -122,8 +122,6 @@ class Topic(Generic[Req]):
     """Annotated type of the messages."""
     max_bytes: int = 64 << 10
     """Limit of an encoded message."""
-    floats: Floats = "shortest"
-    """Encoding of floats without a fixed width."""
 
     def encode(self, message: Req) -> bytes:
         """Encode a message.
@@ -131,7 +129,7 @@ class Topic(Generic[Req]):
         Raises:
             EncodeError: `message` is not of the topic's type.
         """
-        return to_cbor(self.message, message, self.floats)
+        return to_cbor(self.message, message)
 
     def decode(self, data: bytes) -> Req:
         """Decode a message.
@@ -185,8 +183,6 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "JobEnd": _WORKER,
     "DispatchJob": _SCHEDULER,
     "JobStatus": _WORKER,
-    "ParameterPull": _TRAINING,
-    "ParameterPush": _TRAINING,
     "Data": _WORKER,
     "RoundMembers": _SCHEDULER,
     "UpdateRefused": _WORKER,
