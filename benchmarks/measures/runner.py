@@ -230,13 +230,12 @@ class FakeWorker:
 
     async def _bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
         offer = WorkerOffer(
-            id=self._lease, request_id=request.id, price=1.0, resources=Resources(cpu=2, memory=2), timeout=NOW,
-            timeout_ms=2000,
+            id=self._lease, request_id=request.id, price=1.0, resources=Resources(cpu=2, memory=2), timeout_ms=2000,
         )  # fmt: skip
         await rpc.call(self.endpoint, scheduler, OFFER, offer, timeout=TIMEOUT)
 
     async def _renew(self, _peer: PeerId, request: RenewLease) -> Renewed:
-        return Renewed(id=request.id, timeout=NOW, timeout_ms=3_600_000)
+        return Renewed(id=request.id, timeout_ms=3_600_000)
 
     async def _dispatch(self, _peer: PeerId, request: DispatchJob) -> Dispatched:
         return Dispatched(id=request.id, timeout=NOW)

@@ -30,7 +30,7 @@ from hypha_proto.offers import (
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 
 BURST: Final = 100
 """Requests that fill a worker's batch window."""
@@ -54,7 +54,6 @@ def _offer(request: WorkerRequest, life: float, scale: float = 1000.0) -> Worker
         request_id=request.id,
         price=0.0,
         resources=more,
-        timeout=Timestamp.of(0),
         timeout_ms=int(life * 1000),
     )
 
@@ -184,7 +183,7 @@ class RequestFlood:
 def make_request(resources: Resources, executor: ExecutorDescriptor = _TRAIN) -> WorkerRequest:
     """Make a request with a new id and a bid of 1."""
     spec = WorkerSpec(resources=resources, executor=(executor,))
-    return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=1.0, timeout_ms=5000)
+    return WorkerRequest(id=uuid.uuid4(), spec=spec, bid=1.0, timeout_ms=5000)
 
 
 async def publish_request(endpoint: Endpoint, request: WorkerRequest, bid: float) -> None:

@@ -25,7 +25,7 @@ from hypha_proto.offers import (
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
@@ -242,7 +242,6 @@ class WorkerNode:
             request_id=lease.request_id,
             price=lease.price,
             resources=lease.allocation.resources,
-            timeout=Timestamp.of(0),
             timeout_ms=int(life * 1000),
         )
 
@@ -369,7 +368,7 @@ class SchedulerNode:
         for role_request in search.auction.role_requests:
             if missing[role_request.role]:
                 request = WorkerRequest(
-                    id=self.world.make_id(), spec=role_request.spec, timeout=Timestamp.of(0), bid=role_request.bid,
+                    id=self.world.make_id(), spec=role_request.spec, bid=role_request.bid,
                     timeout_ms=5000,
                 )  # fmt: skip
                 search.auction.register_request(request.id, role_request.role)

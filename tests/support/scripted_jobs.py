@@ -371,9 +371,7 @@ class ScriptedWorker:
         lease = uuid.uuid4()
         self._offered[lease] = scheduler
         resources = Resources(cpu=1)
-        offer = WorkerOffer(
-            id=lease, request_id=request.id, price=100.0, resources=resources, timeout=NOW, timeout_ms=500
-        )
+        offer = WorkerOffer(id=lease, request_id=request.id, price=100.0, resources=resources, timeout_ms=500)
         await rpc.call(self.endpoint, scheduler, OFFER, offer)
 
     async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
@@ -385,7 +383,7 @@ class ScriptedWorker:
             return RenewalFailed()
         self.leases[request.id] = peer
         self._note()
-        return Renewed(id=request.id, timeout=NOW, timeout_ms=10_000)
+        return Renewed(id=request.id, timeout_ms=10_000)
 
     async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
         self.dispatched.append(request)

@@ -9,12 +9,12 @@ from support.memory_pair import run_with_pair
 from hypha_net import pubsub
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.offers import WORKER_REQUESTS, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 
 
 def test_typed_gossip_drops_undecodable_messages() -> None:
     spec = WorkerSpec(resources=Resources(cpu=1.0), executor=())
-    sent = WorkerRequest(id=uuid.UUID(int=5), spec=spec, timeout=Timestamp.of(1.5), bid=2.0)
+    sent = WorkerRequest(id=uuid.UUID(int=5), spec=spec, timeout_ms=5000, bid=2.0)
 
     async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async with pubsub.subscribe(b, WORKER_REQUESTS) as messages:

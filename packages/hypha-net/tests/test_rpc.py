@@ -21,7 +21,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
 from hypha_proto.offers import OFFER
 from hypha_proto.protocols import API, HEALTH
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 
 
 async def _healthy(_peer: PeerId, _request: HealthRequest) -> Health:
@@ -59,7 +59,7 @@ def _offer() -> object:
     from hypha_proto.offers import WorkerOffer
 
     one = uuid.UUID(int=1)
-    return WorkerOffer(id=one, request_id=one, price=1.0, resources=Resources(), timeout=Timestamp.of(0))
+    return WorkerOffer(id=one, request_id=one, price=1.0, resources=Resources(), timeout_ms=500)
 
 
 def test_a_failing_handler_is_an_error_for_the_client() -> None:

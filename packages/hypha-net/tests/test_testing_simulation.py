@@ -21,7 +21,7 @@ from hypha_proto.datasets import DatasetRecord
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 
 HOUR = 3600.0
 ROUGH = Faults(delay=0.02, jitter=0.2, gossip_loss=0.02, break_rate=0.001, refuse_rate=0.01)
@@ -107,7 +107,7 @@ class World:
                     request_id=request.id,
                     price=1.0,
                     resources=Resources(cpu=1.0),
-                    timeout=Timestamp.of(0),
+                    timeout_ms=500,
                 )
                 try:
                     await rpc.call(node, source, OFFER, offer)
@@ -125,9 +125,7 @@ class World:
         rpc.serve(node, OFFER, take)
         while True:
             spec = WorkerSpec(resources=Resources(cpu=1.0), executor=[])
-            request = WorkerRequest(
-                id=uuid.UUID(int=chance.getrandbits(128)), spec=spec, timeout=Timestamp.of(0), bid=1.0
-            )
+            request = WorkerRequest(id=uuid.UUID(int=chance.getrandbits(128)), spec=spec, timeout_ms=5000, bid=1.0)
             await pubsub.publish(node, WORKER_REQUESTS, request)
             self.note("published", node.peer_id, request.id)
             found = await dataset_directory.find_dataset(node, f"set-{chance.randrange(3)}")

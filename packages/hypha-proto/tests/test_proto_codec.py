@@ -148,9 +148,6 @@ def test_malformed_cbor_is_rejected(data: bytes, message: str) -> None:
         from_cbor(Health, data)
 
 
-TIME = {"secs_since_epoch": 0, "nanos_since_epoch": 0}
-
-
 def test_errors_name_the_field() -> None:
     spec = {"resources": {"gpu": 0.0, "cpu": -1.0, "storage": 0.0, "memory": 0.0}, "executor": []}
     with pytest.raises(DecodeError, match=r"^spec\.resources\.cpu: expected a finite number >= 0, got -1\.0$"):
@@ -162,8 +159,8 @@ def test_errors_name_the_field() -> None:
 
 
 RESOURCES = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}
-REQUEST = {"id": b"\0" * 16, "spec": {"resources": RESOURCES, "executor": []}, "timeout": TIME, "bid": 1e9}
-OFFERED = {"id": b"\0" * 16, "request_id": b"\0" * 16, "resources": RESOURCES, "timeout": TIME, "price": 1e9}
+REQUEST = {"id": b"\0" * 16, "spec": {"resources": RESOURCES, "executor": []}, "timeout_ms": 5000, "bid": 1e9}
+OFFERED = {"id": b"\0" * 16, "request_id": b"\0" * 16, "resources": RESOURCES, "timeout_ms": 5000, "price": 1e9}
 
 
 @pytest.mark.parametrize(("kind", "plain", "field"), [(WorkerRequest, REQUEST, "bid"), (WorkerOffer, OFFERED, "price")])
@@ -223,10 +220,10 @@ def test_values_of_wrong_type_are_not_encoded() -> None:
     request = WorkerRequest(
         id=uuid.UUID(int=1),
         spec=WorkerSpec(resources=Resources(), executor=()),
-        timeout=3,  # type: ignore[arg-type]
+        timeout_ms="soon",  # type: ignore[arg-type]
         bid=1.0,
     )
-    with pytest.raises(EncodeError, match="timeout: expected Timestamp"):
+    with pytest.raises(EncodeError, match="timeout_ms: expected an integer"):
         to_cbor(WorkerRequest, request)
 
 
@@ -338,3 +335,21 @@ def test_any_body_is_a_span_report_or_a_decode_error(body: bytes) -> None:
 @given(JSON_VALUES)
 def test_plain_json_is_parsed_as_it_was_written(value: object) -> None:
     assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (
+            "0024080112208a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c",
+            "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
+        ),
+        (
+            "0024080112208139770ea87d175f56a35466c34c7ecccb8d8a91b4ee37a25df60f5b8fc9b394",
+            "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq",
+        ),
+    ],
+)
+def test_the_text_of_a_peer_id_is_that_of_libp2p(raw: str, text: str) -> None:
+    assert str(PeerId(bytes.fromhex(raw))) == text
+    assert PeerId.parse(text).raw == bytes.fromhex(raw)

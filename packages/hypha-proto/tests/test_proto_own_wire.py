@@ -1,4 +1,4 @@
-"""Golden bytes of Hypha's protocol extensions: a difference here is a change of the wire format.
+"""Golden bytes of Hypha's messages: a difference here is a change of the wire format.
 
 `python test_proto_own_wire.py` (with this folder as working directory) prints a new file after a deliberate change.
 """
@@ -41,10 +41,24 @@ from hypha_proto.datasets import (
     SliceEntry,
     UnusableSlice,
 )
-from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, Finished, JobStatus
+from hypha_proto.dispatch import (
+    DISPATCH_JOB,
+    JOB_STATUS,
+    Dispatched,
+    DispatchFailed,
+    DispatchJob,
+    Failed,
+    Finished,
+    JobStatus,
+    NotFound,
+    Running,
+    StatusReceived,
+    Unknown,
+    WireError,
+)
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import DecodeError, InvalidIdError
-from hypha_proto.health import HEALTH_CHECK, Health
+from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_proto.job_membership import (
@@ -92,11 +106,35 @@ from hypha_proto.leases import (
     Reasons,
     Rejection,
     ReleaseLease,
+    RenewalFailed,
     Renewed,
+    RenewLease,
     WhyNot,
 )
-from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, OuterStepTaken, ProgressError, ProgressRequest, TrainedBatch
+from hypha_proto.offers import (
+    OFFER,
+    WORKER_REQUESTS,
+    OfferReceived,
+    TrainExecutor,
+    WorkerOffer,
+    WorkerRequest,
+    WorkerSpec,
+)
+from hypha_proto.progress import (
+    REPORT,
+    Acknowledged,
+    BatchDone,
+    Continue,
+    Done,
+    OuterStepTaken,
+    ProgressError,
+    ProgressRequest,
+    RoundMetrics,
+    ScheduleUpdate,
+    SendingUpdate,
+    TrainedBatch,
+    UpdateMerged,
+)
 from hypha_proto.protocols import TASKS
 from hypha_proto.resources import Resources, Timestamp
 from hypha_proto.round_membership import (
@@ -178,7 +216,10 @@ OTHER = PeerId.from_public_key(bytes(range(32, 64)))
 TIME = Timestamp(secs_since_epoch=1_760_000_000, nanos_since_epoch=123_456_789)
 DIGEST = "blake3:" + "ab" * 32
 SPEC = WorkerSpec(resources=Resources(cpu=2.0, memory=8.0), executor=(TrainExecutor(name="diloco-transformer"),))
-REQUEST = WorkerRequest(id=ID[2], spec=SPEC, timeout=TIME, bid=110.0, timeout_ms=5000)
+REQUEST = WorkerRequest(id=ID[2], spec=SPEC, bid=110.0, timeout_ms=5000)
+OFFERED = WorkerOffer(
+    id=ID[1], request_id=ID[2], price=150.25, resources=Resources(gpu=24.0, storage=500.1), timeout_ms=500
+)
 NO_PEERS = PeersReference(peers=(), strategy=All())
 JOB = JobSpec(
     job_id=ID[7],
@@ -383,6 +424,15 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (LIST_DATASETS, ListDatasets()),
     (LIST_DATASETS, ListDatasets(after="größer", limit=100)),
+    (OFFER, OFFERED),
+    (RENEW_LEASE, RenewLease(id=ID[1])),
+    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=TRAIN)),
+    *((JOB_STATUS, JobStatus(task_id=ID[3], status=status)) for status in (Running(), Failed(), Unknown())),
+    (DATA, DataRequest(dataset="mnist")),
+    (HEALTH_CHECK, HealthRequest()),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=RoundMetrics(round=2, metrics={"loss": 0.25}))),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=SendingUpdate())),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=UpdateMerged())),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -399,7 +449,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
-    (RENEW_LEASE, Renewed(id=ID[1], timeout=TIME, timeout_ms=10_000)),
+    (RENEW_LEASE, Renewed(id=ID[1], timeout_ms=10_000)),
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
@@ -459,6 +509,17 @@ RESPONSES: list[tuple[Any, Any]] = [
             next="größer",
         ),
     ),
+    (OFFER, OfferReceived()),
+    (RENEW_LEASE, RenewalFailed()),
+    (JOB_STATUS, StatusReceived()),
+    (DISPATCH_JOB, Dispatched(id=ID[1], timeout=TIME)),
+    (DISPATCH_JOB, DispatchFailed()),
+    (DATA, NotFound()),
+    (DATA, WireError(message="unknown dataset")),
+    (REPORT, Acknowledged()),
+    (REPORT, Continue()),
+    (REPORT, ScheduleUpdate(counter=5)),
+    (REPORT, Done()),
 ]
 PUSH = PushHeader(
     job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
@@ -629,6 +690,7 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("task_executor", TrainExecutor, task_executor("inference/llm")),
 ]
 RECORD = b'{"num_slices":4,"seq":7,"manifest":"%s"}' % DIGEST.encode()
+SPECS = [TRAIN, JOB]
 HEARTBEAT = [
     ("heartbeat_key", heartbeat_key(PEER, b"digits")),
     ("signed_bytes", signed_bytes(PEER, b"digits", RECORD)),
@@ -655,6 +717,13 @@ def lines() -> list[dict[str, Any]]:
             plain = to_plain(method.request if kind == "request" else method.response, value)
             name = method.variant or type(value).__name__
             made.append({"protocol": method.protocol, "kind": kind, "name": name, "hex": data.hex(), "json": plain})
+    data, plain = WORKER_REQUESTS.encode(REQUEST), to_plain(WORKER_REQUESTS.message, REQUEST)
+    made.append(
+        {"protocol": WORKER_REQUESTS.name, "kind": "gossip", "name": "request", "hex": data.hex(), "json": plain}
+    )
+    for spec in SPECS:
+        data, plain = to_json(JobSpec, spec), to_plain(JobSpec, spec)
+        made.append({"protocol": "JOB_JSON", "kind": "argument", "name": "spec", "hex": data.hex(), "json": plain})
     for name, annotated, value in HEADERS:
         data, plain = to_cbor(annotated, value), to_plain(annotated, value)
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
@@ -684,7 +753,7 @@ def golden() -> list[dict[str, Any]]:
 
 
 ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(TASK_FRAMES) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
-ALL += len(CONTENT_RECORDS)
+ALL += len(CONTENT_RECORDS) + len(SPECS) + 1  # one message by gossip
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -698,6 +767,11 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_request(bytes.fromhex(line["hex"])) == value
     for (method, value), line in zip(RESPONSES, stored[len(REQUESTS) :], strict=False):
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
+    [gossip] = [line for line in stored if line["kind"] == "gossip"]
+    assert WORKER_REQUESTS.decode(bytes.fromhex(gossip["hex"])) == REQUEST
+    arguments = [line for line in stored if line["kind"] == "argument"]
+    for spec, line in zip(SPECS, arguments, strict=True):
+        assert from_json(JobSpec, bytes.fromhex(line["hex"])) == spec
     frames = [line for line in stored if line["kind"] == "frame"]
     for (_, annotated, value), line in zip(TASK_FRAMES, frames, strict=True):
         assert from_cbor(annotated, bytes.fromhex(line["hex"])) == value

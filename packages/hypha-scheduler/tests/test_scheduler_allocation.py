@@ -104,7 +104,7 @@ class Worker:
 
     async def send(self, scheduler: PeerId, request: uuid.UUID, lease: uuid.UUID, timeout_ms: int) -> None:
         offer = WorkerOffer(
-            id=lease, request_id=request, price=self.price, resources=self.amounts, timeout=NOW, timeout_ms=timeout_ms
+            id=lease, request_id=request, price=self.price, resources=self.amounts, timeout_ms=timeout_ms
         )
         with suppress(NetError):  # the test may have cut the link
             await rpc.call(self.endpoint, scheduler, OFFER, offer)
@@ -115,7 +115,7 @@ class Worker:
         if not granted:
             return RenewalFailed()
         self.expires = anyio.current_time() + RENEWED
-        return Renewed(id=request.id, timeout=NOW, timeout_ms=int(RENEWED * 1000))
+        return Renewed(id=request.id, timeout_ms=int(RENEWED * 1000))
 
     async def release(self, _peer: PeerId, request: ReleaseLease) -> LeaseReleased:
         known = request.id == self.lease
@@ -374,7 +374,7 @@ def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
                 for number in range(4200):
                     offer = WorkerOffer(
                         id=uuid.UUID(int=number), request_id=request, price=110.0, resources=Resources(cpu=1),
-                        timeout=NOW, timeout_ms=60_000,
+                        timeout_ms=60_000,
                     )  # fmt: skip
                     allocator.add_offer(cheat.endpoint.peer_id, offer)
 

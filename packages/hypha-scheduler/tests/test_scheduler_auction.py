@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerOffer, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import (
     DECISION_WINDOW,
     AcceptedOffer,
@@ -52,14 +52,13 @@ def offer(
     price: float = 100,
     request: uuid.UUID = TRAIN,
     cpu: float = 1.0,
-    timeout_ms: int | None = None,
+    timeout_ms: int = 500,
 ) -> WorkerOffer:
     return WorkerOffer(
         id=uuid.UUID(int=1000 + number),
         request_id=request,
         price=price,
         resources=Resources(cpu=cpu),
-        timeout=Timestamp.of(0),
         timeout_ms=timeout_ms,
     )
 
@@ -81,17 +80,17 @@ class AuctionMachine(RuleBasedStateMachine):
         price=st.floats(0, 200),
         cpu=st.floats(0, 4),
         request=st.sampled_from([TRAIN, AGGREGATE, uuid.UUID(int=99)]),
-        timeout_ms=st.none() | st.integers(0, 60_000),
+        timeout_ms=st.integers(0, 60_000),
         round_trip=st.floats(0, 1),
         repeats_id=st.booleans(),
     )
     def offered(
-        self, peer: PeerId, price: float, cpu: float, request: uuid.UUID, timeout_ms: int | None, round_trip: float,
+        self, peer: PeerId, price: float, cpu: float, request: uuid.UUID, timeout_ms: int, round_trip: float,
         repeats_id: bool,
     ) -> None:  # fmt: skip
         self.offers += not repeats_id
         made = offer(self.offers, price, request, cpu, timeout_ms)
-        life = 0.5 if timeout_ms is None else min(timeout_ms / 1000, 2.0)
+        life = min(timeout_ms / 1000, 2.0)
         if self.auction.add_offer(peer, made, self.now, round_trip):
             assert price <= 120
             assert request == AGGREGATE or (request == TRAIN and cpu >= 1 - 1e-9)
@@ -230,10 +229,10 @@ def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window()
 
 @pytest.mark.parametrize(
     ("timeout_ms", "round_trip", "seconds"),
-    [(None, 0.0, 0.25), (None, 0.3, 0.175), (1100, 0.3, 0.25), (700, 0.5, 0.175), (60_000, 1.9, 0.075)],
+    [(500, 0.0, 0.25), (500, 0.3, 0.175), (1100, 0.3, 0.25), (700, 0.5, 0.175), (60_000, 1.9, 0.075)],
 )
 def test_an_offer_is_decided_while_its_renewal_can_still_arrive(
-    timeout_ms: int | None, round_trip: float, seconds: float
+    timeout_ms: int, round_trip: float, seconds: float
 ) -> None:
     made = auction(train=1)
     assert made.add_offer(PEERS[0], offer(0, timeout_ms=timeout_ms), 1.0, round_trip)

@@ -210,7 +210,6 @@ class Worker:
             request_id=request.id,
             price=self.price,
             resources=Resources(cpu=2, memory=2),
-            timeout=NOW,
             timeout_ms=500,
         )
         await rpc.call(self.endpoint, scheduler, OFFER, offer)
@@ -219,7 +218,7 @@ class Worker:
         self.renewals_left -= 1
         if self.leases.get(request.id) != peer or self.renewals_left < 0:
             return RenewalFailed()
-        return Renewed(id=request.id, timeout=NOW, timeout_ms=10_000 if self.renewals_left > 100 else 400)
+        return Renewed(id=request.id, timeout_ms=10_000 if self.renewals_left > 100 else 400)
 
     async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
         if self.leases.get(request.id) != peer:

@@ -15,7 +15,6 @@ from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork, simulate
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, Renewed, RenewLease
-from hypha_proto.resources import Timestamp
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
 
@@ -113,7 +112,7 @@ def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: 
             async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
                 if anyio.current_time() < back:
                     await anyio.sleep_forever()
-                return Renewed(id=request.id, timeout=Timestamp.of(0), timeout_ms=10_000)
+                return Renewed(id=request.id, timeout_ms=10_000)
 
             def gone(_held: HeldLease, why: str) -> None:
                 lost.append(why)

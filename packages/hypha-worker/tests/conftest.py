@@ -77,7 +77,7 @@ from hypha_proto.offers import (
     WorkerSpec,
 )
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.tasks import task_executor
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
@@ -205,7 +205,7 @@ class Scheduler:
     def request(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> WorkerRequest:
         """Make a request for one worker."""
         spec = WorkerSpec(resources=Resources(**amounts), executor=(executor,))
-        return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
+        return WorkerRequest(id=uuid.uuid4(), spec=spec, bid=bid, timeout_ms=5000)
 
     async def hire(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> uuid.UUID:
         """Publish requests until an offer is accepted; return the lease. A late offer has expired."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import REJECTION_CODES, Rejection
 from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
@@ -24,11 +24,10 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
 MACHINE = Resources(cpu=8.0, memory=32.0, storage=100.0)
 
 
-def request(number: int = 0, bid: float = 100.0, timeout_ms: int | None = None, **amounts: float) -> WorkerRequest:
+def request(number: int = 0, bid: float = 100.0, timeout_ms: int = 5000, **amounts: float) -> WorkerRequest:
     return WorkerRequest(
         id=uuid.UUID(int=number),
         spec=WorkerSpec(resources=Resources(**amounts), executor=(TRAIN,)),
-        timeout=Timestamp.of(0),
         bid=bid,
         timeout_ms=timeout_ms,
     )
@@ -111,7 +110,7 @@ def test_every_rejection_reason_is_listed_in_words_and_as_a_code() -> None:
             resources=Resources(cpu=9.0, gpu=1.0, memory=20.0),
             executor=(TRAIN, AggregateExecutor(name="parameter-server")),
         ),
-        timeout=Timestamp.of(0),
+        timeout_ms=5000,
         bid=1.0,
     )
     worker = arbiter(quota=Quota(max_offers=2, max_jobs=1))
@@ -153,7 +152,7 @@ def test_a_busy_worker_does_not_say_how_much_others_hold() -> None:
 
 def test_a_request_for_thousands_of_executors_gets_a_short_answer() -> None:
     spec = WorkerSpec(resources=Resources(), executor=tuple(TrainExecutor(name=f"n{n}") for n in range(5000)))
-    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout=Timestamp.of(0), bid=100.0)
+    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout_ms=5000, bid=100.0)
     assert len(arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE))) == 8
 
 
@@ -251,7 +250,7 @@ def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() ->
     other = TrainExecutor(name="other")
     worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN, other}), sharded=frozenset({other})))
     spec = WorkerSpec(resources=Resources(gpu=40.0), executor=(TRAIN, other))
-    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout=Timestamp.of(0), bid=100.0)
+    made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout_ms=5000, bid=100.0)
     [reason] = worker.rejection_reasons(PEERS[0], made, TWO_CARDS)
     assert reason.rejection.code == "gpu"
 

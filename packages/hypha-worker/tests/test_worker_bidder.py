@@ -37,7 +37,7 @@ from hypha_proto.offers import (
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
 from hypha_worker.bidding.policy import OfferPolicy
@@ -72,7 +72,7 @@ class Scheduler:
 
     def request(self, bid: float, cpu: float) -> WorkerRequest:
         spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(TRAIN,))
-        return WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=bid, timeout_ms=5000)
+        return WorkerRequest(id=uuid.uuid4(), spec=spec, bid=bid, timeout_ms=5000)
 
     async def publish(self, bid: float = 100.0, cpu: float = 1.0) -> None:
         await pubsub.publish(self.endpoint, WORKER_REQUESTS, self.request(bid, cpu))
@@ -424,7 +424,7 @@ def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
         offer = await scheduler.get_offer(cpu=4.0)
         await scheduler.renew(site.peer, offer.id)
         spec = WorkerSpec(resources=Resources(cpu=2.0), executor=())
-        request = WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=100.0, timeout_ms=5000)
+        request = WorkerRequest(id=uuid.uuid4(), spec=spec, bid=100.0, timeout_ms=5000)
         await pubsub.publish(scheduler.endpoint, WORKER_REQUESTS, request)
         await anyio.sleep(0.3)
         await rpc.call(scheduler.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=offer.id))

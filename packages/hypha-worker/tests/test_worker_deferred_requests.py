@@ -6,7 +6,7 @@ import uuid
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import REQUEST_BATCH_SIZE, AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding.deferred_requests import DeferredRequests
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
@@ -16,7 +16,7 @@ SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(AggregateExecutor(na
 
 
 def received(number: int, received_at: float, spec: WorkerSpec = TRAIN, peer: int = 0) -> ReceivedRequest:
-    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout=Timestamp.of(0), bid=1.0, timeout_ms=5000)
+    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, bid=1.0, timeout_ms=5000)
     return ReceivedRequest(PEERS[peer], request, received_at)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding import evaluation, strategies
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.evaluation import evaluation_names, find_evaluation, register_evaluation
@@ -40,7 +40,7 @@ def received(
     number: int, peer: int = 0, bid: float = 100.0, cpu: float = 5.0, executor: str = "common"
 ) -> ReceivedRequest:
     spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(TrainExecutor(name=executor),))
-    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout=Timestamp.of(0), bid=bid)
+    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
     return ReceivedRequest(PEERS[peer], request, 0.0)
 
 

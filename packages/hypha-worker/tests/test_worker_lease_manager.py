@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
 from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
@@ -456,7 +456,7 @@ class LeaseMachine(RuleBasedStateMachine):
         batch = []
         for peer, cpu, gpu in wanted:
             spec = WorkerSpec(resources=Resources(cpu=cpu, gpu=gpu), executor=(TRAIN,))
-            request = WorkerRequest(id=self.next_id(), spec=spec, timeout=Timestamp.of(0), bid=100.0)
+            request = WorkerRequest(id=self.next_id(), spec=spec, timeout_ms=5000, bid=100.0)
             batch.append(ReceivedRequest(peer, request, self.now))
         manager = self.manager
         planned = self.arbiter.decide(batch, manager.free, self.now, manager.leased_requests, manager.usage)

@@ -16,7 +16,7 @@ from hypha_net import pubsub, rpc
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, TrainExecutor, WorkerRequest, WorkerSpec
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_worker.bidding.rejection import RejectionReason
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import KEPT_REQUESTS, LOG_INTERVAL, RequestHistory
@@ -29,7 +29,7 @@ PEER = PeerId.parse("12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp")
 
 def received(name: str = "script") -> ReceivedRequest:
     spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(TrainExecutor(name=name),))
-    request = WorkerRequest(id=uuid.uuid4(), spec=spec, timeout=Timestamp.of(0), bid=10.0, timeout_ms=1000)
+    request = WorkerRequest(id=uuid.uuid4(), spec=spec, bid=10.0, timeout_ms=1000)
     return ReceivedRequest(PEER, request, 0.0)
 
 

@@ -1,7 +1,6 @@
 """Leases: renewal and release, cancelling a job, reporting how it ended, and explaining why no offer was made.
 
-Renewals use ``/hypha-api`` of the older network; everything else uses the extensions ``/hypha-lease/0.1.0`` and
-``/hypha-goodbye/0.1.0``.
+Renewals use ``/hypha-api/0.0.1``; everything else uses ``/hypha-lease/0.1.0`` and ``/hypha-goodbye/0.1.0``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Annotated, Final, Literal
 
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
-from hypha_proto.resources import Timestamp
 from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U32, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
@@ -19,7 +17,7 @@ TEMPORARY_LEASE: Final = 0.5
 RENEWED_LEASE: Final = 10.0
 """Life of a renewed lease in seconds."""
 RENEW_AT: Final = 1 / 3
-"""Fraction of a lease's life after which schedulers renew it; those of the older network use 0.75."""
+"""Fraction of a lease's life after which schedulers renew it."""
 LEASE_SWEEP: Final = 0.25
 """Interval in seconds at which workers drop expired leases and cancel their jobs."""
 
@@ -42,9 +40,7 @@ class Renewed(Message, frozen=True, tag="Renewed"):
     """Confirmation of a renewal."""
 
     id: uuid.UUID
-    timeout: Timestamp
-    """Expiry by the worker's clock; only for older peers."""
-    timeout_ms: Annotated[U64 | None, OMIT] = None
+    timeout_ms: U64
     """Life of the renewed lease in milliseconds from receipt."""
 
 

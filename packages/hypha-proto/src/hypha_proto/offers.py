@@ -6,7 +6,7 @@ import uuid
 from typing import Annotated, Final, Literal
 
 from hypha_proto.protocols import API, WORKER_REQUESTS_TOPIC, RpcMethod, Topic
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import OMIT, U64, Message, Price
 
 ExecutorClass = Literal["train", "aggregate"]
@@ -41,12 +41,10 @@ class WorkerRequest(Message, frozen=True):
 
     id: uuid.UUID
     spec: WorkerSpec
-    timeout: Timestamp
-    """End of the offer window by the scheduler's clock; only for older peers."""
+    timeout_ms: U64
+    """Length of the offer window in milliseconds from receipt."""
     bid: Price
     """Price in tokens per lease-hour."""
-    timeout_ms: Annotated[U64 | None, OMIT] = None
-    """Length of the offer window in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 
 
@@ -60,9 +58,7 @@ class WorkerOffer(Message, frozen=True):
     price: Price
     """Price in tokens per lease-hour."""
     resources: Resources
-    timeout: Timestamp
-    """Expiry of the temporary lease by the worker's clock; only for older peers."""
-    timeout_ms: Annotated[U64 | None, OMIT] = None
+    timeout_ms: U64
     """Life of the temporary lease in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 

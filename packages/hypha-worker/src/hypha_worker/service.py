@@ -74,7 +74,6 @@ from hypha_worker.hardware.devices import find_devices
 from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
 from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
-from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import (
     Lease,
     LeaseEnd,
@@ -503,8 +502,7 @@ class Worker:
             _log.info("lease %s: scheduler %s has renewed it again and takes its job back", lease.id, scheduler)
         self.jobs.on_renewed(lease.id)
         self.tasks.on_renewed(lease)
-        timeout, timeout_ms = expiry_fields(lease.remaining(now))
-        return Renewed(id=lease.id, timeout=timeout, timeout_ms=timeout_ms)
+        return Renewed(id=lease.id, timeout_ms=int(lease.remaining(now) * 1000))
 
     async def release(self, scheduler: PeerId, message: ReleaseLease) -> LeaseReleased:
         """End a lease, and cancel its job."""

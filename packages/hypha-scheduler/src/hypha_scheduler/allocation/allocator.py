@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,9 +22,8 @@ from hypha_net import instrumentation, pubsub, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, RENEWED_LEASE, ReleaseLease, Renewed, RenewLease
+from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER_WINDOW, WORKER_REQUESTS, WorkerOffer, WorkerRequest
-from hypha_proto.resources import Timestamp
 from hypha_scheduler.allocation.attempts import Attempts
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
@@ -60,9 +58,9 @@ _MAX_LEASE_LIFE: Final = 3600.0
 _DEFAULT_SETTINGS: Final = AuctionSettings()
 
 
-def lease_life(timeout_ms: int | None) -> float:
-    """Return the life of a renewed lease in seconds; older workers do not state it."""
-    return RENEWED_LEASE if timeout_ms is None else min(timeout_ms / 1000, _MAX_LEASE_LIFE)
+def lease_life(timeout_ms: int) -> float:
+    """Return the life of a renewed lease in seconds, at most an hour."""
+    return min(timeout_ms / 1000, _MAX_LEASE_LIFE)
 
 
 def make_request(role_request: RoleRequest, window: float = OFFER_WINDOW) -> WorkerRequest:
@@ -70,14 +68,13 @@ def make_request(role_request: RoleRequest, window: float = OFFER_WINDOW) -> Wor
 
     Args:
         role_request: what is requested.
-        window: seconds from receipt in which our workers may make an offer; older ones are told `OFFER_WINDOW`.
+        window: seconds from receipt in which workers may make an offer.
     """
     return WorkerRequest(
         id=uuid.uuid4(),
         spec=role_request.spec,
-        timeout=Timestamp.of(time.time() + OFFER_WINDOW),
-        bid=role_request.bid,
         timeout_ms=int(window * 1000),
+        bid=role_request.bid,
     )
 
 

@@ -191,7 +191,7 @@ class Auction:
             self._offers.pop((peer, role), None)
             self._record_rejection(peer, role, reasons)
             return False
-        life = TEMPORARY_LEASE if offer.timeout_ms is None else min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
+        life = min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
         score = resource_score(offer.resources, self.settings.weights)
         older = self._offers.get((peer, role))
         since = older.waiting_since if older is not None and older.accept_by >= now else now

@@ -20,14 +20,12 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.bidding.request_queue import Decision, RequestQueue
 from hypha_worker.bidding.scheduler_dials import SchedulerDials
-from hypha_worker.leasing.expiry import expiry_fields
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager
 
 _log = logging.getLogger(__name__)
@@ -144,14 +142,11 @@ class Bidder:
 
 
 def _make_offer(lease: Lease, life: float) -> WorkerOffer:
-    """Return the message; the time for older schedulers is the temporary lease that they expect."""
-    timeout, _ = expiry_fields(min(life, TEMPORARY_LEASE))
     return WorkerOffer(
         id=lease.id,
         request_id=lease.request_id,
         price=lease.price,
         resources=lease.allocation.resources,
-        timeout=timeout,
         timeout_ms=int(life * 1000),
     )
 

@@ -29,8 +29,7 @@ class ReceivedRequest:
     @property
     def deadline(self) -> float:
         """When offers are no longer accepted, on the local clock; at most `OFFER_WINDOW` after receipt."""
-        timeout_ms = self.request.timeout_ms
-        return self.received_at + (OFFER_WINDOW if timeout_ms is None else min(OFFER_WINDOW, timeout_ms / 1000))
+        return self.received_at + min(OFFER_WINDOW, self.request.timeout_ms / 1000)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The end of a lease as messages state it. Called by `service`, `bidding.bidder` and `jobs.job_manager`."""
+"""The end of a lease as messages state it. Called by `jobs.job_manager`."""
 
 from __future__ import annotations
 
