@@ -1,4 +1,4 @@
-"""A scripted libp2p peer for tests that behaves like a Rust node and shares no code with ours but TLS keys.
+"""A scripted libp2p peer for tests that behaves like rust-libp2p and shares no code with ours but TLS keys.
 
 TCP or a relayed connection, multistream-select, TLS 1.3 by the standard library, multistream-select again, yamux
 frames, and on a stream whatever the test sends. It answers pings, unless told not to, and sends none, half-closes after

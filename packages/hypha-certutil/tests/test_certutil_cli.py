@@ -70,7 +70,7 @@ def test_tls_handshake_succeeds_with_and_without_revocation_lists(authority: Pat
         shown("node", name, "--role", "worker", "--dir", authority)
     for crls in (False, True):
         client = context(authority, "alice", server=False, crls=crls)
-        client.check_hostname = True  # for the IP address 0.0.0.0, as a Rust node does
+        client.check_hostname = True  # for the IP address 0.0.0.0, as rustls does
         handshake(client, context(authority, "bob", server=True, crls=crls))
 
 

@@ -318,7 +318,7 @@ def _with_key_identifiers(
 
 
 def _with_subject_alt_names(builder: _Built, name: str, role: str | None) -> _Built:
-    # A Rust node verifies every peer for the IP name 0.0.0.0: nodes are known by their keys, not by where they run.
+    # Nodes are known by their keys, not by where they run. Where TLS must verify a name, as rustls does, it is 0.0.0.0.
     names: list[x509.GeneralName] = [x509.IPAddress(IPv4Address("0.0.0.0")), x509.DNSName(name)]
     if role is not None:
         names.append(x509.UniformResourceIdentifier(ROLE_PREFIX + role))

@@ -1,4 +1,4 @@
-"""Our nodes in a network of Rust nodes: what those were seen to do, by scripted nodes (`support.rust_node`)."""
+"""Subscribers of a topic behind a gateway that forwards nothing, by scripted nodes (`support.scripted_nodes`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import trio
 import trio.testing
 from multiaddr import Multiaddr
-from support.rust_node import (
+from support.scripted_nodes import (
     FIND_NODE,
     KAD,
     WORKER_TOPIC,
-    RustGateway,
-    RustWorker,
+    ScriptedGateway,
+    SubscribedNode,
     running,
 )
 from support.waiting import run, until
@@ -53,12 +53,12 @@ async def hypha_gateway(authority: Any) -> AsyncIterator[Libp2pEndpoint]:
         yield gateway
 
 
-def test_a_publisher_behind_a_rust_gateway_finds_the_subscribers_at_once(authority: Any) -> None:
+def test_a_publisher_behind_a_foreign_gateway_finds_the_subscribers_at_once(authority: Any) -> None:
     """A scheduler publishes and joins nothing; the gateway forwards nothing."""
 
     async def main() -> None:
-        gateway = RustGateway(authority.identity("gateway", "gateway"))
-        worker = RustWorker(authority.identity("worker", "worker"))
+        gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
+        worker = SubscribedNode(authority.identity("worker", "worker"))
         async with running(gateway, worker):
             await worker.connect(gateway.address)
             async with leaf_of(authority, gateway.address) as leaf:
@@ -70,8 +70,8 @@ def test_a_publisher_behind_a_rust_gateway_finds_the_subscribers_at_once(authori
 
 def test_a_publish_alone_looks_for_subscribers(authority: Any) -> None:
     async def main() -> None:
-        gateway = RustGateway(authority.identity("gateway", "gateway"))
-        worker = RustWorker(authority.identity("worker", "worker"))
+        gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
+        worker = SubscribedNode(authority.identity("worker", "worker"))
         async with running(gateway, worker):
             await worker.connect(gateway.address)
             async with leaf_of(authority, gateway.address) as leaf:
@@ -91,7 +91,7 @@ def test_a_publisher_finds_more_peers_than_one_answer_names(authority: Any) -> N
         far = authority.identity("far", "worker")
         while key_space_half(far.peer_id.raw) == half:
             far = authority.identity("far", "worker")
-        gateway, worker = RustGateway(authority.identity("gateway", "gateway")), RustWorker(far)
+        gateway, worker = ScriptedGateway(authority.identity("gateway", "gateway")), SubscribedNode(far)
         strangers = [PeerId.from_public_key(bytes((number,)) * 32).raw for number in range(120)]
         assert sum(key_space_half(stranger) == half for stranger in strangers) > 20
         nowhere = b"\x04\x7f\0\0\x01\x06\0\x01"  # port 1
@@ -114,7 +114,7 @@ def test_looks_at_a_gateways_neighbours_are_limited_while_messages_are_published
     clock = trio.testing.MockClock(rate=1)
 
     async def main() -> None:
-        gateway = RustGateway(authority.identity("gateway", "gateway"))
+        gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
         async with running(gateway), leaf_of(authority, gateway.address) as leaf:
             for _ in range(300):
                 await leaf.publish(WORKER_TOPIC, b"x")
@@ -129,11 +129,11 @@ def test_looks_at_a_gateways_neighbours_are_limited_while_messages_are_published
     trio.run(main, clock=clock)
 
 
-def test_a_publisher_connects_to_rust_workers_behind_our_gateway_and_not_to_ours(authority: Any) -> None:
-    """A Rust worker makes offers to connected schedulers only, also when it got the request from our gateway."""
+def test_a_publisher_connects_to_foreign_subscribers_behind_our_gateway_and_not_to_ours(authority: Any) -> None:
+    """A node of another implementation is connected to directly, although our gateway forwards to it."""
 
     async def main() -> None:
-        worker = RustWorker(authority.identity("rust", "worker"))
+        worker = SubscribedNode(authority.identity("rust", "worker"))
         async with hypha_gateway(authority) as gateway, running(worker):
             [address, *_] = gateway.addresses
             await worker.connect(address)
@@ -157,7 +157,7 @@ def test_a_publisher_connects_to_rust_workers_behind_our_gateway_and_not_to_ours
 
 def test_a_gateway_lists_all_peers_to_nodes_that_do_not_ask_for_other_implementations(authority: Any) -> None:
     async def main() -> None:
-        worker = RustWorker(authority.identity("rust", "worker"))
+        worker = SubscribedNode(authority.identity("rust", "worker"))
         async with (
             hypha_gateway(authority) as gateway,
             running(worker),
@@ -180,7 +180,7 @@ def test_a_gateway_lists_all_peers_to_nodes_that_do_not_ask_for_other_implementa
     run(main)
 
 
-def test_a_rust_worker_that_can_only_be_relayed_to_is_connected_through_our_gateway(authority: Any) -> None:
+def test_a_foreign_subscriber_that_can_only_be_relayed_to_is_connected_through_our_gateway(authority: Any) -> None:
     async def main() -> None:
         identity = authority.identity("rust", "worker")
         sources: list[bytes] = []

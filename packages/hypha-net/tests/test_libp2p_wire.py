@@ -1,4 +1,4 @@
-"""Wire compatibility with Rust nodes, byte for byte, in both directions, with a scripted peer."""
+"""Wire compatibility with rust-libp2p, byte for byte, in both directions, with a scripted peer."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_node_behind_a_circuit_is_reachable_and_reaches_others(authority: Any)
     run(main)
 
 
-def test_a_circuit_opened_by_a_rust_node_reaches_a_hypha_node(authority: Any) -> None:
+def test_a_circuit_opened_by_rust_libp2p_reaches_our_node(authority: Any) -> None:
     async def main() -> None:
         async with gateway_and_leaf(authority) as (gateway, leaf):
 
@@ -288,7 +288,7 @@ def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority: Any) 
 
 
 def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: Any) -> None:
-    """A Rust gateway forwards no gossip: the peers that it reports are dialled."""
+    """The peers that such a gateway reports are dialled."""
 
     async def main() -> None:
         identity = authority.identity("rust", "gateway")

@@ -1,26 +1,20 @@
-"""Scripted nodes that behave like those of the existing Rust network, made of several `wire_peer` connections.
+"""Scripted nodes of another libp2p implementation, made of several `wire_peer` connections.
 
-What they do was seen by running the Rust nodes: the gateway is not in the topic of worker requests;
-the worker sends its offer only to a scheduler that it is connected to.
-They share no code with ours but TLS keys.
+The gateway is not in the topic of worker requests, and so forwards none. They share no code with ours but TLS keys.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
-import cbor2
 import trio
 
 from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, speak
 
-API: Final = "/hypha-api/0.0.1"
-HEALTH: Final = "/hypha-health/0.0.1"
 KAD: Final = "/ipfs/kad/1.0.0"
 MESHSUB: Final = "/meshsub/1.1.0"
 WORKER_TOPIC: Final = "hypha/worker"
@@ -28,7 +22,7 @@ PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 CLOSEST: Final = 20
 
 
-class RustNode:
+class ScriptedNode:
     """A node that listens on loopback, dials, and knows who its neighbours are by identify."""
 
     def __init__(self, identity: Any) -> None:
@@ -101,7 +95,7 @@ class RustNode:
         """Do what this kind of node does on a new connection."""
 
 
-class RustGateway(RustNode):
+class ScriptedGateway(ScriptedNode):
     """A gateway: knows its neighbours and keeps records, and is in no topic."""
 
     def __init__(self, identity: Any) -> None:
@@ -143,30 +137,12 @@ class RustGateway(RustNode):
         )
 
 
-class RustWorker(RustNode):
-    """A worker: offers `resources` for every request, to schedulers that are connected; grants every renewal."""
+class SubscribedNode(ScriptedNode):
+    """A node in the topic of worker requests; it ignores what it hears."""
 
-    def __init__(self, identity: Any, resources: dict[str, float] | None = None, price: float = 50.0) -> None:
+    def __init__(self, identity: Any) -> None:
         super().__init__(identity)
-        self.resources = resources or {"gpu": 0.0, "cpu": 4.0, "storage": 10.0, "memory": 8.0}
-        self.price = price
-        self.requests = 0
-        """Requests that arrived by gossip."""
-        self.dial_failures = 0
-        """Offers that were not sent, for want of a connection."""
-        self.offers = 0
-        """Offers that a scheduler has taken note of."""
-        self.renewed: list[bytes] = []
-        """Leases that were renewed."""
-        self._seen: set[bytes] = set()
-        self.handlers.update({MESHSUB: self._hear, API: self._serve_api, HEALTH: self._serve_health})
-
-    async def _identify(self, peer: WirePeer) -> None:
-        stream = await peer.open(IDENTIFY)
-        told = fields(await stream.message())
-        await stream.half_close()
-        self.listening[peer.remote] = told.get(2, [])
-        await self.connected(peer, {protocol.decode() for protocol in told.get(3, [])})
+        self.handlers[MESHSUB] = Stream.read_all
 
     async def connected(self, peer: WirePeer, protocols: set[str]) -> None:
         """Announce the topic."""
@@ -180,55 +156,6 @@ class RustWorker(RustNode):
         except (AssertionError, trio.BrokenResourceError, trio.ClosedResourceError):
             return  # the connection is gone
 
-    async def _hear(self, stream: Stream) -> None:
-        while True:
-            try:
-                messages = fields(await stream.message()).get(2, [])
-            except AssertionError:
-                return
-            for message in map(fields, messages):
-                if message[4] == [WORKER_TOPIC.encode()]:
-                    with suppress(cbor2.CBORDecodeError):
-                        await self._offer(message[1][0], cbor2.loads(message[2][0]))
-
-    async def _offer(self, scheduler: bytes, request: dict[str, Any]) -> None:
-        if request["id"] in self._seen:
-            return
-        self._seen.add(request["id"])
-        self.requests += 1
-        peer = self.neighbours.get(scheduler)
-        if peer is None:
-            self.dial_failures += 1  # OutboundFailure::DialFailure
-            return
-        offer = {
-            "id": hashlib.sha256(request["id"] + self.identity.peer_id.raw).digest()[:16],
-            "request_id": request["id"],
-            "price": self.price,
-            "resources": self.resources,
-            "timeout": _time(0.5),
-        }
-        stream = await peer.open(API)
-        await stream.send_all(cbor2.dumps({"WorkerOffer": offer}))
-        await stream.half_close()
-        self.offers += cbor2.loads(await stream.read_all()) == {"WorkerOffer": {}}
-
-    async def _serve_api(self, stream: Stream) -> None:
-        [(name, request)] = cbor2.loads(await stream.read_all()).items()
-        assert name == "RenewLease"
-        self.renewed.append(request["id"])
-        answer = {"RenewLease": {"Renewed": {"id": request["id"], "timeout": _time(10)}}}
-        await stream.send_all(cbor2.dumps(answer))
-        await stream.half_close()
-
-    async def _serve_health(self, stream: Stream) -> None:
-        await stream.read_all()
-        await stream.send_all(cbor2.dumps({"healthy": True}))
-        await stream.half_close()
-
-
-def _time(seconds: float) -> dict[str, int]:
-    return {"secs_since_epoch": int(time.time() + seconds), "nanos_since_epoch": 0}
-
 
 def _multiaddr(address: str) -> bytes:
     """Encode ``/ip4/<host>/tcp/<port>``; a ``/p2p/`` part is left out."""
@@ -237,7 +164,7 @@ def _multiaddr(address: str) -> bytes:
 
 
 @asynccontextmanager
-async def running(*nodes: RustNode) -> AsyncIterator[None]:
+async def running(*nodes: ScriptedNode) -> AsyncIterator[None]:
     """Run nodes while the context is open."""
     async with trio.open_nursery() as tasks:
         for node in nodes:
