@@ -15,7 +15,7 @@ import pytest
 from hypha_net import rpc
 from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork, simulate
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import OFFER, AggregateExecutor, OfferReceived, TrainExecutor, WorkerOffer, WorkerSpec
+from hypha_proto.offers import OFFER, ExecutorDescriptor, OfferReceived, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.allocator import Allocator, release
 from hypha_scheduler.allocation.auction import AcceptedOffer, RoleRequest
@@ -24,7 +24,6 @@ from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.errors import AllocationError
 from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
@@ -33,7 +32,7 @@ from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3, 4))]
-EXECUTORS = frozenset({TrainExecutor(name="train"), AggregateExecutor(name="aggregate")})
+EXECUTORS = frozenset({ExecutorDescriptor("train", "train"), ExecutorDescriptor("aggregate", "aggregate")})
 ROOM = Resources(cpu=1.0)
 """Resources of a worker, and what each request asks: a worker has room for one lease."""
 
@@ -41,11 +40,10 @@ ROOM = Resources(cpu=1.0)
 async def start_worker(endpoint: MemoryEndpoint, tasks: anyio.abc.TaskGroup) -> Worker:
     capabilities = Capabilities(Capacity(ROOM), EXECUTORS)
     lease_manager = LeaseManager(capabilities.capacity)
-    jobs = JobManager(endpoint, lease_manager, {}, Path("unused"), tasks)
     task_manager = TaskManager(
         TaskHost(endpoint, lease_manager, Path("unused"), OutputStore(Path("unused/outputs"))), tasks
     )
-    worker = Worker(endpoint, Arbiter(OfferPolicy(), capabilities), lease_manager, jobs, task_manager)
+    worker = Worker(endpoint, Arbiter(OfferPolicy(), capabilities), lease_manager, task_manager)
     worker.listen()
     await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
     tasks.start_soon(worker.sweep_loop)
@@ -53,7 +51,7 @@ async def start_worker(endpoint: MemoryEndpoint, tasks: anyio.abc.TaskGroup) -> 
 
 
 def role_requests(train: int, aggregate: int) -> tuple[RoleRequest, ...]:
-    wanted = {TrainExecutor(name="train"): train, AggregateExecutor(name="aggregate"): aggregate}
+    wanted = {ExecutorDescriptor("train", "train"): train, ExecutorDescriptor("aggregate", "aggregate"): aggregate}
     return tuple(
         RoleRequest(executor.name, WorkerSpec(resources=ROOM, executor=(executor,)), 100.0, 120.0, count)
         for executor, count in wanted.items()

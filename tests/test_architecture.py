@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WALKTHROUGHS = ("job.md", "slice.md")
+WALKTHROUGHS = ("job.md", "slice.md", "result.md")
 _NAME = re.compile(r"`(hypha(?:_[a-z]+)?(?:\.\w+)+)`")
 
 

@@ -87,7 +87,7 @@ def test_the_complete_worker_as_it_stands(tmp_path: Path) -> None:
     assert config.gateway_addresses == ["/ip4/203.0.113.50/tcp/4001", "/ip4/198.51.100.25/tcp/4001"]
     assert config.work_dir == Path("/var/hypha/work")
     assert (config.resources.cpu, config.resources.gpu) == (32, 48)
-    assert [each.descriptor.name for each in config.executors] == ["diloco-transformer", "parameter-server"]
+    assert [each.name for each in config.executors] == ["diloco-transformer", "parameter-server"]
     assert config.executors[0].args[-2:] == ["--job", "{JOB_JSON}"]
     assert config.telemetry_endpoint == "http://otel-collector:4318"
     assert config.telemetry_attributes["worker.instance"] == "worker-gpu-01"
@@ -174,7 +174,7 @@ def test_the_preprocessor_of_a_vision_model_reaches_the_executors(tmp_path: Path
     [job] = scheduler(text, tmp_path).config.jobs
     peer = PeerId.from_public_key(bytes(32))
     model = HuggingFaceReference(repository="owner/repo", filenames=("config.json",))
-    config = PlacedJob(uuid.UUID(int=1), job, peer, peer, (peer,), model).train_spec().executor.config
+    config = PlacedJob(uuid.UUID(int=1), job, peer, peer, (peer,), model).train_config()
     assert isinstance(config, TrainConfig)
     artifact = HuggingFaceReference(repository="l45k/Resnet50", filenames=("preprocessor_config.json",), token="hf_...")
     assert config.preprocessor == Preprocessor(task="image", artifact=artifact, input_names=())

@@ -22,29 +22,18 @@ import httpx
 import pytest
 from support.doc_snippets import block
 from support.fake_http_server import files, served
+from support.training_bridge import JOB, fail_for_disk, make_context
 
+from hypha.accelerate_executor.training import read_settings
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.job_spec import (
-    Adam,
-    All,
-    Descriptor,
-    HuggingFaceReference,
-    JobSpec,
-    Model,
-    PeersReference,
-    SchedulerReference,
-    TrainConfig,
-    TrainJob,
-)
+from hypha_proto.job_spec import Adam, All, HuggingFaceReference, Model, PeersReference, SchedulerReference, TrainConfig
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.backend import JobBridgeBackend
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.unix_socket import SocketPlace
-from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.executors.process.execution import task_json
 
 LIMIT = 1 << 20
 HUB = {"model.safetensors": b"weights", "config.json": b"{}"}
@@ -73,14 +62,13 @@ class Bridge:
     work_dir: Path
     worker: MemoryEndpoint
     peers: tuple[MemoryEndpoint, MemoryEndpoint]
-    spec: JobSpec
 
     async def push(self, peer: MemoryEndpoint, number: int, name: str, content: bytes) -> None:
         """Push an outer update, as a parameter server does after an outer step."""
         path = self.work_dir.parent / f"{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(self.spec.job_id, number, OUTER_UPDATE, name, size, digest)
+        header = PushHeader(JOB, number, OUTER_UPDATE, name, size, digest, self.peers[0].peer_id)
         await transfer.push(peer, self.worker.peer_id, path, header)
 
     def request(self, name: str) -> httpx.Request:
@@ -110,16 +98,12 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
             optimizer=Adam(learning_rate=0.1),
             batch_size=1,
         )
-        spec = JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
-        work_dir = folder / "job"
-        work_dir.mkdir()
-        storage = JobStorage(work_dir, LIMIT)
-        inbox = DeliveryQueue(spec.job_id, work_dir, frozenset(peers.peers), storage, OUTER_UPDATE)
-        files = PeerFiles(worker, storage)
-        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), one.peer_id, work_dir, inbox, AccessPolicy(), files)
+        context = make_context(folder, worker, one.peer_id, config)
+        training = TrainingBridge(context, config, fail_for_disk)
+        backend = BridgeBackend(context, training, fail_for_disk)
 
-        async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-            return inbox.accept(peer, header)
+        async def accept(peer: Any, header: PushHeader) -> transfer.FilePushTarget | Refusal:
+            return training.queue.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
         await stack.enter_async_context(open_bridge(backend, SocketPlace(socket)))
@@ -128,9 +112,9 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
             httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20)
         )
         try:
-            yield Bridge(client, work_dir, worker, (one, two), spec)
+            yield Bridge(client, context.work_dir, worker, (one, two))
         finally:
-            inbox.close()
+            training.close()
 
 
 AtBridge = Callable[[Callable[[Bridge], Awaitable[None]]], None]
@@ -190,8 +174,7 @@ def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strat
         (bridge.work_dir / "output" / "gradients.safetensors").write_bytes(b"gradients")
         arrived: list[bytes] = []
 
-        async def accept(_peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-            assert header is not None
+        async def accept(_peer: Any, header: PushHeader) -> transfer.FilePushTarget | Refusal:
             if header.kind != PSEUDO_GRADIENT:  # as a parameter server does
                 return Refusal(reason=f"{header.kind} is not accepted")
             path = tmp_path / f"{uuid.uuid4()}"
@@ -241,6 +224,25 @@ def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
             assert (bridge.work_dir / event["path"]).read_bytes() == b"chunk"
 
     at_bridge(case)
+
+
+def test_the_documented_tasks_are_what_a_process_gets(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "executor.md").read_text()
+    section = page.split("\n## The task as JSON\n")[1].split("\n## ")[0]
+    shown = [json.loads(text) for text in re.findall(r"^```json\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)]
+    config = read_settings(json.dumps(shown[1]))
+    given: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
+            given.append(task_json(make_context(tmp_path, worker, scheduler.peer_id, config)))
+
+    anyio.run(main, backend="trio")
+    assert [list(task) for task in shown] == [list(given[0])] * 2
+    assert given[0]["settings"] == shown[1]["settings"]
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(given[0])
 
 
 def test_the_documented_bounds_of_paths(at_bridge: AtBridge) -> None:

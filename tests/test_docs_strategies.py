@@ -87,7 +87,7 @@ def test_every_name_of_the_boundary_is_on_the_page() -> None:
     members = {name for name in vars(base.JobContext) if not name.startswith("_")}
     assert {name for name in members if f"`{name}" not in PAGE} == set()
     assert registry.GROUP in PAGE
-    for name in re.findall(r"`(\w+_spec|descriptor_of)`", PAGE):
+    for name in re.findall(r"`(\w+_spec|executor_of)`", PAGE):
         assert hasattr(specs, name), name
 
 

@@ -20,8 +20,7 @@ SPANS = {
         "evaluate",
         "offer",
         "RenewLease",
-        "DispatchJob",
-        "execute job",
+        "execute task",
         "fetch",
         "fetch slice",
         "send pseudo-gradient",
@@ -52,10 +51,10 @@ METRICS = {
         "hypha.scheduler.samples",
     },
     "hypha-worker": {
-        "hypha.worker.jobs.active",
-        "hypha.worker.jobs.started",
-        "hypha.worker.jobs.ended",
-        "hypha.worker.job.duration",
+        "hypha.worker.tasks.active",
+        "hypha.worker.tasks.started",
+        "hypha.worker.tasks.ended",
+        "hypha.worker.task.duration",
         "hypha.worker.executors.active",
         "hypha.worker.executors.ended",
         "hypha.worker.executor.processes",
@@ -64,7 +63,6 @@ METRICS = {
         "process.disk.io",
         "hypha.worker.requests",
         "hypha.worker.leases.active",
-        "hypha.worker.dispatches",
         "hypha.worker.lease.renewals",
         "hypha.worker.lease.ends",
         "hypha.worker.slices",
@@ -113,18 +111,16 @@ def test_a_job_is_one_trace_over_processes(collector: Collector, tmp_path: Path)
     assert set(SPANS) <= collector.logging
     assert lineage(spans, "outer step") == [
         "outer step",
-        "execute job",
-        "DispatchJob",
-        "DispatchJob",
+        "execute task",
         "dispatch",
         "job",
     ]
     assert lineage(spans, "offer") == ["offer", "evaluate", "advertise", "job"]
-    assert lineage(spans, "train")[:4] == ["train", "round", "execute job", "DispatchJob"]
+    assert lineage(spans, "train")[:4] == ["train", "round", "execute task", "dispatch"]
     assert lineage(spans, "receive pseudo-gradient")[:3] == [
         "receive pseudo-gradient",
         "send pseudo-gradient",
-        "execute job",
+        "execute task",
     ]
 
 

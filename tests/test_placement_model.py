@@ -48,9 +48,9 @@ class PlacementMachine(RuleBasedStateMachine):
     def close(self, scheduler: int) -> None:
         self.world.schedulers[scheduler].close()
 
-    @rule(worker=st.integers(0, 2), keep=st.booleans())
-    def end_job(self, worker: int, keep: bool) -> None:
-        list(self.world.workers.values())[worker].end_job(keep)
+    @rule(worker=st.integers(0, 2))
+    def end_job(self, worker: int) -> None:
+        list(self.world.workers.values())[worker].end_job()
         self.world.check()
 
     @rule(node=st.integers(0, 5), seconds=st.sampled_from([0.3, 1.0, 5.0, 12.0]))

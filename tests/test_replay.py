@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[Copy], object], str]] = {
     "no journal": (lambda job: (job.directory / "journal.jsonl").unlink(), "there is no journal.jsonl"),
     "journal": (lambda job: (job.directory / "journal.jsonl").write_text("{\n"), "line 1 of the journal is malformed"),
     "another type": (
-        lambda job: write_journal(job.directory, [{"format": 1, "job": {"type": "inference"}}]),
+        lambda job: write_journal(job.directory, [{"format": 2, "job": {"type": "inference"}}]),
         "the job is of type 'inference', which cannot be computed again",
     ),
     "no round": (lambda job: write_journal(job.directory, job.records()[:3]), "no round is recorded"),

@@ -25,17 +25,18 @@ from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
-from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchJob
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import UriReference
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, LeaseReleased, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest
 from hypha_proto.progress import Acknowledged, BatchDone, ProgressError, ProgressRequest
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
+from hypha_proto.tasks import Started, TaskDefinition, TaskReport
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
+from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
 from hypha_scheduler.strategies.base import (
     JobContext,
     Lease,
@@ -49,12 +50,12 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
+from hypha_worker.tasks.subscription import Subscription
 
 WORKERS, SLICES, RECORDS = 200, 100_000, 10_000
 SLICE_SAMPLES, BATCH = 32, 8
 DATASET = "digits"
 MS = 1000
-NOW = Timestamp.of(0)
 TIMEOUT = 120.0
 """Seconds for one measurement."""
 _IDLE: Final = "operator that does nothing"
@@ -95,9 +96,9 @@ async def _measure_operator(folder: Path, strategy: Strategy, count: int) -> Cos
         await _serve_dataset(data, folder)
         for number in range(WORKERS + 1):
             endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
-            await tasks.start(FakeWorker(endpoint, "train" if number else "aggregate").run)
+            await tasks.start(FakeWorker(endpoint, "train" if number else "aggregate", tasks).run)
         runner = JobRunner(scheduler, strategy, _job(folder), folder / "runs")
-        _route_offers(scheduler, runner)
+        _route(scheduler, runner)
         tasks.start_soon(runner.run)
         leases = await _placed_leases(runner)
         cost = await _measure_messages(runner, leases, count)
@@ -105,12 +106,16 @@ async def _measure_operator(folder: Path, strategy: Strategy, count: int) -> Cos
     return cost
 
 
-def _route_offers(scheduler: MemoryEndpoint, runner: JobRunner) -> None:
+def _route(scheduler: MemoryEndpoint, runner: JobRunner) -> None:
     async def handle(peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         runner.on_offer(peer, offer)
         return OfferReceived()
 
+    async def find_streams(_peer: PeerId, _lease: uuid.UUID) -> TaskStreams:
+        return runner.task_streams
+
     rpc.serve(scheduler, OFFER, handle)
+    serve_task_streams(scheduler, find_streams)
 
 
 async def _placed_leases(runner: JobRunner) -> list[tuple[PeerId, uuid.UUID]]:
@@ -208,8 +213,10 @@ def measure_journal(path: Path) -> list[Row]:
 class FakeWorker:
     """Worker that offers one lease for its executor, confirms its task and releases it."""
 
-    def __init__(self, endpoint: MemoryEndpoint, executor: str) -> None:
+    def __init__(self, endpoint: MemoryEndpoint, executor: str, tasks: anyio.abc.TaskGroup) -> None:
         self.endpoint = endpoint
+        self._tasks = tasks
+        self._stream: Subscription | None = None
         self._executor = executor
         self._lease = uuid.uuid4()
 
@@ -217,7 +224,6 @@ class FakeWorker:
         """Serve the scheduler and answer its requests until cancelled."""
         for method, handler in (
             (RENEW_LEASE, self._renew),
-            (DISPATCH_JOB, self._dispatch),
             (RELEASE_LEASE, self._release),
             (HEALTH_CHECK, self._health),
         ):
@@ -225,7 +231,7 @@ class FakeWorker:
         async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
             task_status.started()
             async for scheduler, request in requests:
-                if request.spec.executor[0].__struct_config__.tag == self._executor:
+                if request.spec.executor[0].kind == self._executor:
                     await self._bid(scheduler, request)
 
     async def _bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
@@ -234,11 +240,16 @@ class FakeWorker:
         )  # fmt: skip
         await rpc.call(self.endpoint, scheduler, OFFER, offer, timeout=TIMEOUT)
 
-    async def _renew(self, _peer: PeerId, request: RenewLease) -> Renewed:
+    async def _renew(self, scheduler: PeerId, request: RenewLease) -> Renewed:
+        if self._stream is None:
+            self._stream = Subscription(self.endpoint, scheduler, self._lease, self._confirm)
+            self._tasks.start_soon(self._stream.run)
         return Renewed(id=request.id, timeout_ms=3_600_000)
 
-    async def _dispatch(self, _peer: PeerId, request: DispatchJob) -> Dispatched:
-        return Dispatched(id=request.id, timeout=NOW)
+    async def _confirm(self, definition: TaskDefinition) -> None:
+        assert self._stream is not None
+        job_id, task, attempt = definition.job_id, definition.task, definition.attempt
+        self._stream.send(TaskReport(job_id=job_id, task=task, attempt=attempt, started=Started()))
 
     async def _release(self, _peer: PeerId, _request: ReleaseLease) -> LeaseReleased:
         return LeaseReleased(known=True)
@@ -305,7 +316,8 @@ class QuietOperator:
         peers = tuple(lease.peer for lease in leases)
         placed = PlacedJob(self._context.job_id, self._job, self._context.scheduler, peers[0], peers, _NO_MODEL)
         return tuple(
-            StartTask(TaskRef(f"task-{number}", lease), placed.train_spec()) for number, lease in enumerate(leases)
+            StartTask(TaskRef(f"task-{number}", lease), placed.train_spec(lease.peer))
+            for number, lease in enumerate(leases)
         )
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> tuple[()]:

@@ -25,7 +25,6 @@ from hypha_proto.offers import (
     WORKER_REQUESTS,
     ExecutorDescriptor,
     OfferReceived,
-    TrainExecutor,
     WorkerOffer,
     WorkerRequest,
     WorkerSpec,
@@ -34,7 +33,7 @@ from hypha_proto.resources import Resources
 
 BURST: Final = 100
 """Requests that fill a worker's batch window."""
-_TRAIN: Final = TrainExecutor(name="diloco-transformer")
+_TRAIN: Final = ExecutorDescriptor("train", "diloco-transformer")
 
 
 class Scripted(Protocol):

@@ -17,7 +17,7 @@ import anyio.abc
 from hypha_net import rpc
 from hypha_net.endpoint import Endpoint
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import OFFER, AggregateExecutor, OfferReceived, TrainExecutor, WorkerOffer, WorkerSpec
+from hypha_proto.offers import OFFER, ExecutorDescriptor, OfferReceived, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.allocator import Allocator, release
 from hypha_scheduler.allocation.auction import AcceptedOffer, RoleRequest
@@ -25,8 +25,8 @@ from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.errors import AllocationError
 
-TRAIN: Final = TrainExecutor(name="diloco-transformer")
-SERVER: Final = AggregateExecutor(name="parameter-server")
+TRAIN: Final = ExecutorDescriptor("train", "diloco-transformer")
+SERVER: Final = ExecutorDescriptor("aggregate", "parameter-server")
 BID: Final = 100.0
 """Bid of an honest scheduler, in tokens per lease-hour."""
 ONE_CORE: Final = Resources(cpu=1.0)

@@ -29,7 +29,6 @@ from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
@@ -159,10 +158,9 @@ async def open_simulated_worker(endpoint: MemoryEndpoint, capacity: Capacity) ->
     async with anyio.create_task_group() as tasks:
         capabilities = Capabilities(capacity, frozenset((TRAIN, SERVER)))
         lease_manager = LeaseManager(capacity)
-        jobs = JobManager(endpoint, lease_manager, {}, Path("/nonexistent"), tasks)
         host = TaskHost(endpoint, lease_manager, Path("/nonexistent"), OutputStore(Path("/nonexistent")))
         arbiter = Arbiter(OfferPolicy(price=PRICE), capabilities)
-        worker = Worker(endpoint, arbiter, lease_manager, jobs, TaskManager(host, tasks))
+        worker = Worker(endpoint, arbiter, lease_manager, TaskManager(host, tasks))
         worker.listen()
         await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)

@@ -20,8 +20,6 @@ from support.waiting import run, until
 from hypha_net import rpc
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import NotFound
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, RenewalFailed, RenewLease
@@ -493,18 +491,6 @@ def test_requests_in_both_roles(binary: Path, certify: Certify) -> None:
             assert await rust.do("health", peer=str(own.peer_id)) is True
             assert (await rpc.call(own, peer, HEALTH_CHECK, HealthRequest())).healthy
 
-            async def slices(_: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
-                if request.dataset != "mnist":
-                    return NotFound()
-                return SliceAssigned(data_provider=own.peer_id, index=7, epoch=0, others=(peer,))
-
-            rpc.serve(own, DATA, slices)
-            told = await rust.do("data", peer=str(own.peer_id), dataset="mnist")
-            assert told == {"provider": str(own.peer_id), "index": 7}
-            assert await rust.do("data", peer=str(own.peer_id), dataset="other") == "Data(NotFound)"
-            given = await rpc.call(own, peer, DATA, DataRequest(dataset="mnist"))
-            assert isinstance(given, SliceAssigned)
-            assert (given.data_provider, given.index) == (peer, 7)
             renewed = await rpc.call(own, peer, RENEW_LEASE, RenewLease(id=UUID(int=5)))
             assert isinstance(renewed, RenewalFailed)
             # what this node does not serve is reset, and the peer does not wait for it

@@ -21,15 +21,9 @@ import anyio.abc
 import anyio.lowlevel
 
 from hypha_net.errors import TransferRefusedError
+from hypha_proto.commands import ChangeServer, Command, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import (
-    JobWorkers,
-    ServerChanged,
-    ServerKnown,
-)
-from hypha_proto.job_spec import One, PeersReference, TrainConfig
-from hypha_proto.protocols import MEMBERSHIP
-from hypha_proto.round_membership import RoundMembers
+from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.transfer import PushHeader
 from hypha_scheduler.strategies.base import (
     PushTarget,
@@ -44,7 +38,7 @@ from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.running_job import JobData
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 from support.diloco_processes import ParameterServer, Process, Training
-from support.diloco_scheduler import LEASE, Context, NotRunning, Running, Scheduler, SchedulerDied
+from support.diloco_scheduler import LEASE, Context, NotRunning, Scheduler, SchedulerDied
 from support.diloco_simulation import (
     SCHEDULER,
     START,
@@ -89,8 +83,6 @@ class Node:
     role: str
     slowness: float = 1.0
     """Factor of the seconds of a batch."""
-    lacks: frozenset[str] = frozenset()
-    """Protocols that it does not speak."""
     is_alive: bool = True
     is_reachable: bool = True
     hears_scheduler: bool = True
@@ -117,9 +109,9 @@ class Node:
         """Start a task; return False if it cannot."""
         if not self.is_alive or task.lease.id not in self.leases or self.process is not None:
             return False
-        config: Any = effect.spec.executor.config  # type: ignore[union-attr]
-        kind: Any = Training if isinstance(config, TrainConfig) else ParameterServer
-        self.process = kind(self.network, self, task, effect.keep_lease, config=config)
+        spec = effect.spec
+        kind: Any = ParameterServer if spec.training is None else Training
+        self.process = kind(self.network, self, task, config=spec.training or spec.aggregation)
         self.network.tasks.start_soon(self._run, self.process)
         return True
 
@@ -148,8 +140,6 @@ class Node:
                     scheduler.task_over(process.task, end)
                 except SchedulerDied:
                     continue
-                if not process.keep_lease:
-                    self.leases.pop(lease, None)
                 if self.is_draining:
                     self.leave()
                 return
@@ -245,8 +235,6 @@ class Network:
     delays: Delays = field(default_factory=Delays)
     slowness: Sequence[float] = (1.0,)
     """Factors of the workers' batch times, in turn."""
-    lacks: frozenset[str] = frozenset()
-    """Protocols that the workers do not speak."""
     answer_loss: float = 0.0
     """Probability that the answer to a question is lost, and the question repeated."""
     message_faults: float | None = None
@@ -269,7 +257,7 @@ class Network:
         self.starts: list[tuple[float, StartTask]] = []
         self.nodes: dict[PeerId, Node] = {}
         self.scheduler: Scheduler | None = None
-        self.dispatched: dict[uuid.UUID, Running] = {}
+        self.dispatched: dict[uuid.UUID, TaskRef] = {}
         """Tasks that workers have confirmed, as the journal of the runner has them."""
         self.updates: dict[Path, str] = {}
         self.outcome: str | None = None
@@ -311,7 +299,7 @@ class Network:
     def add_node(self, role: str, slowness: float = 1.0) -> Node:
         """Add a machine."""
         peer = PeerId.from_public_key((1000 + self.number()).to_bytes(32, "big"))
-        self.nodes[peer] = Node(self, peer, role, slowness, self.lacks if role == TRAIN else frozenset())
+        self.nodes[peer] = Node(self, peer, role, slowness)
         return self.nodes[peer]
 
     async def delay(self, kind: str, factor: float = 1.0) -> None:
@@ -406,13 +394,13 @@ class Network:
 
     def _tasks_to_adopt(self, scheduler: Scheduler) -> list[TaskRef]:
         adopted = []
-        for lease, running in list(self.dispatched.items()):
-            node = self.nodes[running.task.lease.peer]
+        for lease, task in list(self.dispatched.items()):
+            node = self.nodes[task.lease.peer]
             if lease in node.leases and node.is_connected:
                 node.leases[lease] = anyio.current_time() + LEASE
-                scheduler.held[lease] = running.task.lease
-                scheduler.running[lease] = running
-                adopted.append(running.task)
+                scheduler.held[lease] = task.lease
+                scheduler.running[lease] = task
+                adopted.append(task)
             else:
                 del self.dispatched[lease]
         for node in self.nodes.values():
@@ -435,20 +423,20 @@ class Network:
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def deliver(self, peer: PeerId, message: object) -> object | None:
-        """Deliver a message of the scheduler; return the answer, None if the peer cannot be reached."""
-        node = self.nodes[peer]
+    def deliver(self, task: TaskRef, command: Command) -> CommandAnswer | None:
+        """Deliver a command to a task; return the answer, None if its worker cannot be reached."""
+        node = self.nodes[task.lease.peer]
         process = node.process if node.is_connected else None
-        match message, process:
-            case RoundMembers(), ParameterServer():
-                return process.announce(message) if process.round else None
-            case JobWorkers(), ParameterServer():
-                return process.change_workers(message)
-            case ServerChanged(), Training():
-                return process.change_server(message)
-            case ServerChanged(), _ if node.is_connected:
-                return ServerKnown(accepted=False, reason="no such job runs here")
-        return None
+        if process is None or process.task != task:
+            return None
+        match command, process:
+            case SetMembers(), ParameterServer():
+                return process.announce(command)
+            case SetWorkers(), ParameterServer():
+                return process.change_workers(command)
+            case ChangeServer(), Training():
+                return process.change_server(command)
+        raise AssertionError(f"{task} gets {command}")
 
     def server_at(self, peer: PeerId) -> ParameterServer | None:
         """Return the parameter server that runs on a peer, if it can be reached."""
@@ -509,7 +497,3 @@ class Network:
     def processes(self, role: str) -> list[Process]:
         """Return what runs of a role, in a fixed order."""
         return [node.process for node in self.nodes.values() if node.role == role and node.process is not None]
-
-
-NO_MEMBERSHIP = frozenset({MEMBERSHIP})
-"""What workers of the version before do not speak."""

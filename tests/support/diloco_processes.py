@@ -11,16 +11,10 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import AwaitCommit, CommitStatus, ContributionKnown
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import (
-    JobWorkers,
-    JobWorkersKnown,
-    JoinRound,
-    RoundToJoin,
-    ServerChanged,
-    ServerKnown,
-)
+from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.job_spec import AggregateConfig, TrainConfig
 from hypha_proto.progress import (
     BatchDone,
@@ -33,7 +27,7 @@ from hypha_proto.progress import (
     TrainedBatch,
     UpdateMerged,
 )
-from hypha_proto.round_membership import MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.round_membership import UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.jobs.artifacts import artifact_dataset
 from hypha_scheduler.strategies.base import (
@@ -71,7 +65,6 @@ class Process:
     network: Network
     node: Node
     task: TaskRef
-    keep_lease: bool
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     end: TaskEnded | None = None
     """How it was ended from outside, if its worker reports that."""
@@ -397,17 +390,17 @@ class Training(Process):
             self.arrived.set()
             self.arrived = anyio.Event()
 
-    def change_server(self, message: ServerChanged) -> ServerKnown:
+    def change_server(self, message: ChangeServer) -> CommandAnswer:
         """Send to another parameter server from now on."""
-        if message.lease != self.task.lease.id or message.term < self.term:
-            return ServerKnown(accepted=False, reason="another lease or an older term")
+        if message.term < self.term:
+            return CommandAnswer(0, accepted=False, reason="an older term")
         self.term, self.server = message.term, message.server
         if message.update is not None and message.outer_update is not None:
             self.network.tasks.start_soon(self._pull_outer, message.round - 1, message.update, message.outer_update)
         if self.stated is None or self.stated[0] != message.round:
-            return ServerKnown(accepted=True)
+            return CommandAnswer(0, accepted=True)
         self.begin_push()
-        return ServerKnown(accepted=True, sends=self.stated[1])
+        return CommandAnswer(0, accepted=True, sends=self.stated[1])
 
     async def _pull_outer(self, number: int, update: str, address: Any) -> None:
         """Pull the outer update of a round that the last parameter server has not sent, while it is served."""
@@ -431,12 +424,11 @@ class ParameterServer(Process):
     config: AggregateConfig = field(kw_only=True)
     term: int = field(init=False)
     workers: tuple[PeerId, ...] = field(init=False)
-    version: int = -1
     round: int = 0
     """The open round; 0 while it starts."""
     momentum: str = START
     """Digest of the weights that belong to its momentum."""
-    members: RoundMembers | None = None
+    members: SetMembers | None = None
     announced_at: float = 0.0
     updates: dict[tuple[int, PeerId], str] = field(default_factory=dict)
     refused: set[tuple[int, PeerId]] = field(default_factory=set)
@@ -517,7 +509,7 @@ class ParameterServer(Process):
     async def refuse(self, peer: PeerId, reason: str, *, missing: bool = False) -> None:
         """Tell the scheduler that an update cannot be used."""
         self.refused.add((self.round, peer))
-        message = UpdateRefused(JOB_ID, self.round, peer, reason, missing=missing or None)
+        message = UpdateRefused(JOB_ID, self.task.lease.id, self.round, peer, reason, missing=missing or None)
         await self.send("UpdateRefused", message)
 
     def step(self, number: int, used: Sequence[Any]) -> PushHeader:
@@ -527,7 +519,9 @@ class ParameterServer(Process):
         self.network.momenta[digest] = self.momentum
         self.momentum = digest_of(self.momentum, digest)
         samples = sum(member.samples for member in used)
-        return PushHeader(JOB_ID, number, OUTER_UPDATE, "outer", 100, digest, samples=samples, term=self.term)
+        return PushHeader(
+            JOB_ID, number, OUTER_UPDATE, "outer", 100, digest, SCHEDULER, samples=samples, term=self.term
+        )
 
     async def hand_in(self, header: PushHeader) -> bool:
         """Push the outer update to the scheduler; return False if it is refused for good."""
@@ -563,24 +557,18 @@ class ParameterServer(Process):
                 return
             await anyio.sleep(1.0)
 
-    def announce(self, message: RoundMembers) -> MembersKnown:
+    def announce(self, message: SetMembers) -> CommandAnswer:
         """Process the members of a round."""
-        if message.term != self.term:
-            return MembersKnown(accepted=False, reason="another term")
-        if self.round == 0:
-            return MembersKnown(accepted=False, reason="it has not started")
-        if message.round != self.round:
-            return MembersKnown(accepted=False, reason=f"round {message.round} is not open but {self.round}")
+        if self.round and message.round != self.round:
+            return CommandAnswer(0, accepted=False, reason=f"round {message.round} is not open but {self.round}")
         self.members, self.announced_at = message, anyio.current_time()
         self._wake()
-        return MembersKnown(accepted=True)
+        return CommandAnswer(0, accepted=True)
 
-    def change_workers(self, message: JobWorkers) -> JobWorkersKnown:
+    def change_workers(self, message: SetWorkers) -> CommandAnswer:
         """Process the list of workers."""
-        if message.term != self.term or message.version < self.version:
-            return JobWorkersKnown(accepted=False, reason="another term or an older list")
-        self.version, self.workers = message.version, message.workers
-        return JobWorkersKnown(accepted=True)
+        self.workers = message.workers
+        return CommandAnswer(0, accepted=True)
 
     def receive(self, training: Training, number: int, update: str) -> bool:
         """Receive an update; return False if it is to be sent again later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from hypha_net.errors import RequestError
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import (
     EmitEvent,
@@ -21,7 +20,7 @@ from hypha_scheduler.strategies.base import (
     Lease,
     RoleRequest,
     RunInBackground,
-    SendMessage,
+    SendCommand,
     StartTask,
     StopTask,
     TaskEnded,
@@ -65,23 +64,11 @@ class Context:
     job_id: uuid.UUID = JOB_ID
     scheduler: PeerId = SCHEDULER
 
-    def supports(self, peer: PeerId, protocol: str) -> bool:
-        node = self.network.nodes.get(peer)
-        return node is not None and node.is_alive and protocol not in node.lacks
-
     def reaches(self, dataset: str) -> bool:
         return True
 
     def notify(self, name: str, message: object = None) -> None:
         self.notices.append((name, message))
-
-
-@dataclass(eq=False)
-class Running:
-    """Task in the scheduler's register."""
-
-    task: TaskRef
-    keep_lease: bool
 
 
 @dataclass(eq=False)
@@ -94,7 +81,7 @@ class Scheduler:
     result: FakeResult
     tasks: anyio.abc.TaskGroup
     held: dict[uuid.UUID, Lease] = field(default_factory=dict)
-    running: dict[uuid.UUID, Running] = field(default_factory=dict)
+    running: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
     changed: anyio.Event = field(default_factory=anyio.Event)
     has_begun: bool = False
     """Whether the first leases were delivered."""
@@ -103,6 +90,8 @@ class Scheduler:
     draining: set[uuid.UUID] = field(default_factory=set)
     found: list[Lease] = field(default_factory=list)
     """Leases that were not delivered yet."""
+    ordered: defaultdict[TaskRef, anyio.Lock] = field(default_factory=lambda: defaultdict(anyio.Lock))
+    """Held while a command is delivered to a task."""
 
     @property
     def now(self) -> float:
@@ -142,7 +131,7 @@ class Scheduler:
                 self._start_task(effect)
             case StopTask():
                 self._stop_task(effect)
-            case SendMessage():
+            case SendCommand():
                 self.tasks.start_soon(self._send, effect)
             case RunInBackground():
                 self.tasks.start_soon(self._work, effect)
@@ -172,7 +161,7 @@ class Scheduler:
             return
         assert task.lease.id not in self.running, f"{task} is started on a lease that has a task"
         self.network.starts.append((self.now, effect))
-        self.running[task.lease.id] = Running(task, effect.keep_lease)
+        self.running[task.lease.id] = task
         self.tasks.start_soon(self._dispatch, effect)
 
     async def _dispatch(self, effect: StartTask) -> None:
@@ -191,13 +180,12 @@ class Scheduler:
             self.try_tell(lambda: self.operator.on_task_update(task, TaskNotStarted("it is not there"), self.now))
             return
         await network.delay("message")
-        network.dispatched[task.lease.id] = Running(task, effect.keep_lease)
+        network.dispatched[task.lease.id] = task
         if self._runs(task):
             self.try_tell(lambda: self.operator.on_task_update(task, TaskStarted(), self.now))
 
     def _runs(self, task: TaskRef) -> bool:
-        found = self.running.get(task.lease.id)
-        return found is not None and found.task == task and self.network.scheduler is self
+        return self.running.get(task.lease.id) == task and self.network.scheduler is self
 
     def _stop_task(self, effect: StopTask) -> None:
         task = effect.task
@@ -218,12 +206,10 @@ class Scheduler:
         self.tell(lambda: self._task_over(task, end))
 
     def _task_over(self, task: TaskRef, end: TaskEnded) -> Iterable[Any]:
-        if not any(found.task == task for found in self.running.values()):
+        if self.running.get(task.lease.id) != task:
             return ()
-        found = self.running.pop(task.lease.id)
+        del self.running[task.lease.id]
         self.network.dispatched.pop(task.lease.id, None)
-        if not found.keep_lease and end.state is not TaskState.CANCELLED:
-            self.held.pop(task.lease.id, None)
         return self.operator.on_task_update(task, end, self.now)
 
     def release(self, lease: uuid.UUID) -> None:
@@ -248,17 +234,18 @@ class Scheduler:
         except SchedulerDied:
             return
 
-    async def _send(self, effect: SendMessage) -> None:
-        outcome: object = RequestError(f"{effect.peer} cannot be reached")
-        for pause in (0.0, *effect.retry_delays):
-            await anyio.sleep(pause)
-            await self.network.delay("message")
-            answer = self.network.deliver(effect.peer, effect.message)
-            if answer is not None:
+    async def _send(self, effect: SendCommand) -> None:
+        """Deliver a command as soon as its worker can be reached; commands to a task keep their order."""
+        async with self.ordered[effect.task]:
+            while self._runs(effect.task):
                 await self.network.delay("message")
-                outcome = answer
-                break
-        self.try_tell(lambda: self.operator.on_effect_result(effect.tag, outcome, self.now))
+                answer = self.network.deliver(effect.task, effect.command)
+                if answer is not None:
+                    break
+                await anyio.sleep(0.5)
+        await self.network.delay("message")
+        if self._runs(effect.task):
+            self.try_tell(lambda: self.operator.on_effect_result(effect.tag, answer, self.now))
 
     async def _work(self, effect: RunInBackground) -> None:
         outcome = await effect.work()
@@ -268,8 +255,7 @@ class Scheduler:
 
     def task_on(self, lease: uuid.UUID) -> TaskRef | None:
         """Return the task that runs on a lease."""
-        found = self.running.get(lease)
-        return None if found is None else found.task
+        return self.running.get(lease)
 
     def lose(self, lease: Lease, reason: str) -> None:
         """Lose a lease."""

@@ -15,21 +15,14 @@ from typing import Any
 
 from blake3 import blake3
 
+from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import AwaitCommit, CommitStatus, Contribution, SampleRange, StateContribution
 from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import (
-    JobWorkers,
-    JobWorkersKnown,
-    JoinRound,
-    RoundToJoin,
-    ServerChanged,
-    ServerKnown,
-)
+from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.progress import BatchDone, OuterStepTaken, ProgressResponse, RoundMetrics, SendingUpdate, UpdateMerged
-from hypha_proto.protocols import MEMBERSHIP
-from hypha_proto.round_membership import MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.round_membership import UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_scheduler.strategies.base import (
     EmitEvent,
@@ -38,7 +31,7 @@ from hypha_scheduler.strategies.base import (
     PushTarget,
     RetryAfter,
     RunInBackground,
-    SendMessage,
+    SendCommand,
     SliceRefusedError,
     SliceToUse,
     StartTask,
@@ -102,16 +95,9 @@ class FakeContext:
     directory: Path = Path("/run")
     job_id: uuid.UUID = JOB_ID
     scheduler: PeerId = SCHEDULER
-    speakers: set[PeerId] = field(default_factory=lambda: {*PEERS, SERVER})
-    """Peers that are connected."""
-    lacks: frozenset[str] = frozenset({MEMBERSHIP})
-    """Protocols that they do not speak; `diloco_network` simulates members that come and go."""
     reachable: bool = True
     """Whether a data node is connected."""
     notices: list[tuple[str, object]] = field(default_factory=list)
-
-    def supports(self, peer: PeerId, protocol: str) -> bool:
-        return peer in self.speakers and protocol not in self.lacks
 
     def reaches(self, dataset: str) -> bool:
         return self.reachable
@@ -206,7 +192,7 @@ class ParameterServer:
     term: int
     round: int
     """The open round."""
-    members: RoundMembers | None = None
+    members: SetMembers | None = None
     """The last announcement of the open round."""
     updates: dict[tuple[int, PeerId], str] = field(default_factory=dict)
     """Digests of the updates that have arrived."""
@@ -215,13 +201,11 @@ class ParameterServer:
     stepped: PushHeader | None = None
     """Outer update that the scheduler has not received yet."""
 
-    def announce(self, message: RoundMembers) -> MembersKnown:
-        if message.term != self.term:
-            return MembersKnown(accepted=False, reason="another term")
+    def announce(self, message: SetMembers) -> CommandAnswer:
         if message.round != self.round:
-            return MembersKnown(accepted=False, reason=f"round {message.round} is over")
+            return CommandAnswer(0, accepted=False, reason=f"round {message.round} is over")
         self.members = message
-        return MembersKnown(accepted=True)
+        return CommandAnswer(0, accepted=True)
 
     @property
     def missing(self) -> list[PeerId]:
@@ -236,7 +220,15 @@ class ParameterServer:
         digest = digest_of(self.round, [(str(m.peer), m.samples, m.update) for m in used])
         self.averaged[self.round] = [member.peer for member in used]
         self.stepped = PushHeader(
-            JOB_ID, self.round, OUTER_UPDATE, "outer", 100, digest, samples=sum(m.samples for m in used), term=self.term
+            JOB_ID,
+            self.round,
+            OUTER_UPDATE,
+            "outer",
+            100,
+            digest,
+            SCHEDULER,
+            samples=sum(m.samples for m in used),
+            term=self.term,
         )
         self.round, self.members = self.round + 1, None
         return self.stepped
@@ -336,7 +328,7 @@ class Job:
     background: list[RunInBackground] = field(default_factory=list)
     outcome: str | None = None
     """Why the job failed, or "finished"."""
-    unanswered: list[RoundMembers] = field(default_factory=list)
+    unanswered: list[SetMembers] = field(default_factory=list)
     """Announcements that are under way, if `holds_messages`."""
     tags: list[str] = field(default_factory=list)
     """Their tags."""
@@ -346,7 +338,7 @@ class Job:
     lists: list[str] = field(default_factory=list)
     """Tags of such messages that are under way."""
     holds_lists: bool = False
-    told: dict[PeerId, ServerChanged] = field(default_factory=dict)
+    told: dict[PeerId, ChangeServer] = field(default_factory=dict)
     """What each worker was told last of another parameter server."""
     holds_messages: bool = False
     dies_after: int | None = None
@@ -422,7 +414,7 @@ class Job:
                     if self.leases.pop(task.lease.peer, None) is not None:
                         self.executors.pop(task.lease.peer, None)
                         self.apply(self.operator.on_task_update(task, TaskEnded(TaskState.CANCELLED), self.now))
-                case SendMessage():
+                case SendCommand():
                     self._send(effect)
                 case RunInBackground():
                     self.background.append(effect)
@@ -435,37 +427,41 @@ class Job:
         answer = self.server.announce(message) if outcome is None else outcome
         self.apply(self.operator.on_effect_result(self.tags.pop(0), answer, self.now))
 
-    def answer_lists(self, outcome: object = JobWorkersKnown(accepted=True)) -> None:
+    def answer_lists(self, outcome: object = CommandAnswer(0, accepted=True)) -> None:
         """Let the parameter server answer what it was told of the workers."""
         while self.lists:
             self.apply(self.operator.on_effect_result(self.lists.pop(0), outcome, self.now))
 
-    def _send(self, effect: SendMessage) -> None:
-        match effect.message:
-            case RoundMembers():
-                self.unanswered.append(effect.message)
+    def _send(self, effect: SendCommand) -> None:
+        peer = effect.task.lease.peer
+        match effect.command:
+            case SetMembers():
+                self.unanswered.append(effect.command)
                 self.tags.append(effect.tag)
                 if not self.holds_messages:
                     self.answer_message()
-            case JobWorkers():
-                self.listed = effect.message.workers
+            case SetWorkers():
+                self.listed = effect.command.workers
                 self.lists.append(effect.tag)
                 if not self.holds_lists:
                     self.answer_lists()
-            case ServerChanged():
-                self.told[effect.peer] = effect.message
-                executor = self.executors.get(effect.peer)
-                known = ServerKnown(accepted=executor is not None, sends=None if executor is None else executor.sent)
+            case ChangeServer():
+                self.told[peer] = effect.command
+                executor = self.executors.get(peer)
+                known = CommandAnswer(0, executor is not None, sends=None if executor is None else executor.sent)
                 self.apply(self.operator.on_effect_result(effect.tag, known, self.now))
 
     def _start(self, effect: StartTask) -> None:
-        peer, config = effect.task.lease.peer, effect.spec.executor.config  # type: ignore[union-attr]
+        peer, spec = effect.task.lease.peer, effect.spec
         self.leases[peer], self.specs[peer] = effect.task, effect
         if effect.task.lease.role == "aggregate":
             self.server_peer = peer
-            self.server = ParameterServer(config.term, self.result.round + 1, averaged=self.server.averaged)
+            assert spec.aggregation is not None
+            assert spec.aggregation.term is not None
+            self.server = ParameterServer(spec.aggregation.term, self.result.round + 1, averaged=self.server.averaged)
         else:
-            first = config.first_round or 1
+            assert spec.training is not None
+            first = spec.training.first_round or 1
             self.executors[peer] = Executor(peer, first, self.result.weights or START)
         self.apply(self.operator.on_task_update(effect.task, TaskStarted(), self.now))
 
@@ -550,8 +546,9 @@ class Job:
 
     def refuse(self, peer: PeerId, reason: str = "tensor 'w' holds NaN", *, missing: bool = False) -> None:
         """Let the parameter server refuse the update of a member."""
-        message = UpdateRefused(JOB_ID, self.server.round, peer, reason, missing=missing or None)
-        _answer, effects = self.operator.on_message(self.leases[self.server_peer], "refused", message, self.now)
+        task = self.leases[self.server_peer]
+        message = UpdateRefused(JOB_ID, task.lease.id, self.server.round, peer, reason, missing=missing or None)
+        _answer, effects = self.operator.on_message(task, "refused", message, self.now)
         self.apply(effects)
 
     async def push(self, header: PushHeader | None = None) -> str | None:

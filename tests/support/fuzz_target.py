@@ -17,7 +17,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError
 from hypha_net.identity import load_identity
 from hypha_net.message_channel import MessageChannel, receive_frame
-from hypha_proto import datasets, dispatch, health, leases, offers, progress, round_membership, task_resources
+from hypha_proto import datasets, health, leases, offers, progress, round_membership, task_resources
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -27,7 +27,7 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 
 CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
     value
-    for module in (round_membership, health, dispatch, leases, offers, progress, datasets, task_resources)
+    for module in (round_membership, health, leases, offers, progress, datasets, task_resources)
     for value in vars(module).values()
     if isinstance(value, RpcMethod)
 )
@@ -79,7 +79,7 @@ async def serve(endpoint: Endpoint, folder: Path) -> None:
     async def healthy(_peer: PeerId, _request: health.HealthRequest) -> health.Health:
         return health.Health(healthy=True)
 
-    async def land(_peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+    async def land(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget | Refusal:
         async def arrived(_size: int, _digest: str) -> None:
             (folder / "landed").unlink()
 

@@ -274,7 +274,7 @@ class Simulation:
     def header(self, task: TaskRef, name: str, content: bytes) -> PushHeader:
         return PushHeader(
             job_id=self.context.job_id, round=0, kind=TASK_RESULT, name=name, size=len(content),
-            digest=f"blake3:{blake3(content).hexdigest()}", lease=task.lease.id,
+            digest=f"blake3:{blake3(content).hexdigest()}", scheduler=self.context.scheduler, lease=task.lease.id,
         )  # fmt: skip
 
     def begin_push(self, task: TaskRef, name: str, content: bytes) -> Callable[[], str | None]:

@@ -28,10 +28,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from hypha_proto import bridge_api as routes
-from hypha_proto.codec import from_json, to_json, to_plain
+from hypha_proto.codec import from_json, from_plain, parse_json, to_json, to_plain
 from hypha_proto.contributions import OPTIMIZER_RESET, Contribution, SampleRange
 from hypha_proto.file_archive import is_archive, unpack_archive
-from hypha_proto.job_spec import JobSpec, Reference, TrainConfig, TrainJob
+from hypha_proto.job_spec import Reference, TrainConfig
 from hypha_proto.progress import (
     BatchDone,
     Done,
@@ -232,19 +232,15 @@ class Bridge:
             raise EndedError
         if status != 200:
             sys.exit(f"fetch: {status} {content[:400]!r}")
-        answer = json.loads(content)
-        entries = answer if isinstance(answer, list) else [answer]
-        return [(self.work_dir / entry["path"], entry["metadata"]) for entry in entries]
+        return [(self.work_dir / entry["path"], entry["metadata"]) for entry in json.loads(content)]
 
-    def join(self) -> routes.RoundJoined | None:
-        """Ask with which round to begin, as long as the scheduler decides; None if the worker does not know.
+    def join(self) -> routes.RoundJoined:
+        """Ask with which round to begin, as long as the scheduler decides.
 
         Raises:
             EndedError: the scheduler says that this executor will never take part.
         """
         status, content = self.post(routes.JOIN, b"{}", None)  # the worker ends the executor when the job is over
-        if status == 404:
-            return None
         if status == 410:
             print(f"join: {content[:400]!r}", flush=True)
             raise EndedError
@@ -356,9 +352,8 @@ class Trainer:
         if config.micro_batch is not None:
             print(f"micro-batches of {config.micro_batch} samples", flush=True)
         self.failures.check(0)
-        joined = bridge.join() if config.join else None
-        if joined is not None:
-            self.enter(joined)
+        if config.join:
+            self.enter(bridge.join())
         elif self.round > 1 and config.weights is not None:
             self.fetch_weights(self.round - 1)
 
@@ -387,7 +382,7 @@ class Trainer:
             except RoundClosedError as closed:
                 print(f"round {self.round}: closed: {closed}", flush=True)
                 update.unlink()
-                self.rejoin()
+                self.enter(self.bridge.join())
                 continue
             if isinstance(self.bridge.report(self.metrics(loss)), Done):
                 return
@@ -400,13 +395,6 @@ class Trainer:
             if isinstance(self.bridge.report(UpdateMerged()), Done):
                 return
             self.round += 1
-
-    def rejoin(self) -> None:
-        """Begin anew with the round that the scheduler names."""
-        joined = self.bridge.join()
-        if joined is None:
-            sys.exit(f"round {self.round} is closed, and the worker does not know with which to go on")
-        self.enter(joined)
 
     def enter(self, joined: routes.RoundJoined) -> None:
         """Begin with a round: without samples that were assigned before, from the weights after the round before."""
@@ -422,9 +410,7 @@ class Trainer:
                 if found != joined.weights:
                     sys.exit(f"the weights before round {self.round} are {found}, expected {joined.weights}")
                 return
-            again = self.bridge.join()  # the scheduler has gone on meanwhile
-            assert again is not None
-            joined = again
+            joined = self.bridge.join()  # the scheduler has gone on meanwhile
         sys.exit(f"the job was ahead of the weights {_FETCHES} times")
 
     def metrics(self, loss: float) -> RoundMetrics:
@@ -642,10 +628,9 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--job", required=True)
     options = parser.parse_args()
-    spec: JobSpec = from_json(JobSpec, options.job, _JOB_LIMIT)
-    assert isinstance(spec.executor, TrainJob)
+    config: TrainConfig = from_plain(TrainConfig, parse_json(options.job, _JOB_LIMIT)["settings"])
     try:
-        Trainer(Bridge(options.socket, options.work_dir.resolve()), spec.executor.config).run()
+        Trainer(Bridge(options.socket, options.work_dir.resolve()), config).run()
     except EndedError:
         print("no work is left", flush=True)
     except MemoryError as error:

@@ -17,14 +17,7 @@ from typing import Final, TypeVar
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import LEASE_SWEEP, RENEWED_LEASE
-from hypha_proto.offers import (
-    REQUEST_BATCH_WINDOW,
-    AggregateExecutor,
-    TrainExecutor,
-    WorkerOffer,
-    WorkerRequest,
-    WorkerSpec,
-)
+from hypha_proto.offers import REQUEST_BATCH_WINDOW, ExecutorDescriptor, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
@@ -37,7 +30,7 @@ from hypha_worker.leasing.terms import LeaseTerms
 
 A = TypeVar("A")
 
-TRAIN, SERVER = TrainExecutor(name="train"), AggregateExecutor(name="server")
+TRAIN, SERVER = ExecutorDescriptor("train", "train"), ExecutorDescriptor("aggregate", "server")
 CAPACITY: Final = Capacity(Resources(cpu=3.0, memory=8.0), (Device(0, 8.0), Device(1, 8.0), Device(2, 16.0)))
 WANTED: Final = Resources(gpu=8.0, cpu=1.0, memory=2.0)
 TERMS: Final = LeaseTerms(idle_lease=25.0)
@@ -178,8 +171,7 @@ class WorkerNode:
 
     def check(self) -> None:
         """Assert that leases and processes take no more than there is, and no device twice."""
-        leases = (lease for lease in self.manager.leases if lease.state is not LeaseState.SPENT)
-        taken = {lease.id: lease.allocation for lease in leases} | self._processes
+        taken = {lease.id: lease.allocation for lease in self.manager.leases} | self._processes
         total = sum((allocation.resources for allocation in taken.values()), Resources())
         assert CAPACITY.resources.covers(total), f"{total} is taken of {CAPACITY.resources}"
         devices = [device for allocation in taken.values() for device in allocation.devices]
@@ -214,11 +206,11 @@ class WorkerNode:
 
     def _kill_job(self, lease: Lease) -> None:
         """End the processes of a cancelled job, which takes a while."""
-        self.world.after(self.world.random.uniform(0, 1.0), self.peer, lambda: self._processes_gone(lease.id, False))
+        self.world.after(self.world.random.uniform(0, 1.0), self.peer, lambda: self._processes_gone(lease.id))
 
-    def _processes_gone(self, lease: uuid.UUID, keep: bool) -> None:
+    def _processes_gone(self, lease: uuid.UUID) -> None:
         self._processes.pop(lease, None)
-        self.manager.detach_job(lease, keep=keep)
+        self.manager.detach_job(lease)
 
     def _dial(self, lease: Lease) -> None:
         def connected() -> None:
@@ -281,11 +273,11 @@ class WorkerNode:
         self._processes[lease] = attached.allocation
         return True
 
-    def end_job(self, keep: bool) -> None:
+    def end_job(self) -> None:
         """Let the oldest job end by itself."""
         for lease in self.manager.leases:
             if lease.has_job and lease.state is LeaseState.HELD:
-                self._processes_gone(lease.id, keep)
+                self._processes_gone(lease.id)
                 return
 
 
@@ -368,8 +360,7 @@ class SchedulerNode:
         for role_request in search.auction.role_requests:
             if missing[role_request.role]:
                 request = WorkerRequest(
-                    id=self.world.make_id(), spec=role_request.spec, bid=role_request.bid,
-                    timeout_ms=5000,
+                    id=self.world.make_id(), spec=role_request.spec, bid=role_request.bid, timeout_ms=5000,
                 )  # fmt: skip
                 search.auction.register_request(request.id, role_request.role)
                 for worker in self.world.workers.values():

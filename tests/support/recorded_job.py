@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched, OuterUpdates, Received
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.data.batches import Batches
+from hypha.accelerate_executor.diloco.batch_reporter import BatchReporter
 from hypha.accelerate_executor.diloco.loop import LoopTiming, TrainingLoop
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend
 from hypha.accelerate_executor.distributed.process_group import SingleProcess
@@ -40,23 +41,22 @@ from hypha.accelerate_executor.errors import RoundClosed
 from hypha.accelerate_executor.modeling.torch import write_torch_model
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import build_setup
-from hypha_proto.batch_reports import TrainedBatches
+from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.bridge_api import MEMORY_VARIABLE, RoundJoined
 from hypha_proto.codec import to_json
 from hypha_proto.contributions import Contribution
 from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.global_model import GlobalModel, digest_directory, digest_file
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Reference, TrainConfig, TrainJob, UriReference
+from hypha_proto.job_spec import Reference, TrainConfig, UriReference
 from hypha_proto.outer_step import OuterOptimizer, outer_step
 from hypha_proto.progress import (
     Acknowledged,
-    BatchDone,
     Continue,
     Done,
     Progress,
     ProgressResponse,
-    ScheduleUpdate,
+    TrainedBatch,
     UpdateMerged,
 )
 from hypha_proto.update_file import UpdateMetadata, open_update
@@ -294,12 +294,20 @@ def _spans(stated: Contribution) -> tuple[SampleSpan, ...]:
     return tuple(SampleSpan(part.epoch, part.slice, part.first, part.end) for part in stated.ranges)
 
 
+class PatientReporter(BatchReporter):
+    """Waits until each batch is counted, so that no round has more batches than its script says."""
+
+    def report(self, batch: TrainedBatch) -> ProgressResponse:
+        super().report(batch)
+        return self.flush()
+
+
 class Member:
     """One member's bridge and outer updates."""
 
     def __init__(self, life: Life, scheduler: Scheduler, work_dir: Path) -> None:
         self.number, self.rounds, self.scheduler, self.work_dir = life.peer, life.rounds, scheduler, work_dir
-        self.round, self.batches, self.memory = life.rounds.start, 0, life.memory
+        self.round, self.memory = life.rounds.start, life.memory
         work_dir.mkdir(parents=True)
 
     def fetch(self, _: Reference, out_dir: str) -> list[Fetched]:
@@ -309,25 +317,22 @@ class Member:
         return [Fetched(Path(shutil.copy(self.scheduler.weights_of(self.round - 1), folder)))]
 
     def report(self, progress: Progress) -> ProgressResponse:
-        if isinstance(progress, BatchDone):
-            self.batches += 1
-            return ScheduleUpdate(counter=self.scheduler.script.batches[self.round - 1][self.number] - self.batches)
         if isinstance(progress, UpdateMerged):
-            self.round, self.batches = self.round + 1, 0
+            self.round += 1
             return Continue() if self.round in self.rounds else Done()
         return Acknowledged()
 
-    def report_batches(self, _: TrainedBatches) -> None:
-        """Answer as a worker that takes one batch a report."""
+    def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
+        last = self.scheduler.script.batches[trained.round - 1][self.number]
+        return BatchesCounted(counted=trained.first + len(trained.batches), last=last)
 
-    def send(self, _: Reference, path: Path, number: int, samples: int, contribution: Contribution | None) -> bool:
+    def send(self, _: Reference, path: Path, number: int, samples: int, contribution: Contribution | None) -> None:
         assert contribution is not None
         if (number, self.number) == self.scheduler.script.closed:
-            self.round, self.batches = number + 1, 0
+            self.round = number + 1
             raise RoundClosed("it was waited for long enough")
         assert samples == sum(part.end - part.first for part in contribution.ranges)
         self.scheduler.state(self.number, number, path, contribution)
-        return True
 
     def join(self) -> RoundJoined:
         if self.round == 1:
@@ -360,9 +365,10 @@ class Member:
                 lambda: slices.fetch(self.work_dir / f"slice-{next(counter)}"), config.batch_size, config.seed or 0
             )
             spans = Spans(lambda _: None, None, str)
-            loop = TrainingLoop(
-                cast(Bridge, self), config, setup, batches, cast(OuterUpdates, self), LoopTiming(30.0), spans
-            )
+            with patch("hypha.accelerate_executor.diloco.loop.BatchReporter", PatientReporter):
+                loop = TrainingLoop(
+                    cast(Bridge, self), config, setup, batches, cast(OuterUpdates, self), LoopTiming(30.0), spans
+                )
             try:
                 loop.run()
             finally:
@@ -397,7 +403,7 @@ def record_job(folder: Path, script: Script = RESUMED) -> tuple[Path, Path]:
         "model": digest_directory(directory / "start-model"), "seed": job.seed, "batch_size": 8,
         "workers": [str(PEERS[number]) for number in script.batches[0]],
     }  # fmt: skip
-    accepted = {"record": "accepted", "format": 1, "job_id": str(job_id), "job": dict(JOB)}
+    accepted = {"record": "accepted", "format": 2, "job_id": str(job_id), "job": dict(JOB)}
     write_journal(directory, [accepted, began, *scheduler.records])
     return directory, data
 
@@ -409,9 +415,7 @@ def write_journal(directory: Path, records: Sequence[Mapping[str, Any]]) -> None
 def train_config(job: DilocoJobConfig, job_id: uuid.UUID, closed: int) -> TrainConfig:
     """Return what the scheduler sends to the members of a run, but for what differs between them."""
     model = UriReference(value="file:start-model")
-    executor = PlacedJob(job_id, job, SERVER, SERVER, PEERS[:2], model, closed=closed).train_spec().executor
-    assert isinstance(executor, TrainJob)
-    return executor.config
+    return PlacedJob(job_id, job, SERVER, SERVER, PEERS[:2], model, closed=closed).train_config()
 
 
 def write_slices(data: Path) -> Manifest:

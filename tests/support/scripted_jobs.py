@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,40 +20,16 @@ import anyio.to_thread
 import pytest
 
 from hypha_net import pubsub, rpc
+from hypha_net.errors import NetError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
-from hypha_proto.datasets import DATA, JSONL, DataRequest, SliceAssigned, SliceEntry, UnusableSlice
-from hypha_proto.dispatch import (
-    DISPATCH_JOB,
-    Dispatched,
-    DispatchFailed,
-    DispatchJob,
-    DispatchResult,
-    NotFound,
-    WireError,
-)
+from hypha_proto.datasets import DATA, JSONL, DataRequest, NotFound, SliceAssigned, SliceEntry, UnusableSlice, WireError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import (
-    Adam,
-    All,
-    Descriptor,
-    JobSpec,
-    Model,
-    PeersReference,
-    SchedulerReference,
-    TrainConfig,
-    TrainJob,
-)
 from hypha_proto.leases import (
-    CANCEL_JOB,
-    JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
     WHY_NOT,
-    CancelJob,
-    JobCancelled,
-    JobEnd,
     LeaseReleased,
     LeaseRenewal,
     Reasons,
@@ -62,10 +39,11 @@ from hypha_proto.leases import (
     RenewLease,
     WhyNot,
 )
-from hypha_proto.offers import OFFER, WORKER_REQUESTS, TrainExecutor, WorkerOffer, WorkerRequest, WorkerSpec
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, ExecutorDescriptor, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, Acknowledged, BatchDone, Progress, ProgressRequest, ProgressResponse
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
+from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import Dataset
 from hypha_scheduler.jobs.config import JobTable
@@ -83,8 +61,8 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskUpdate,
 )
+from support.task_stream_worker import TaskStreamWorker
 
-NOW = Timestamp.of(0)
 DATASET = "digits"
 SLICES = 8
 LIMIT = 600.0
@@ -103,24 +81,14 @@ def role(
     settle: float = 0.0,
 ) -> RoleRequest:
     """Return a request for leases; a worker makes offers for every role."""
-    spec = WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name=name),))
+    spec = WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor("train", name),))
     return RoleRequest(
         name, spec, 100.0, 120.0, count, minimum, distinct_peers=distinct, starts_at_minimum=early, settle=settle
     )
 
 
-def spec(job_id: uuid.UUID) -> JobSpec:
-    """Return the specification of a task; the scripted workers do not look at it."""
-    nobody = PeersReference(peers=(), strategy=All())
-    config = TrainConfig(
-        model=Model(task="auto", artifact=nobody, input_names=()),
-        data=SchedulerReference(peer=PeerId.from_public_key(bytes(32)), dataset=DATASET),
-        updates=nobody,
-        results=nobody,
-        optimizer=Adam(learning_rate=1.0),
-        batch_size=1,
-    )
-    return JobSpec(job_id=job_id, executor=TrainJob(descriptor=Descriptor(name="train"), config=config))
+SPEC = TaskSpec(executor="train/any")
+"""A task; the scripted workers do not look at it."""
 
 
 class ScriptedJob(JobTable):
@@ -319,39 +287,72 @@ class ScriptedStrategy:
         return self.operators[number]
 
 
+@dataclass(frozen=True)
+class ScriptedStart:
+    """What a scripted worker was told to start."""
+
+    lease: uuid.UUID
+    definition: TaskDefinition
+
+    @property
+    def name(self) -> str:
+        return self.definition.task
+
+    @property
+    def attempt(self) -> int:
+        return self.definition.attempt
+
+
+@dataclass
+class ScriptedStream(TaskStreamWorker):
+    """The stream of a lease; its worker is told what is heard."""
+
+    told: Callable[[TaskDefinition], None] = lambda _definition: None
+
+    async def hear(self, definition: TaskDefinition) -> None:
+        await super().hear(definition)
+        self.told(definition)
+
+
 @dataclass
 class ScriptedWorker:
     """Worker that offers as many leases as it has cores, one core each, and remembers what it is asked."""
 
     endpoint: MemoryEndpoint
     cores: int = 1
+    opens_streams: bool = True
+    """Whether it opens the streams of its leases; otherwise the test does."""
     leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
     """Confirmed leases."""
     released: list[tuple[uuid.UUID, str]] = field(default_factory=list)
-    dispatched: list[DispatchJob] = field(default_factory=list)
-    cancelled: list[CancelJob] = field(default_factory=list)
+    started: list[ScriptedStart] = field(default_factory=list)
+    stopped: list[TaskDefinition] = field(default_factory=list)
     refuses_tasks: bool = False
+    """Whether it gives each task back at once."""
     ends_cancelled: bool = True
     """Whether it reports the end of a cancelled task."""
     forgotten: set[uuid.UUID] = field(default_factory=set)
     """Leases that it no longer renews."""
-    hanging: anyio.Event | None = None
-    """While this is not set, a dispatch is not answered."""
+    is_silent: bool = False
+    """Whether it confirms no task."""
     changed: anyio.Event = field(default_factory=anyio.Event)
+    streams: dict[uuid.UUID, ScriptedStream] = field(default_factory=dict)
     _offered: dict[uuid.UUID, PeerId] = field(default_factory=dict)
+    _tasks: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         handlers: tuple[tuple[Any, Any], ...] = (
             (RENEW_LEASE, self.renew),
-            (DISPATCH_JOB, self.dispatch),
             (RELEASE_LEASE, self.release),
-            (CANCEL_JOB, self.cancel),
             (WHY_NOT, self.why_not),
             (HEALTH_CHECK, self.health),
         )
         for method, handler in handlers:
             rpc.serve(self.endpoint, method, handler)
-        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
+        async with (
+            anyio.create_task_group() as self._tasks,
+            pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests,
+        ):
             task_status.started()
             async for scheduler, request in requests:
                 await self.bid(scheduler, request)
@@ -383,29 +384,38 @@ class ScriptedWorker:
             return RenewalFailed()
         self.leases[request.id] = peer
         self._note()
+        if self.opens_streams and request.id not in self.streams and self._tasks is not None:
+            stream = ScriptedStream(self.endpoint, peer, request.id, self._tasks, told=partial(self._hear, request.id))
+            self.streams[request.id] = stream
+            self._tasks.start_soon(self._keep_open, stream)
         return Renewed(id=request.id, timeout_ms=10_000)
 
-    async def dispatch(self, peer: PeerId, request: DispatchJob) -> DispatchResult:
-        self.dispatched.append(request)
+    async def _keep_open(self, stream: ScriptedStream) -> None:
+        while stream.lease in self.leases:
+            ended = stream.ended
+            with suppress(NetError):
+                if (await stream.open()).refused is None:
+                    await stream.until_ended(ended + 1)
+            await anyio.sleep(0.2)
+
+    def _hear(self, lease: uuid.UUID, definition: TaskDefinition) -> None:
+        if definition.start is not None:
+            self.started.append(ScriptedStart(lease, definition))
+            if self.refuses_tasks:
+                self.streams[lease].report(definition, cancelled=TaskCancelled(reason="it takes no tasks"))
+            elif not self.is_silent:
+                self.streams[lease].report(definition, started=Started())
+        elif definition.stop is not None:
+            self.stopped.append(definition)
+            if self.ends_cancelled:
+                self.streams[lease].report(definition, cancelled=TaskCancelled(reason=definition.stop.reason))
         self._note()
-        if self.hanging is not None:
-            await self.hanging.wait()
-        if self.leases.get(request.id) != peer or self.refuses_tasks:
-            return DispatchFailed()
-        return Dispatched(id=request.id, timeout=NOW)
 
     async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
         self.released.append((request.id, request.reason))
         known = self.leases.pop(request.id, None) == peer
         self._note()
         return LeaseReleased(known=known)
-
-    async def cancel(self, peer: PeerId, request: CancelJob) -> JobCancelled:
-        self.cancelled.append(request)
-        self._note()
-        if self.ends_cancelled:
-            await self.end(request.id, "cancelled", attempt=request.attempt)
-        return JobCancelled(known=True)
 
     async def why_not(self, _peer: PeerId, _question: WhyNot) -> Reasons:
         return Reasons(reasons=("busy",))
@@ -420,16 +430,23 @@ class ScriptedWorker:
 
     # -------------------------------------------------------------------------------------------- speaks as an executor
 
-    def of(self, lease: uuid.UUID) -> DispatchJob:
-        """Return the last dispatch on a lease."""
-        return [message for message in self.dispatched if message.id == lease][-1]
+    def of(self, lease: uuid.UUID) -> ScriptedStart:
+        """Return the last start on a lease."""
+        return [start for start in self.started if start.lease == lease][-1]
 
-    async def end(self, lease: uuid.UUID, outcome: str = "finished", attempt: int | None = None) -> None:
-        """Report the end of a task; `attempt` is that of the last dispatch unless given."""
-        message = self.of(lease)
-        number = message.attempt if attempt is None else attempt
-        end = JobEnd(lease=lease, job_id=message.spec.job_id, outcome=outcome, reason="", attempt=number)
-        await rpc.call(self.endpoint, self.leases.get(lease) or self._offered[lease], JOB_END, end)
+    async def end(self, lease: uuid.UUID, outcome: str = "finished", *, reason: str = "") -> None:
+        """Report the end of the task that was started last on a lease; wait until the scheduler has handled it."""
+        ends = {
+            "finished": TaskFinished(outputs=()),
+            "failed": TaskFailed(reason=reason, exit_code=1),
+            "cancelled": TaskCancelled(reason=reason),
+        }
+        with anyio.move_on_after(5):  # of the virtual clock: the job may end with it
+            await self.streams[lease].tell(self.of(lease).definition, **{outcome: ends[outcome]})
+
+    def _lease_of(self, job_id: uuid.UUID) -> uuid.UUID | None:
+        """Return the lease of the task that was started last for a job."""
+        return next((start.lease for start in reversed(self.started) if start.definition.job_id == job_id), None)
 
     async def report(
         self,
@@ -440,13 +457,15 @@ class ScriptedWorker:
         samples: int = 1,
         id: uuid.UUID | None = None,
     ) -> ProgressResponse:
-        message = ProgressRequest(job_id=job_id, progress=BatchDone(batch_size=samples), lease=lease, id=id)
+        where = lease or self._lease_of(job_id)
+        message = ProgressRequest(job_id=job_id, progress=BatchDone(batch_size=samples), lease=where, id=id)
         return await rpc.call(self.endpoint, scheduler, REPORT, message, timeout=100.0)
 
     async def slice(
-        self, scheduler: PeerId, job_id: uuid.UUID | None, lease: uuid.UUID | None = None
+        self, scheduler: PeerId, job_id: uuid.UUID, lease: uuid.UUID | None = None
     ) -> SliceAssigned | NotFound | WireError:
-        request = DataRequest(dataset=DATASET, job_id=job_id, lease=lease, id=uuid.uuid4())
+        where = lease or self._lease_of(job_id)
+        request = DataRequest(dataset=DATASET, job_id=job_id, lease=where, id=uuid.uuid4())
         return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
 
 
@@ -513,10 +532,11 @@ def run_jobs(
     cores: int = 1,
     seed: int = 1,
     real_time: bool = False,
+    streams: bool = True,
 ) -> Lab:
     """Run a test with a scheduler and workers on a virtual clock, for which work in threads takes no time.
 
-    Transfers of files have threads of their own, and need `real_time`.
+    Transfers of files have threads of their own, and need `real_time`. Without `streams` workers open no task streams.
     """
 
     async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
@@ -540,7 +560,7 @@ def run_jobs(
                 return dataset(endpoints[1].peer_id)
 
             monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
-            scripted = [ScriptedWorker(endpoint, cores) for endpoint in endpoints[2:]]
+            scripted = [ScriptedWorker(endpoint, cores, streams) for endpoint in endpoints[2:]]
             for worker in scripted:
                 await tasks.start(worker.run)
             service = SchedulerService(endpoints[0], folder / "runs")

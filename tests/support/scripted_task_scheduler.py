@@ -17,6 +17,7 @@ from hypha_net.errors import NetError
 from hypha_net.message_channel import MessageChannel, receive_frame, send_frame
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.commands import Command, CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, RenewLease
 from hypha_proto.protocols import TASKS
@@ -53,7 +54,7 @@ class SchedulerCodec:
 
 def kind_of(report: TaskReport) -> str:
     """Return the name of the field that a report has."""
-    names = ("started", "ready", "progress", "draining", *ENDS)
+    names = ("started", "ready", "progress", "draining", "answered", *ENDS)
     return next(name for name in names if getattr(report, name) is not None)
 
 
@@ -76,6 +77,7 @@ class ScriptedTaskScheduler:
     locate: Callable[[PeerId, LocateResource], Awaitable[ResourceLocation]] = _nothing
     on_report: Callable[[TaskReport], None] = lambda _report: None
     streams: dict[uuid.UUID, Stream] = field(default_factory=dict)
+    _commands: int = 0
     _channels: dict[uuid.UUID, MessageChannel[TaskDefinition, TaskReport]] = field(default_factory=dict)
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
@@ -166,6 +168,19 @@ class ScriptedTaskScheduler:
     def kinds(self, task: str, attempt: int = 0) -> list[str]:
         """Return the kinds of the reports of an attempt."""
         return [kind_of(report) for report in self.of(task, attempt)]
+
+    async def command(self, lease: uuid.UUID, task: str, command: Command, attempt: int = 0) -> CommandAnswer:
+        """Send a command to an attempt; return the answer."""
+        self._commands += 1
+        number = self._commands
+        self.define(lease, task, attempt, command=TaskCommand.of(number, command))
+
+        def answer() -> CommandAnswer | None:
+            answers = (report.answered for report in self.of(task, attempt))
+            return next((found for found in answers if found is not None and found.number == number), None)
+
+        found: CommandAnswer = await self.until(answer)
+        return found
 
     async def end(self, task: str, attempt: int = 0, seconds: float = 15.0) -> TaskReport:
         """Wait for the end of an attempt; return the report of it."""

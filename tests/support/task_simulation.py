@@ -75,7 +75,6 @@ class Attempt:
 
     task: base.TaskRef
     spec: TaskSpec
-    keep_lease: bool
     lacking: list[str]
     """Resources that are not there yet."""
     failures: list[FailedHolder] = field(default_factory=list)
@@ -306,7 +305,6 @@ class Simulation:
 
     def _start(self, effect: base.StartTask) -> None:
         task, spec = effect.task, effect.spec
-        assert isinstance(spec, TaskSpec)
         self.starts.append(effect)
         if task.lease.id not in self.held:
             self.tell(lambda: self.operator.on_task_update(task, base.TaskNotStarted("no lease"), self.now))
@@ -314,7 +312,7 @@ class Simulation:
         assert task.lease.id not in self.running
         assert not self.workers[task.lease.peer].is_draining or not self._knows_drain(task.lease)
         lacking = [resource.name for resource in spec.resources if resource.result is not None]
-        attempt = self.running[task.lease.id] = Attempt(task, spec, effect.keep_lease, lacking)
+        attempt = self.running[task.lease.id] = Attempt(task, spec, lacking)
         self.at(self.delay(), lambda: self._started(attempt))
 
     def _knows_drain(self, lease: base.Lease) -> bool:

@@ -11,7 +11,7 @@ import anyio.abc
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
-from hypha_net.message_channel import MessageChannel, receive_frame, send_frame
+from hypha_net.message_channel import ChannelError, MessageChannel, receive_frame, send_frame
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -46,7 +46,8 @@ async def subscribe(stream: Stream, message: Subscribe) -> Subscribed:
     """Send the first message of a stream and return its answer."""
     await send_frame(stream, to_cbor(Subscribe, message))
     data = await receive_frame(stream, MAX_FRAME)
-    assert data is not None
+    if data is None:
+        raise ChannelError("the stream ended before the answer")
     answer: Subscribed = from_cbor(Subscribed, data)
     return answer
 
@@ -73,7 +74,9 @@ class TaskStreamWorker:
     async def open(self) -> Subscribed:
         """Open a stream and serve it in the background; return the scheduler's answer."""
         self.stream = await self.endpoint.open_stream(self.scheduler, [TASKS])
-        answer = await subscribe(self.stream, Subscribe(lease=self.lease, next=self.channel.next_wanted))
+        answer = await subscribe(
+            self.stream, Subscribe(lease=self.lease, next=self.channel.next_wanted, first=self.channel.oldest)
+        )
         if answer.refused is None:
             self.tasks.start_soon(self._run, self.stream, answer.next)
         return answer

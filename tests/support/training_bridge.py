@@ -1,9 +1,9 @@
-"""The bridge of a training job on an in-memory network, with a scripted scheduler and parameter servers around it."""
+"""The bridge of a task that trains, on an in-memory network with a scripted scheduler and parameter servers."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import anyio
 from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.bridge_api import Transfer
+from hypha_proto.commands import ChangeServer, CommandAnswer
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     STATE_CONTRIBUTION,
@@ -25,31 +26,34 @@ from hypha_proto.contributions import (
     StateContribution,
 )
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import JOIN_ROUND, SERVER_CHANGED, JoinRound, RoundToJoin, ServerChanged, ServerKnown
+from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.job_spec import (
     Adam,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     One,
     PeersReference,
     SchedulerReference,
     SliceAddress,
     TrainConfig,
-    TrainJob,
 )
+from hypha_proto.resources import Resources
+from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_worker.bridge.backend import JobBridgeBackend
+from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
-from hypha_worker.bridge.round_commits import RoundCommits
-from hypha_worker.bridge.server_changes import ServerChanges
-from hypha_worker.bridge.uncommitted_updates import PendingFile, UncommittedUpdates
+from hypha_worker.bridge.training import TrainingBridge
+from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.jobs.references import job_references, reference_peers
+from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.tasks.deliveries import Deliveries
+from hypha_worker.tasks.execution import TaskContext
+from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.resource_fetcher import ResourceFetcher
 
 JOB, LEASE = uuid.UUID(int=7), uuid.UUID(int=8)
 WEIGHTS = f"blake3:{1:064x}"
@@ -59,15 +63,16 @@ RANGES = (SampleRange(epoch=0, slice=3, first=0, end=16), SampleRange(epoch=0, s
 
 @dataclass
 class Rounds:
-    """A training job's bridge, its scripted scheduler, and the parameter server that it exchanges updates with."""
+    """The bridge of a task that trains, its scripted scheduler, and its parameter server."""
 
     network: MemoryNetwork
     folder: Path
     worker: MemoryEndpoint
     scheduler: MemoryEndpoint
     server: MemoryEndpoint
-    backend: JobBridgeBackend
-    queue: DeliveryQueue
+    context: TaskContext
+    training: TrainingBridge
+    backend: BridgeBackend
     history: list[StateContribution | PushHeader | AwaitCommit | JoinRound] = field(default_factory=list)
     """What the scheduler and the parameter server have got, in order."""
     known: ContributionKnown = field(default_factory=lambda: ContributionKnown(accepted=True))
@@ -84,6 +89,22 @@ class Rounds:
     """Answers to `JoinRound`, in order; without one left, the executor has to ask again."""
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of the task."""
+        assert self.context.spec.training is not None
+        return self.context.spec.training
+
+    @property
+    def work_dir(self) -> Path:
+        """The folder of the task."""
+        return self.context.work_dir
+
+    @property
+    def queue(self) -> DeliveryQueue:
+        """What waits for the executor."""
+        return self.training.queue
+
     async def join(self, _peer: PeerId, question: JoinRound) -> RoundToJoin:
         self._record(question)
         return self.joins.pop(0) if self.joins else RoundToJoin()
@@ -99,12 +120,11 @@ class Rounds:
                 await self.next_change()
         return self.commits.get(question.update, CommitStatus(committed=False))
 
-    async def accept(self, _peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+    async def accept(self, _peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if self.refused_push is not None:
             return Refusal(reason=self.refused_push)
 
         async def on_complete(_size: int, _digest: str) -> None:
-            assert header is not None
             self.received[header.digest] = path.read_bytes()
             self._record(header)
 
@@ -133,11 +153,10 @@ class Rounds:
         while len(self.got(kind)) < count:
             await self.next_change()
 
-    async def change_server(self, server: MemoryEndpoint, term: int, number: int, **fields: Any) -> ServerKnown:
-        """Tell the job of another parameter server, as its scheduler."""
-        about = {"job_id": JOB, "lease": LEASE, "term": term, "server": server.peer_id, "round": number}
-        message = ServerChanged(**(about | fields))
-        return await rpc.call(self.scheduler, self.worker.peer_id, SERVER_CHANGED, message)
+    def change_server(self, server: MemoryEndpoint, term: int, number: int, **fields: Any) -> CommandAnswer:
+        """Tell the task of another parameter server, as its scheduler."""
+        command = ChangeServer(term=term, server=server.peer_id, round=number, **fields)
+        return self.training.changes.handle(term, command)
 
     def commit(self, digest: str, status: CommitStatus) -> None:
         self.commits[digest] = status
@@ -145,7 +164,7 @@ class Rounds:
 
     async def send(self, content: bytes = b"update", number: int = 1, **changes: Any) -> Any:
         """Send a file as an executor does; `changes` are those of its contribution, `contribution=None` has none."""
-        (self.backend.work_dir / "u").write_bytes(content)
+        (self.work_dir / "u").write_bytes(content)
         _, digest = await transfer.describe(content)
         stated = None
         if "contribution" not in changes:
@@ -160,33 +179,97 @@ class Rounds:
                 "update": digest,
             }
             stated = Contribution(**(fields | changes))
-        reference = self.backend.spec.executor.config.updates
-        return await self.backend.send(Transfer(reference, "u", round=number, samples=30, contribution=stated))
+        wanted = Transfer(self.config.updates, "u", round=number, samples=30, contribution=stated)
+        return await self.backend.send(wanted)
 
     async def push(self, content: bytes = b"outer", number: int = 1, kind: str = OUTER_UPDATE, **changes: Any) -> str:
         """Push a file to the job as its parameter server; return its digest."""
         size, digest = await transfer.describe(content)
-        fields = {"job_id": JOB, "round": number, "kind": kind, "name": f"r{number}", "size": size, "digest": digest}
         sender = changes.pop("sender", self.server)
-        await transfer.push(sender, self.worker.peer_id, content, PushHeader(**(fields | changes)))
+        name = changes.pop("name", f"r{number}")
+        header = PushHeader(JOB, number, kind, name, size, digest, self.context.scheduler, **changes)
+        await transfer.push(sender, self.worker.peer_id, content, header)
         return digest
 
     async def next_file(self) -> PendingFile:
-        file = await self.queue.next_file(lambda: self.backend.server.senders)
+        file = await self.queue.next_file(lambda: self.training.server.senders)
         assert file is not None
         return file
 
     def claim(self, file: PendingFile) -> Any:
-        claimed = self.queue.claim(file, self.backend.files.storage.files.make_folder("received"))
+        claimed = self.queue.claim(file, self.context.storage.files.make_folder("received"))
         assert claimed is not None
         return claimed
 
     def waiting_files(self) -> int:
-        staging = self.backend.files.storage.files.staging / "pushes"
+        staging = self.context.storage.files.staging / "pushes"
         return len(list(staging.iterdir())) if staging.exists() else 0
 
 
-def make_spec(scheduler: MemoryEndpoint, server: MemoryEndpoint, **changes: Any) -> JobSpec:
+class Control:
+    """What an executor says about its task, which nobody hears here."""
+
+    drain_seconds: float | None = None
+
+    def executor_started(self) -> None:
+        """See `TaskControl.executor_started`."""
+
+    def progressed(self, progress: TaskProgress) -> None:
+        """See `TaskControl.progressed`."""
+
+    async def store_output(self, name: str, path: str) -> StoredOutput:
+        """See `TaskControl.store_output`."""
+        raise AssertionError(f"{name}: {path}")
+
+
+def make_context(
+    folder: Path,
+    worker: MemoryEndpoint,
+    scheduler: PeerId,
+    config: TrainConfig,
+    *,
+    limit: int = 1 << 24,
+    access: AccessPolicy | None = None,
+) -> TaskContext:
+    """Return an attempt at a task that trains, with a work directory in `folder` that holds `limit` bytes."""
+    work_dir = folder / "hypha-job"
+    work_dir.mkdir()
+    storage, traffic = JobStorage(work_dir, limit), JobTraffic()
+    return TaskContext(
+        endpoint=worker,
+        job_id=JOB,
+        task="train",
+        attempt=0,
+        spec=TaskSpec(executor="train/x", training=config),
+        settings={},
+        lease=LEASE,
+        scheduler=scheduler,
+        allocation=Allocation(Resources()),
+        work_dir=work_dir,
+        storage=storage,
+        traffic=traffic,
+        scope=anyio.CancelScope(),
+        contact=SchedulerContact(worker, scheduler),
+        control=Control(),
+        fetcher=ResourceFetcher(
+            endpoint=worker,
+            scheduler=scheduler,
+            job_id=JOB,
+            lease=LEASE,
+            task="train",
+            attempt=0,
+            work_dir=work_dir,
+            storage=storage,
+            traffic=traffic,
+            access=access or AccessPolicy(),
+            store=OutputStore(folder / "outputs"),
+            deliveries=Deliveries(),
+        ),
+    )
+
+
+def make_config(scheduler: MemoryEndpoint, server: MemoryEndpoint, **changes: Any) -> TrainConfig:
+    """Return the settings of a task that trains; `changes` replace some of them."""
     peers = PeersReference(peers=(server.peer_id,), strategy=All())
     model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
     weights = PeersReference(
@@ -205,12 +288,30 @@ def make_spec(scheduler: MemoryEndpoint, server: MemoryEndpoint, **changes: Any)
         "term": 2,
         "weights": weights,
     }
-    config = TrainConfig(**(fields | changes))
-    return JobSpec(job_id=JOB, executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+    return TrainConfig(**(fields | changes))
+
+
+def fail_for_disk(error: object) -> None:
+    """Fail: nothing is wrong with the disk."""
+    raise AssertionError(error)
+
+
+def make_bridge(
+    context: TaskContext, on_disk_fault: Callable[[object], None] = fail_for_disk
+) -> tuple[TrainingBridge, BridgeBackend]:
+    """Return the bridge of a task that trains, which accepts what peers push to its worker."""
+    assert context.spec.training is not None
+    training = TrainingBridge(context, context.spec.training, on_disk_fault)
+
+    async def accept(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
+        return training.queue.accept(peer, header)
+
+    transfer.serve_pushes(context.endpoint, accept)
+    return training, BridgeBackend(context, training, on_disk_fault)
 
 
 @asynccontextmanager
-async def open_rounds(folder: Path, *, speaks: bool = True, **changes: Any) -> AsyncIterator[Rounds]:
+async def open_rounds(folder: Path, **changes: Any) -> AsyncIterator[Rounds]:
     network = MemoryNetwork()
     async with (
         network.endpoint("worker") as worker,
@@ -218,49 +319,25 @@ async def open_rounds(folder: Path, *, speaks: bool = True, **changes: Any) -> A
         network.endpoint("server") as server,
         anyio.create_task_group() as tasks,
     ):
-        spec = make_spec(scheduler, server, **changes)
-        work_dir = folder / "hypha-job"
-        work_dir.mkdir()
-        storage = JobStorage(work_dir, 1 << 24)
-        assert isinstance(spec.executor, TrainJob)
-        term, joins = spec.executor.config.term, bool(spec.executor.config.join)
-        commits = RoundCommits(worker, scheduler.peer_id, JOB, LEASE)
-        queue = DeliveryQueue(
-            JOB,
-            work_dir,
-            frozenset({server.peer_id}),
-            storage,
-            OUTER_UPDATE,
-            reference_peers(job_references(spec)),
-            uncommitted=None if term is None else UncommittedUpdates(commits, term, joins=joins),
-        )
-        files = PeerFiles(worker, storage)
-        backend = JobBridgeBackend(worker, spec, LEASE, scheduler.peer_id, work_dir, queue, AccessPolicy(), files)
-        changes_of_server = ServerChanges(backend, queue)
-        rounds = Rounds(network, folder, worker, scheduler, server, backend, queue)
-
-        async def accept(peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-            return queue.accept(peer, header)
+        config = make_config(scheduler, server, **changes)
+        context = make_context(folder, worker, scheduler.peer_id, config)
+        training, backend = make_bridge(context)
+        rounds = Rounds(network, folder, worker, scheduler, server, context, training, backend)
 
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             rounds.pulled.append(request.index)
             found = rounds.served.get(request.index) if request.dataset == f"{JOB}/weights" else b"slice"
             return Refusal(reason="not here") if found is None else transfer.PullSource(found)
 
-        transfer.serve_pushes(worker, accept)
         transfer.serve_pushes(server, rounds.accept)
         transfer.serve_pulls(scheduler, resolve)
-        if speaks:
-            rpc.serve(scheduler, STATE_CONTRIBUTION, rounds.state)
-            rpc.serve(scheduler, AWAIT_COMMIT, rounds.await_commit)
-            rpc.serve(scheduler, JOIN_ROUND, rounds.join)
-        rpc.serve(worker, SERVER_CHANGED, changes_of_server.handle)
+        rpc.serve(scheduler, STATE_CONTRIBUTION, rounds.state)
+        rpc.serve(scheduler, AWAIT_COMMIT, rounds.await_commit)
+        rpc.serve(scheduler, JOIN_ROUND, rounds.join)
         await worker.connect_peer(scheduler.peer_id)
-        tasks.start_soon(queue.run)
-        tasks.start_soon(changes_of_server.run)
+        tasks.start_soon(training.run)
         try:
             yield rounds
         finally:
-            queue.close()
-            backend.close()
+            training.close()
             tasks.cancel_scope.cancel()

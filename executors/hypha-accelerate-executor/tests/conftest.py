@@ -60,10 +60,11 @@ class FakeWorker:
     slices: list[Path]
     rounds: int = 3
     batches: int = 20
-    """Batches per round; the last two are announced by a count."""
+    """Batches per round; to executors that report one at a time, the last two are announced by a count."""
     epochs: int = 1000
     outer: Outer = field(default_factory=lambda: Outer(1.0, 0.0))
     reports: list[Any] = field(default_factory=list)
+    """Reports in their order; each batch as a report of its own."""
     updates: list[Path] = field(default_factory=list)
     """Copies of the received update files."""
     outers: list[Path] = field(default_factory=list)
@@ -75,11 +76,8 @@ class FakeWorker:
     """Whether outer updates are withheld."""
     late_batches: int = 0
     """Batches of a round that are allocated in the answer to the report of the last of the others."""
-    takes_batches: bool = False
-    """Whether it knows the route for several batches."""
-    batch_reports: list[Any] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
-    """Batches of each round that were reported there."""
+    """Batches of each round that were reported several at once."""
 
     def __post_init__(self) -> None:
         self.handed_out = 0
@@ -132,9 +130,7 @@ class FakeWorker:
         return 200, {"type": "Done" if self.done_rounds == self.rounds else "Continue"}
 
     def trained(self, body: Any) -> tuple[int, Any]:
-        if not self.takes_batches:
-            return 404, {"detail": "Not Found"}
-        self.batch_reports.append(body)
+        self.reports += [{"status": batch} for batch in body["batches"]]
         self.counted += [0] * (body["round"] - len(self.counted))
         counted = body["first"] + len(body["batches"])
         self.counted[body["round"] - 1] = counted
@@ -142,21 +138,17 @@ class FakeWorker:
         last = first_end if counted < first_end else self.batches
         return 200, {"counted": counted, "last": last, "reason": ""}
 
-    def join(self, _body: Any) -> tuple[int, Any]:
-        """Answer as a worker that does not know the route."""
-        return 404, {"detail": "Not Found"}
-
     def answer(self, route: str, body: Any) -> tuple[int, Any]:
         usual = {
             "/resources/fetch": self.fetch, "/resources/send": self.send, "/status/send": self.status,
-            "/rounds/join": self.join, "/status/batches": self.trained,
+            "/status/batches": self.trained,
         }  # fmt: skip
         return (self.answers.get(route) or usual[route])(body)
 
     def job(self, **config: Any) -> str:
-        """Return the job as the executor receives it."""
+        """Return the task as the executor receives it; `config` replaces some of its settings."""
         reference = {"type": "peers", "peers": [PEER], "strategy": {"type": "One"}, "resource": None}
-        train = {
+        settings = {
             "model": {
                 "task": "image-classification",
                 "artifact": {"type": "uri", "value": "file:///model"},
@@ -169,8 +161,12 @@ class FakeWorker:
             "batch_size": 16,
             "seed": 3,
         }
-        spec = {"class": "train", "descriptor": {"name": "diloco"}, "config": train | config}
-        return json.dumps({"job_id": "01234567-89ab-cdef-0000-000000000007", "executor": spec})
+        task = {
+            "job_id": "01234567-89ab-cdef-0000-000000000007", "task": "train-0", "attempt": 0,
+            "executor": "train/diloco", "scheduler": PEER, "index": None, "count": None, "settings": settings | config,
+            "resources": {}, "outputs": {}, "timeout_ms": None,
+        }  # fmt: skip
+        return json.dumps(task)
 
     def arguments(self, **config: Any) -> list[str]:
         """Return the command line of `training`."""

@@ -16,7 +16,7 @@ from hypha.accelerate_executor.diloco import batch_reporter
 from hypha.accelerate_executor.diloco.batch_reporter import AHEAD, BatchReporter
 from hypha.accelerate_executor.errors import BridgeClosed, BridgeTimeout, SchedulerRefused
 from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
-from hypha_proto.progress import BatchDone, Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
+from hypha_proto.progress import Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
 
 pytestmark = pytest.mark.timeout(180)  # some tests fill all processors meanwhile
 
@@ -30,19 +30,14 @@ class FakeBridge:
     """A worker that answers a request when the test says how."""
 
     requests: queue.Queue[TrainedBatches] = field(default_factory=queue.Queue)
-    answers: queue.Queue[BatchesCounted | Exception | None] = field(default_factory=queue.Queue)
-    single: list[BatchDone] = field(default_factory=list)
+    answers: queue.Queue[BatchesCounted | Exception] = field(default_factory=queue.Queue)
 
-    def report_batches(self, trained: TrainedBatches) -> BatchesCounted | None:
+    def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
         self.requests.put(trained)
         answer = self.answers.get(timeout=WAIT)
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def report(self, progress: BatchDone) -> ProgressResponse:
-        self.single.append(progress)
-        return ScheduleUpdate(counter=7)
 
     def next(self) -> tuple[int, int, int]:
         """Return round, position and number of batches of the next request."""
@@ -263,33 +258,7 @@ def test_of_very_many_batches_the_samples_of_the_oldest_are_kept(scene: Scene, m
     assert (trained.first, [batch.slices for batch in trained.batches]) == (4, [{"3": 16}, {"3": 4}, {"3": 4}])
 
 
-def test_a_worker_without_the_route_gets_one_report_a_batch() -> None:
-    bridge = FakeBridge()
-    reporter = BatchReporter(bridge, WAIT)  # type: ignore[arg-type]
-    bridge.answers.put(None)
-    reporter.begin(1)
-    assert [reporter.report(BATCH) for _ in range(3)] == [ScheduleUpdate(counter=7)] * 3
-    assert bridge.single == [BatchDone(batch_size=4, slices={"3": 4}, batch_ms=1.0, wait_ms=0.0)] * 3
-    assert bridge.requests.qsize() == 1
-    assert reporter.flush() == reporter.confirm_end() == Continue()
-    reporter.close()
-
-
-@pytest.mark.nightly
-def test_a_job_is_trained_to_the_same_update_with_reports_in_the_background(make_worker: Callable[..., Any]) -> None:
-    updates = []
-    for takes_batches in (False, True):
-        worker = make_worker(rounds=2, batches=20, takes_batches=takes_batches)
-        assert training.main(worker.arguments()) == 0
-        updates.append([path.read_bytes() for path in worker.updates])
-    assert updates[0] == updates[1]
-    assert worker.counted == [20, 20], "all batches were counted before the update"
-    sizes = [batch["batch_size"] for each in worker.batch_reports for batch in each["batches"]]
-    assert sizes == [16] * 40
-    assert not [report for report in worker.reports if isinstance(report, dict) and "status" in report]
-
-
 def test_a_round_has_the_batches_that_are_allocated_at_its_last_one(make_worker: Callable[..., Any]) -> None:
-    worker = make_worker(rounds=1, batches=6, late_batches=2, takes_batches=True)
+    worker = make_worker(rounds=1, batches=6, late_batches=2)
     assert training.main(worker.arguments()) == 0
     assert worker.counted == [6]

@@ -34,7 +34,7 @@ def _slice(folder: Path, number: int, samples: int) -> Fetched:
     path = folder / f"{number}.safetensors"
     values = np.arange(samples, dtype="i4") + 1000 * number
     safetensors.numpy.save_file({"labels": values, "pixel_values": values.astype("u1").reshape(-1, 1)}, path)
-    return Fetched(path, {"slice": str(number)})
+    return Fetched(path, {"slice": str(number), "epoch": "0"})
 
 
 @pytest.mark.parametrize("sizes", [[7, 5, 9], [1, 1, 1, 1, 40], [16], [3]])
@@ -86,13 +86,13 @@ def test_the_next_slice_is_fetched_when_half_is_used(tmp_path: Path) -> None:
 def test_a_slice_with_mismatched_tensors_is_refused(tmp_path: Path, tensors: dict[str, Any]) -> None:
     safetensors.numpy.save_file(tensors, tmp_path / "s.safetensors")
     with pytest.raises(DataError, match="first dimension"):
-        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors")], 2, 0))
+        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
 
 
 def test_a_slice_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"s\.safetensors"):
-        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors")], 2, 0))
+        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
 
 
 def _part(folder: Path, number: int, samples: int, **about: object) -> Fetched:
@@ -146,14 +146,11 @@ def test_positions_that_a_slice_does_not_have_are_refused(tmp_path: Path, first:
     assert len(str(caught.value)) < 300
 
 
-def test_ranges_are_unknown_without_slice_or_epoch(tmp_path: Path) -> None:
-    for number, about in enumerate([{}, {"epoch": "-2"}, {"epoch": str(1 << 32)}, {"epoch": "0", "slice": "x"}]):
-        batches = _all_of([_part(tmp_path / str(number), 1, 6, **about)], 4)
-        assert [batch.ranges for batch in batches] == [None, None]
-        record = SampleRecord()
-        for batch in batches:
-            record.add(batch)
-        assert record.ranges is None
+@pytest.mark.parametrize("about", [{"epoch": ""}, {"epoch": "-2"}, {"epoch": str(1 << 32)}, {"slice": "x"}])
+def test_a_file_without_slice_or_epoch_is_refused(tmp_path: Path, about: dict[str, str]) -> None:
+    [name] = about
+    with pytest.raises(DataError, match=f"{name} is '{about[name]}', expected a decimal number up to"):
+        _all_of([_part(tmp_path / "a", 1, 6, **about)], 4)
 
 
 def test_adjacent_ranges_are_joined_across_batches_and_assignments(tmp_path: Path) -> None:

@@ -108,21 +108,6 @@ def test_a_job_without_a_term_states_nothing(job: Callable[..., Any]) -> None:
     assert "contribution" not in scheduler.worker.sent[0]
 
 
-def test_nothing_is_stated_about_slices_without_an_epoch(job: Callable[..., Any]) -> None:
-    scheduler = job(rounds=1)
-
-    def fetch(body: Any) -> tuple[int, Any]:
-        status, [entry] = scheduler.worker.fetch(body)
-        del entry["metadata"]["epoch"]
-        return status, [entry]
-
-    scheduler.worker.answers["/resources/fetch"] = lambda body: (
-        fetch(body) if body["type"] == "scheduler" else scheduler.worker.fetch(body)
-    )
-    assert _run(scheduler) == 0
-    assert scheduler.contributions == [None]
-
-
 def test_parts_of_slices_are_trained_on_and_stated(job: Callable[..., Any]) -> None:
     scheduler = job(rounds=1, batches=4)
     bounds = iter([(30, 50), (60, 90), (7, 40)])

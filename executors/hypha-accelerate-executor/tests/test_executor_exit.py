@@ -57,9 +57,9 @@ def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[.
 @pytest.mark.nightly
 def test_the_process_fails_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=100)
-    worker.answers["/status/send"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.status(body)
+    worker.answers["/status/batches"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.trained(body)
     done = _process(worker)
-    assert len(worker.reports) == 6
+    assert worker.updates == []
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "the worker closed the bridge" in done.stderr.splitlines()[-1]
@@ -75,10 +75,10 @@ def test_a_worker_that_does_not_answer_times_out(
         enough.wait(30)
         return 0, None
 
-    worker.answers["/status/send"] = never
+    worker.answers["/status/batches"] = never
     message = _ends_with(caplog, [*worker.arguments(), "--timeout", "2"], 1)
     enough.set()
-    assert message == "/status/send: the worker did not answer within 2 s"
+    assert message == "/status/batches: the worker did not answer within 2 s"
 
 
 def _ends_with(caplog: pytest.LogCaptureFixture, arguments: list[str], code: int) -> str:
@@ -119,7 +119,8 @@ def test_a_missing_socket_fails(
         ("/resources/fetch", 502, "gateway", 1, "502 error"),
         ("/resources/fetch", 200, [{"path": "../../etc/passwd"}], 1, "no path inside the work directory"),
         ("/resources/fetch", 200, [{"path": "/etc/passwd"}], 1, "no path inside the work directory"),
-        ("/resources/fetch", 200, 7, 1, "no path inside the work directory"),
+        ("/resources/fetch", 200, [7], 1, "no path inside the work directory"),
+        ("/resources/fetch", 200, {"path": "model"}, 1, "malformed-answer: not a list of files"),
         ("/resources/fetch", 200, [], 1, "no config.json"),
         ("/resources/send", 500, {"error": "push-failed", "detail": "peer is away"}, 1, "push-failed: peer is away"),
         ("/resources/receive", 400, {"error": "bad", "detail": "not a sender"}, 1, "400 bad: not a sender"),
@@ -127,6 +128,9 @@ def test_a_missing_socket_fails(
         ("/status/send", 200, {"type": "Error", "reason": "the round is over"}, 1, "): the round is over"),
         ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
         ("/status/send", 200, b"[" * 100_000, 1, "malformed-answer"),
+        ("/status/batches", 404, {"detail": "Not Found"}, 1, "404 error"),
+        ("/status/batches", 200, {"counted": 1, "reason": "who are you"}, 1, "of round 1: who are you"),
+        ("/status/batches", 200, b"[" * 100_000, 1, "malformed-answer"),
         ("/resources/fetch", 200, b"[" * 100_000, 1, "malformed-answer"),
         ("/resources/fetch", 502, b"[" * 100_000, 1, "502 error"),
     ],
@@ -145,7 +149,9 @@ def test_a_worker_with_error_or_malformed_answers(
     assert words in _ends_with(caplog, worker.arguments(), code)
 
 
-@pytest.mark.parametrize("event", [b"[" * 100_000, b'{"path":' * 900, b"{", b"7", b'{"path": "../../x"}'])
+@pytest.mark.parametrize(
+    "event", [b"[" * 100_000, b'{"path":' * 900, b"{", b"7", b'{"path": "../../x"}', b'{"path": "x"}', b"[]"]
+)
 def test_a_malformed_event_ends_the_wait_for_an_outer_update(make_worker: Callable[..., Any], event: bytes) -> None:
     worker = make_worker()
     worker.events.put(event)
@@ -221,7 +227,11 @@ def test_done_ends_the_run_after_any_report(make_worker: Callable[..., Any], kin
         answer = worker.status(body)
         return (200, {"type": "Done"}) if mine == kind else answer
 
-    worker.answers["/status/send"] = status
+    def trained(body: Any) -> tuple[int, Any]:
+        code, answer = worker.trained(body)
+        return code, answer | {"done": kind == "status"}
+
+    worker.answers |= {"/status/send": status, "/status/batches": trained}
     assert training.main(worker.arguments()) == 0
     assert worker.done_rounds <= 1, "it went on after it was told that the job is done"
 
@@ -265,6 +275,26 @@ def test_a_work_directory_that_cannot_be_written(
     worker = make_worker(batches=3)
     (worker.work_dir / "update-1.safetensors").mkdir()
     assert "update-1.safetensors" in _ends_with(caplog, worker.arguments(), 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("{", "--job: not JSON"),
+        ("[]", "--job: expected a map"),
+        ('{"executor": "train/diloco", "resources": {}}', "--job: settings: is missing"),
+        ('{"settings": {"text": "resources/text"}}', "--job: settings.model: is missing"),
+        ({"batch_size": 0}, "--job: settings.batch_size must be at least 1"),
+        ({"micro_batch": 0}, "--job: settings.micro_batch must be at least 1"),
+        ({"seed": -1}, "--job: settings.seed: "),
+    ],
+)
+def test_what_is_no_task_that_trains_is_refused(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, task: str | dict[str, int], words: str
+) -> None:
+    worker = make_worker()
+    text = task if isinstance(task, str) else worker.job(**task)
+    assert words in _ends_with(caplog, [*worker.arguments()[:-1], text], 2)
 
 
 def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,6 @@ class JoinedJob:
         number = self.begins.pop(0)
         while self.scheduler.round < number - 1:
             self.advance()
-        self.scheduler.worker.batches_seen = 0
         self.scheduler.worker.handed_out = 10 * number  # slices by round, so that two processes get the same ones
         if number == 1:
             return 200, {"round": 1}
@@ -194,11 +193,11 @@ def _write_moved(scheduler: CommittingScheduler, path: Path) -> None:
     safetensors.numpy.save_file(moved, path, {"round": str(scheduler.round)})
 
 
-def test_a_worker_that_cannot_say_lets_it_begin_as_the_task_says(job: Callable[..., JoinedJob]) -> None:
+def test_in_a_job_that_nobody_joins_it_begins_as_the_task_says(job: Callable[..., JoinedJob]) -> None:
     joined = job()
     joined.advance()
-    joined.scheduler.worker.answers["/rounds/join"] = lambda _: (404, {"detail": "Not Found"})
-    assert joined.run(first_round=2) == 0
+    assert joined.run(first_round=2, join=None) == 0
+    assert joined.asked == 0
     assert joined.sent == [2, 3]
     first = joined.scheduler.contributions[0]
     assert first is not None
@@ -268,7 +267,7 @@ def test_a_reset_discards_moments_and_changes_of_buffers_that_are_not_exchanged(
 
     write_torch_model("counting_net:Net", {}, 0, tmp_path / "model")
     model = {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": ["x"]}
-    config = training.read_job(make_worker().job(model=model))
+    config = training.read_settings(make_worker().job(model=model))
     options = OwnerOptions(frozenset({"counting_net"}))
     setup = build_setup(config, options, ModelFiles(tmp_path / "model"), CpuBackend(), SingleProcess())
     losses = []
@@ -296,7 +295,7 @@ def test_a_follower_resets_as_its_leader(
 
     monkeypatch.setattr(loop, "join_process_group", lambda _timeout: Follower())
     monkeypatch.setattr("hypha.accelerate_executor.training_setup._reset", lambda *_: resets.append(1))
-    follow(training.read_job(make_worker().job()), OwnerOptions(), LoopTiming(1.0))
+    follow(training.read_settings(make_worker().job()), OwnerOptions(), LoopTiming(1.0))
     assert resets == [1]
 
 

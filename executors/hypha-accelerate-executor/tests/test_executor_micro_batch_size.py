@@ -89,7 +89,7 @@ def set_up(net: Any, make_worker: Callable[..., Any], tmp_path: Path) -> Callabl
     def make(**arguments: Any) -> Setup:
         write_torch_model("limited_net:Net", arguments, 0, tmp_path / "model")
         model = {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": ["x"]}
-        config = training.read_job(make_worker().job(model=model))
+        config = training.read_settings(make_worker().job(model=model))
         options = OwnerOptions(frozenset({"limited_net"}))
         return build_setup(config, options, ModelFiles(tmp_path / "model"), CpuBackend(), SingleProcess())
 

@@ -55,7 +55,7 @@ def _written(worker: Any) -> str:
         ("/resources/fetch", (502, {"error": "fetch-failed", "detail": f"401 for token {TOKEN}"}), 1),
         ("/resources/fetch", (500, f"<html>Authorization: Bearer {TOKEN}"), 1),
         ("/resources/fetch", (200, [{"path": f"../{TOKEN}"}]), 1),
-        ("/status/send", (400, {"error": "bad", "detail": TOKEN}), 1),
+        ("/status/batches", (400, {"error": "bad", "detail": TOKEN}), 1),
     ],
 )
 def test_an_error_that_quotes_the_token_is_redacted(

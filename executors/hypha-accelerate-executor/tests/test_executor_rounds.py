@@ -100,7 +100,7 @@ def test_followers_have_the_seed_of_their_leader(
 
     monkeypatch.setattr(loop, "join_process_group", lambda _timeout: Follower())
     worker = make_worker()
-    follow(training.read_job(worker.job(model=MODEL, member=2)), OwnerOptions(), LoopTiming(1.0))
+    follow(training.read_settings(worker.job(model=MODEL, member=2)), OwnerOptions(), LoopTiming(1.0))
     assert torch.initial_seed() == round_seed(3, 2, 7)
 
 

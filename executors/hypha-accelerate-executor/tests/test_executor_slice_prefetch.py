@@ -373,7 +373,7 @@ def test_a_missing_number_is_not_waited_for_when_nothing_is_on_its_way(closing: 
     assert _taken(prefetch, 2) == ["3", "4"]
 
 
-def test_a_worker_that_numbers_no_assignments_is_asked_for_one_slice_at_a_time(closing: Any) -> None:
+def test_slices_without_numbers_are_requested_one_at_a_time(closing: Any) -> None:
     running = highest = 0
     lock, numbers = threading.Lock(), iter(range(100))
 

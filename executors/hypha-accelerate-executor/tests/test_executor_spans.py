@@ -135,8 +135,8 @@ def test_a_job_reports_its_start_and_every_round(
         assert 0 < train["duration_ms"] <= span["duration_ms"] <= span["ago_ms"]
 
 
-@pytest.mark.parametrize("answer", ["unknown", "silent"])
-def test_a_job_completes_with_a_worker_without_the_spans_route(
+@pytest.mark.parametrize("answer", ["error", "silent"])
+def test_a_job_completes_with_a_worker_that_takes_no_spans(
     answer: str, make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -144,13 +144,13 @@ def test_a_job_completes_with_a_worker_without_the_spans_route(
     if answer == "silent":
         monkeypatch.setattr("hypha.accelerate_executor.bridge.client._SPANS_SECONDS", 0.2)
 
-    def unknown(body: Any) -> tuple[int, Any]:
+    def refuse(body: Any) -> tuple[int, Any]:
         asked.append(body)
         assert answer != "silent" or ended.wait(60)
-        return 404, {"detail": "Not Found"}
+        return 400, {"error": "bad-request", "detail": "too many spans"}
 
     worker = make_worker(rounds=2, batches=4)
-    worker.answers["/telemetry/spans"] = unknown
+    worker.answers["/telemetry/spans"] = refuse
     monkeypatch.setenv(TRACE_VARIABLE, SAMPLED)
     assert training.main(worker.arguments()) == 0
     ended.set()

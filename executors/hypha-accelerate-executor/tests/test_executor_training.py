@@ -149,20 +149,21 @@ def test_a_job_that_nobody_sends_outer_updates_ends_with_its_first_update(
     assert kinds == ["status"] * 4 + ["update", "metrics"]
     assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 64)]
     assert received == []
-    assert (worker.work_dir / "update-1.safetensors").exists(), "the worker has not confirmed that it was received"
+    assert not (worker.work_dir / "update-1.safetensors").exists()
 
 
 def test_batches_span_slices_and_every_sample_is_reported_once(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=100, batches=1000, epochs=1)
     assert training.main(worker.arguments()) == 0  # no more data ends training
     used: dict[str, int] = {}
-    for report in worker.reports:
-        for index, samples in report["status"]["slices"].items():
+    batches = [report["status"] for report in worker.reports if "status" in report]
+    for batch in batches:
+        for index, samples in batch["slices"].items():
             used[index] = used.get(index, 0) + samples
-        assert sum(report["status"]["slices"].values()) == report["status"]["batch_size"]
+        assert sum(batch["slices"].values()) == batch["batch_size"]
     sizes = [len(safetensors.numpy.load_file(path)["labels"]) for path in worker.slices]
     assert used == {str(index): size for index, size in enumerate(sizes)}
-    assert any(len(report["status"]["slices"]) == 2 for report in worker.reports)
+    assert any(len(batch["slices"]) == 2 for batch in batches)
     assert list((worker.work_dir / "slices").rglob("*.safetensors")) == []
 
 

@@ -111,11 +111,9 @@ def test_it_does_not_train_from_weights_with_another_digest(worker: Any) -> None
     assert f"expected {DIGEST}" in errors
 
 
-@pytest.mark.parametrize("wanted", [True, None])
-def test_it_begins_as_the_task_says_where_nobody_names_a_round(worker: Any, wanted: bool | None) -> None:
+def test_it_begins_as_the_task_says_where_nobody_names_a_round(worker: Any) -> None:
     serve_weights(worker, [1])
-    worker.answers["/rounds/join"] = lambda _: (404, {"detail": "Not Found"})
-    assert finish(start(worker, join=wanted, first_round=2))[0] == 0
+    assert finish(start(worker, first_round=2))[0] == 0
     assert [each["round"] for each in contributions(worker)] == [2, 3, 4]
 
 

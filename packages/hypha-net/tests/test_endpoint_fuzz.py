@@ -75,11 +75,11 @@ def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
     push = PushHeader(
         job_id=uuid.UUID(int=1),
         round=1,
-        attempt=1,
         kind=PSEUDO_GRADIENT,
         name="x",
         size=100,
         digest="blake3:" + "00" * 32,
+        scheduler=PeerId.from_public_key(bytes(32)),
     )
     yield PUSH, with_length(to_cbor(PushHeader, push)) + bytes(100)
     yield PULL, with_length(to_cbor(PullRequest, PullRequest(dataset="d", index=1)))

@@ -176,7 +176,7 @@ def test_ratio_sampler_records_a_share_of_traces() -> None:
 @pytest.mark.parametrize("receiver", [http_collector, grpc_collector], ids=["http", "grpc"])
 def test_log_records_are_exported_within_their_trace(receiver: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    log = logging.getLogger("hypha_worker.jobs.job_manager")
+    log = logging.getLogger("hypha_worker.tasks.task_run")
     keys = {"telemetry_protocol": "grpc"} if receiver is grpc_collector else {}
     with receiver() as collector, exporting(telemetry_endpoint=collector.url, **keys):
         log.debug("not wanted at this level")

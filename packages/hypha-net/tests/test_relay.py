@@ -142,7 +142,13 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
         transfer.serve_pushes(two, accept)
         size, digest = await transfer.describe(source)
         header = PushHeader(
-            job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name="source", size=size, digest=digest
+            job_id=uuid.UUID(int=1),
+            round=1,
+            kind=PSEUDO_GRADIENT,
+            name="source",
+            size=size,
+            digest=digest,
+            scheduler=one.peer_id,
         )
         assert await transfer.push(one, two.peer_id, source, header) == 4 << 20
         assert 4 << 20 < one.traffic.sent < 5 << 20

@@ -11,8 +11,6 @@ import trio
 import trio.testing
 from multiaddr import Multiaddr
 from support.scripted_nodes import (
-    FIND_NODE,
-    KAD,
     WORKER_TOPIC,
     ScriptedGateway,
     SubscribedNode,
@@ -40,17 +38,6 @@ async def leaf_of(authority: Any, gateway: str, identity: Any = None) -> AsyncIt
 
 
 # ------------------------------------------------------------------------------------------------------------- topics
-
-
-@asynccontextmanager
-async def hypha_gateway(authority: Any) -> AsyncIterator[Libp2pEndpoint]:
-    """Open a gateway of ours, which is in the topic of worker requests."""
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
-        gateway.subscribe(WORKER_TOPIC),
-    ):
-        yield gateway
 
 
 def test_a_publisher_behind_a_foreign_gateway_finds_the_subscribers_at_once(authority: Any) -> None:
@@ -129,58 +116,7 @@ def test_looks_at_a_gateways_neighbours_are_limited_while_messages_are_published
     trio.run(main, clock=clock)
 
 
-def test_a_publisher_connects_to_foreign_subscribers_behind_our_gateway_and_not_to_ours(authority: Any) -> None:
-    """A node of another implementation is connected to directly, although our gateway forwards to it."""
-
-    async def main() -> None:
-        worker = SubscribedNode(authority.identity("rust", "worker"))
-        async with hypha_gateway(authority) as gateway, running(worker):
-            [address, *_] = gateway.addresses
-            await worker.connect(address)
-            settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(address,))
-            async with (
-                open_endpoint(authority.identity("ours", "worker"), settings) as ours,
-                ours.subscribe(WORKER_TOPIC),
-            ):
-                await ours.wait_for_gateway(10)
-                listed = {worker.identity.peer_id, ours.peer_id}
-                await until(lambda: listed <= gateway.topic_peers(WORKER_TOPIC))
-                await until(lambda: listed <= {known.peer for known in gateway._known_peers() if known.addresses()})
-                async with leaf_of(authority, address) as leaf:
-                    await until(lambda: gateway.peer_id in leaf.topic_peers(WORKER_TOPIC))
-                    await leaf.connect_subscribers(WORKER_TOPIC)
-                    assert set(leaf.connected_peers()) == {gateway.peer_id, worker.identity.peer_id}
-                    await until(lambda: leaf.peer_id.raw in worker.neighbours)
-
-    run(main)
-
-
-def test_a_gateway_lists_all_peers_to_nodes_that_do_not_ask_for_other_implementations(authority: Any) -> None:
-    async def main() -> None:
-        worker = SubscribedNode(authority.identity("rust", "worker"))
-        async with (
-            hypha_gateway(authority) as gateway,
-            running(worker),
-            leaf_of(authority, gateway.addresses[0]) as leaf,
-        ):
-            await worker.connect(gateway.addresses[0])
-            await until(lambda: len([known for known in gateway._known_peers() if known.addresses()]) == 2)
-            async with speak(await dial(gateway.addresses[0]), authority.identity("other", "worker")) as peer:
-                ask = field(1, FIND_NODE) + field(2, b"key")
-                everyone, _ = await peer.ask(KAD, ask)
-                assert {fields(each)[1][0] for each in fields(everyone)[8]} == {
-                    leaf.peer_id.raw,
-                    worker.identity.peer_id.raw,
-                }
-                assert 1000 not in fields(everyone)
-                others, _ = await peer.ask(KAD, ask + field(1000, 1))
-                assert [fields(each)[1][0] for each in fields(others)[8]] == [worker.identity.peer_id.raw]
-                assert fields(others)[1000] == [1]
-
-    run(main)
-
-
-def test_a_foreign_subscriber_that_can_only_be_relayed_to_is_connected_through_our_gateway(authority: Any) -> None:
+def test_a_subscriber_that_can_only_be_relayed_to_is_connected_through_the_gateway(authority: Any) -> None:
     async def main() -> None:
         identity = authority.identity("rust", "worker")
         sources: list[bytes] = []
@@ -192,14 +128,14 @@ def test_a_foreign_subscriber_that_can_only_be_relayed_to_is_connected_through_o
                 sources.append(fields(request[2][0])[1][0])
                 await inner.closed.wait()
 
-        async with hypha_gateway(authority) as gateway:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
             circuit = Multiaddr(f"{gateway.addresses[0]}/p2p-circuit").to_bytes()
             about = {"addresses": [circuit], "handlers": {STOP: stop}}
             async with speak(await dial(gateway.addresses[0]), identity, **about) as rust:
                 answer, _ = await rust.ask(HOP, field(1, 0))
                 assert fields(answer)[5] == [100]
                 async with leaf_of(authority, gateway.addresses[0]) as leaf:
-                    await until(lambda: gateway.peer_id in leaf.topic_peers(WORKER_TOPIC))
                     await until(lambda: any(known.addresses() for known in gateway._known_peers()))
                     await leaf.connect_subscribers(WORKER_TOPIC, timeout=10)
                     assert identity.peer_id in leaf.connected_peers()

@@ -38,6 +38,7 @@ Case = Callable[[MemoryNetwork, MemoryEndpoint, MemoryEndpoint], Awaitable[None]
 SIZE = 12 << 20
 CUT_AT = 5 << 20
 REQUEST = PullRequest(dataset="d", index=2)
+SCHEDULER = PeerId.from_public_key(bytes(32))
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,15 @@ async def cut_once(
 
 async def header_of(path: Path) -> PushHeader:
     size, digest = await transfer.describe(path)
-    return PushHeader(job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=path.name, size=size, digest=digest)
+    return PushHeader(
+        job_id=uuid.UUID(int=1),
+        round=1,
+        kind=PSEUDO_GRADIENT,
+        name=path.name,
+        size=size,
+        digest=digest,
+        scheduler=SCHEDULER,
+    )
 
 
 def serve_file(node: Endpoint, path: Path) -> list[int]:
@@ -285,7 +294,6 @@ def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
             async def arrived(_size: int, _digest: str) -> None:
                 pass
 
-            assert header is not None
             return transfer.FilePushTarget(folder / header.digest[-4:], 64 << 20, arrived, slot="updates")
 
         transfer.serve_pushes(b, accept)

@@ -31,6 +31,7 @@ Kind = Literal["file", "memory"]
 
 LIMIT = 1 << 30
 REQUEST = PullRequest(dataset="d", index=2)
+SCHEDULER = PeerId.from_public_key(bytes(32))
 DATA = random.Random(0).randbytes(3 << 20)
 DIGEST = f"blake3:{blake3(DATA).hexdigest()}"
 
@@ -71,15 +72,13 @@ def header(**changed: object) -> bytes:
         "digest": DIGEST,
         "codec": "fp32",
         "samples": 0,
-        "attempt": 0,
+        "scheduler": SCHEDULER.raw,
     }
     return cbor2.dumps(fields | changed)
 
 
 def honest() -> PushHeader:
-    return PushHeader(
-        job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name="update", size=len(DATA), digest=DIGEST
-    )
+    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, "update", len(DATA), DIGEST, SCHEDULER)
 
 
 class Receiver:
@@ -115,7 +114,7 @@ class Receiver:
 
 async def _push_one(peer: Endpoint, node: Endpoint) -> None:
     size, digest = await transfer.describe(b"well")
-    sent = PushHeader(job_id=uuid.uuid4(), round=1, kind="k", name="well", size=size, digest=digest)
+    sent = PushHeader(uuid.uuid4(), 1, "k", "well", size, digest, SCHEDULER)
     await transfer.push(peer, node.peer_id, b"well", sent)
 
 

@@ -47,6 +47,7 @@ SIZE = 8 << 20
 CUT_AT = 3 << 20
 LIMIT = 16 << 20
 REQUEST = PullRequest(dataset="d", index=2)
+SCHEDULER = PeerId.from_public_key(bytes(32))
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +75,7 @@ def digest_of(data: bytes | bytearray) -> str:
 
 
 def header_of(data: bytes, name: str = "update") -> PushHeader:
-    return PushHeader(
-        job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=name, size=len(data), digest=digest_of(data)
-    )
+    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, name, len(data), digest_of(data), SCHEDULER)
 
 
 @dataclass

@@ -83,12 +83,6 @@ def test_a_quota_is_asked_before_anything_is_allocated(tmp_path: Path) -> None:
     with pytest.raises(TransferRefusedError):
         partial_file.open_partial_file(tmp_path / "b", 3 << 20, "blake3:" + "b" * 64, quota)
     assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
-    growing = partial_file.open_partial_file(tmp_path / "c", None, None, quota)
-    growing.append(memoryview(bytes(2 << 20)))
-    with pytest.raises(TransferRefusedError):
-        growing.append(memoryview(bytes(1)))
-    assert growing.path.stat().st_size == 2 << 20
-    growing.discard()
     first.append(memoryview(bytes(2 << 20)))
     first.suspend()
     assert quota.reserved == {}

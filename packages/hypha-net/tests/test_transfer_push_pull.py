@@ -22,9 +22,11 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
+SCHEDULER = PeerId.from_public_key(bytes(32))
+
 
 def _header(path: Path, size: int, digest: str) -> PushHeader:
-    return PushHeader(job_id=uuid.UUID(int=1), round=1, kind=PSEUDO_GRADIENT, name=path.name, size=size, digest=digest)
+    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, path.name, size, digest, SCHEDULER)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 3_333_333])

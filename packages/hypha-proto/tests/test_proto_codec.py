@@ -28,25 +28,23 @@ from hypha_proto.codec import (
     to_json,
 )
 from hypha_proto.datasets import DATA, Manifest
-from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
-from hypha_proto.job_spec import JobSpec
-from hypha_proto.leases import CANCEL_JOB, JOB_END, RELEASE_LEASE, RENEW_LEASE, WHY_NOT
+from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, WHY_NOT
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
 from hypha_proto.protocols import RpcMethod
-from hypha_proto.resources import Resources, Timestamp
-from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED
+from hypha_proto.resources import Resources
+from hypha_proto.round_membership import UPDATE_REFUSED
+from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
 from hypha_proto.wire_schema import MAX_PRICE, FloatKind, IntRange, Mark, Message
 
 CONVERSATIONS: list[RpcMethod[Any, Any]] = [
-    OFFER, RENEW_LEASE, JOB_STATUS, DISPATCH_JOB, DATA, HEALTH_CHECK, REPORT,
-    RELEASE_LEASE, CANCEL_JOB, WHY_NOT, JOB_END, ROUND_MEMBERS, UPDATE_REFUSED,
+    OFFER, RENEW_LEASE, DATA, HEALTH_CHECK, REPORT, RELEASE_LEASE, WHY_NOT, UPDATE_REFUSED,
 ]  # fmt: skip
-OTHERS: list[Any] = [WorkerRequest, JobSpec, Manifest, PushHeader, PullRequest, PullAnswer, ProgressValue]
+OTHERS: list[Any] = [WorkerRequest, TaskSpec, Manifest, PushHeader, PullRequest, PullAnswer, ProgressValue]
 KINDS = [c.request for c in CONVERSATIONS] + [c.response for c in CONVERSATIONS] + OTHERS
 
 PEERS = st.binary(min_size=32, max_size=32).map(PeerId.from_public_key)
@@ -97,17 +95,17 @@ def test_every_message_round_trips(kind: Any) -> None:
     check()
 
 
-@given(values(JobSpec))
+@given(values(TaskSpec))
 @settings(max_examples=50, deadline=None)
-def test_job_spec_round_trips_through_json(spec: JobSpec) -> None:
-    finite = b"null" not in to_json(JobSpec, spec).replace(b'"token":null', b"")
+def test_task_spec_round_trips_through_json(spec: TaskSpec) -> None:
+    finite = b"null" not in to_json(TaskSpec, spec).replace(b'"token":null', b"")
     if finite:  # JSON has no infinity: msgspec writes null, which is rejected when read
-        assert from_json(JobSpec, to_json(JobSpec, spec)) == spec
+        assert from_json(TaskSpec, to_json(TaskSpec, spec)) == spec
 
 
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
-@pytest.mark.parametrize("kind", [WorkerRequest, JobSpec, ProgressRequest, PushHeader], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [WorkerRequest, TaskSpec, ProgressRequest, PushHeader], ids=lambda kind: kind.__name__)
 def test_random_bytes_raise_only_decode_errors(kind: Any, data: bytes) -> None:
     with pytest.raises(DecodeError):
         from_cbor(kind, data)
@@ -154,13 +152,13 @@ def test_errors_name_the_field() -> None:
         from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
     spec["resources"] = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}
     spec["executor"] = [{"class": "train", "name": "a"}, {"class": "tr"}]  # type: ignore[list-item]
-    with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.class: expected one of train, aggregate, got 'tr'$"):
+    with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.name: is missing$"):
         from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
 
 
 RESOURCES = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}
-REQUEST = {"id": b"\0" * 16, "spec": {"resources": RESOURCES, "executor": []}, "timeout_ms": 5000, "bid": 1e9}
-OFFERED = {"id": b"\0" * 16, "request_id": b"\0" * 16, "resources": RESOURCES, "timeout_ms": 5000, "price": 1e9}
+REQUEST = {"id": b"\0" * 16, "spec": {"resources": RESOURCES, "executor": []}, "timeout_ms": 1, "bid": 1e9}
+OFFERED = {"id": b"\0" * 16, "request_id": b"\0" * 16, "resources": RESOURCES, "timeout_ms": 1, "price": 1e9}
 
 
 @pytest.mark.parametrize(("kind", "plain", "field"), [(WorkerRequest, REQUEST, "bid"), (WorkerOffer, OFFERED, "price")])
@@ -220,7 +218,7 @@ def test_values_of_wrong_type_are_not_encoded() -> None:
     request = WorkerRequest(
         id=uuid.UUID(int=1),
         spec=WorkerSpec(resources=Resources(), executor=()),
-        timeout_ms="soon",  # type: ignore[arg-type]
+        timeout_ms="3",  # type: ignore[arg-type]
         bid=1.0,
     )
     with pytest.raises(EncodeError, match="timeout_ms: expected an integer"):
@@ -262,11 +260,6 @@ def _numbers(*resources: Resources) -> list[float]:
 def test_duplicate_json_keys_are_rejected() -> None:
     with pytest.raises(DecodeError, match="duplicate key 'healthy'"):
         from_json(Health, b'{"healthy": true, "healthy": false}')
-
-
-def test_timestamps_are_never_negative() -> None:
-    assert Timestamp.of(-5.0) == Timestamp(secs_since_epoch=0, nanos_since_epoch=0)
-    assert Timestamp.of(2.25) == Timestamp(secs_since_epoch=2, nanos_since_epoch=250_000_000)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 20_000, "[" * 65 + "]" * 65, '{"a":' * 65 + "1" + "}" * 65])
@@ -338,18 +331,18 @@ def test_plain_json_is_parsed_as_it_was_written(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "text"),
+    ("public_key", "text"),
     [
         (
-            "0024080112208a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c",
+            "8a88e3dd7409f195fd52db2d3cba5d72ca6709bf1d94121bf3748801b40f6f5c",
             "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
         ),
         (
-            "0024080112208139770ea87d175f56a35466c34c7ecccb8d8a91b4ee37a25df60f5b8fc9b394",
+            "8139770ea87d175f56a35466c34c7ecccb8d8a91b4ee37a25df60f5b8fc9b394",
             "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq",
         ),
     ],
 )
-def test_the_text_of_a_peer_id_is_that_of_libp2p(raw: str, text: str) -> None:
-    assert str(PeerId(bytes.fromhex(raw))) == text
-    assert PeerId.parse(text).raw == bytes.fromhex(raw)
+def test_peer_ids_are_those_of_other_implementations(public_key: str, text: str) -> None:
+    """Both were printed by rust-libp2p."""
+    assert str(PeerId.from_public_key(bytes.fromhex(public_key))) == text

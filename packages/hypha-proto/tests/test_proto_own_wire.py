@@ -36,24 +36,11 @@ from hypha_proto.datasets import (
     DataRequest,
     DatasetRecord,
     Manifest,
+    NotFound,
     ProviderFailure,
     SliceAssigned,
     SliceEntry,
     UnusableSlice,
-)
-from hypha_proto.dispatch import (
-    DISPATCH_JOB,
-    JOB_STATUS,
-    Dispatched,
-    DispatchFailed,
-    DispatchJob,
-    Failed,
-    Finished,
-    JobStatus,
-    NotFound,
-    Running,
-    StatusReceived,
-    Unknown,
     WireError,
 )
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
@@ -62,24 +49,15 @@ from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_proto.job_membership import (
-    JOB_WORKERS,
     JOIN_ROUND,
-    SERVER_CHANGED,
-    JobWorkers,
-    JobWorkersKnown,
     JoinRound,
     RoundToJoin,
-    ServerChanged,
-    ServerKnown,
 )
 from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
-    AggregateJob,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     Nesterov,
     One,
@@ -87,21 +65,15 @@ from hypha_proto.job_spec import (
     SchedulerReference,
     SliceAddress,
     TrainConfig,
-    TrainJob,
     WarmupStableDecay,
 )
 from hypha_proto.leases import (
-    CANCEL_JOB,
-    JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
     SAY_GOODBYE,
     WHY_NOT,
-    CancelJob,
     Goodbye,
     GoodbyeReceived,
-    JobCancelled,
-    JobEnd,
     LeaseReleased,
     Reasons,
     Rejection,
@@ -114,8 +86,8 @@ from hypha_proto.leases import (
 from hypha_proto.offers import (
     OFFER,
     WORKER_REQUESTS,
+    ExecutorDescriptor,
     OfferReceived,
-    TrainExecutor,
     WorkerOffer,
     WorkerRequest,
     WorkerSpec,
@@ -136,13 +108,10 @@ from hypha_proto.progress import (
     UpdateMerged,
 )
 from hypha_proto.protocols import TASKS
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_proto.round_membership import (
-    ROUND_MEMBERS,
     UPDATE_REFUSED,
     Member,
-    MembersKnown,
-    RoundMembers,
     UpdateRefused,
 )
 from hypha_proto.signed_records import confirmed_key, heartbeat_key, publisher_named, signed_bytes, split_heartbeat
@@ -193,7 +162,6 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
     WorkerFrame,
-    task_executor,
 )
 from hypha_proto.transfer import (
     PSEUDO_GRADIENT,
@@ -213,40 +181,29 @@ GOLDEN = Path(__file__).parent / "own_wire.jsonl"
 ID = [uuid.UUID(int=(0x0123456789ABCDEF << 64) + i) for i in range(9)]
 PEER = PeerId.from_public_key(bytes(range(32)))
 OTHER = PeerId.from_public_key(bytes(range(32, 64)))
-TIME = Timestamp(secs_since_epoch=1_760_000_000, nanos_since_epoch=123_456_789)
 DIGEST = "blake3:" + "ab" * 32
-SPEC = WorkerSpec(resources=Resources(cpu=2.0, memory=8.0), executor=(TrainExecutor(name="diloco-transformer"),))
+SPEC = WorkerSpec(
+    resources=Resources(cpu=2.0, memory=8.0), executor=(ExecutorDescriptor("train", "diloco-transformer"),)
+)
 REQUEST = WorkerRequest(id=ID[2], spec=SPEC, bid=110.0, timeout_ms=5000)
 OFFERED = WorkerOffer(
     id=ID[1], request_id=ID[2], price=150.25, resources=Resources(gpu=24.0, storage=500.1), timeout_ms=500
 )
 NO_PEERS = PeersReference(peers=(), strategy=All())
-JOB = JobSpec(
-    job_id=ID[7],
-    executor=AggregateJob(
-        descriptor=Descriptor(name="parameter-server"),
-        config=AggregateConfig(
-            updates=NO_PEERS, results=NO_PEERS, optimizer=Nesterov(learning_rate=0.5, momentum=0.5), members=True
-        ),
-    ),
+AGGREGATION = AggregateConfig(
+    updates=NO_PEERS, results=NO_PEERS, optimizer=Nesterov(learning_rate=0.5, momentum=0.5), members=True
 )
-TRAIN = JobSpec(
-    job_id=ID[7],
-    executor=TrainJob(
-        descriptor=Descriptor(name="diloco-transformer"),
-        config=TrainConfig(
-            model=Model(task="causal-lm", artifact=NO_PEERS, input_names=()),
-            data=NO_PEERS,
-            updates=NO_PEERS,
-            results=NO_PEERS,
-            optimizer=Adam(learning_rate=0.5),
-            batch_size=16,
-            scheduler=WarmupStableDecay(warmup_steps=5, decay_steps=10, training_steps=100),
-            seed=9,
-            member=2,
-            round_steps=12.5,
-        ),
-    ),
+TRAINING = TrainConfig(
+    model=Model(task="causal-lm", artifact=NO_PEERS, input_names=()),
+    data=NO_PEERS,
+    updates=NO_PEERS,
+    results=NO_PEERS,
+    optimizer=Adam(learning_rate=0.5),
+    batch_size=16,
+    scheduler=WarmupStableDecay(warmup_steps=5, decay_steps=10, training_steps=100),
+    seed=9,
+    member=2,
+    round_steps=12.5,
 )
 
 SERVED = PeersReference(peers=(OTHER,), strategy=All())
@@ -260,75 +217,46 @@ CONTRIBUTION = Contribution(
     optimizer=OPTIMIZER_KEPT,
     update=DIGEST,
 )
-RESUMED_TRAIN = msgspec.structs.replace(
-    TRAIN,
-    executor=msgspec.structs.replace(
-        TRAIN.executor,
-        config=msgspec.structs.replace(TRAIN.executor.config, first_round=5, term=2, weights=SERVED),
-    ),
+RESUMED_TRAINING = msgspec.structs.replace(TRAINING, first_round=5, term=2, weights=SERVED)
+JOINING_TRAINING = msgspec.structs.replace(TRAINING, term=2, join=True, micro_batch=8)
+RESUMED_AGGREGATION = msgspec.structs.replace(
+    AGGREGATION,
+    updates=SERVED,
+    results=SERVED,
+    optimizer=Nesterov(learning_rate=0.5, momentum=0.75),
+    term=2,
+    momentum=SERVED,
 )
-JOINING_TRAIN = msgspec.structs.replace(
-    TRAIN,
-    executor=msgspec.structs.replace(
-        TRAIN.executor, config=msgspec.structs.replace(TRAIN.executor.config, term=2, join=True, micro_batch=8)
-    ),
+
+RESUMED_SPEC = TaskSpec(
+    executor="train/diloco-transformer", training=RESUMED_TRAINING, orphan_grace_ms=120_000, traceparent="00-ab-cd-01"
 )
-RESUMED_AGGREGATE = msgspec.structs.replace(
-    JOB,
-    executor=AggregateJob(
-        descriptor=Descriptor(name="parameter-server"),
-        config=AggregateConfig(
-            updates=SERVED,
-            results=SERVED,
-            optimizer=Nesterov(learning_rate=0.5, momentum=0.75),
-            members=True,
-            term=2,
-            momentum=SERVED,
-        ),
-    ),
-)
+JOINING_SPEC = TaskSpec(executor="train/diloco-transformer", training=JOINING_TRAINING)
+RESUMED_AGGREGATION_SPEC = TaskSpec(executor="aggregate/parameter-server", aggregation=RESUMED_AGGREGATION)
 
 LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
 REQUESTS: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
-    (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost")),
     (WHY_NOT, WhyNot(request=REQUEST)),
-    (
-        JOB_END,
-        JobEnd(lease=ID[1], job_id=ID[7], outcome="failed", reason="exit status 3", exit_code=3, last_lines=("a", "b")),
-    ),
-    (
-        JOB_END,
-        JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", bytes_sent=1 << 33, bytes_received=7),
-    ),
-    (
-        ROUND_MEMBERS,
-        RoundMembers(job_id=ID[7], round=4, members=(Member(peer=PEER, samples=320),), deadline_ms=30_000),
-    ),
-    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="not finite")),
-    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], round=4, peer=PEER, reason="too late", missing=True)),
-    (DATA, DataRequest(dataset="digits", job_id=ID[7])),
-    (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[1])),
+    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], lease=ID[1], round=4, peer=PEER, reason="not finite")),
+    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], lease=ID[1], round=4, peer=PEER, reason="too late", missing=True)),
     (
         REPORT,
         ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
     ),
     (REPORT, ProgressRequest(job_id=ID[7], progress=OuterStepTaken(), lease=ID[1], id=ID[2])),
     (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[2], lease=ID[1])),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOB, keep_lease=True, attempt=2)),
-    (JOB_STATUS, JobStatus(task_id=ID[1], status=Finished(), attempt=2)),
-    (JOB_END, JobEnd(lease=ID[1], job_id=ID[7], outcome="finished", reason="", attempt=2)),
     (
         DATA,
         DataRequest(
             dataset="digits",
             job_id=ID[7],
-            id=ID[1],
+            lease=ID[1],
+            id=ID[2],
             unusable=UnusableSlice(index=3, failures=(ProviderFailure(provider=PEER, reason="wrong digest"),), epoch=1),
         ),
     ),
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
-    (CANCEL_JOB, CancelJob(id=ID[1], reason="a member was lost", attempt=2)),
     (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
     (LIST_LOGS, ListLogs(job_id=ID[7])),
     (READ_LOG, ReadLog(job_id=ID[7], run="count[2]@3", position=1 << 20, limit=64 << 10)),
@@ -350,19 +278,6 @@ REQUESTS: list[tuple[Any, Any]] = [
         ),
     ),
     (RELEASE_OUTPUTS, ReleaseOutputs(job_id=ID[7], datasets=("unguessable",))),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=TRAIN)),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=RESUMED_TRAIN, orphan_grace_ms=120_000)),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=RESUMED_AGGREGATE)),
-    (
-        ROUND_MEMBERS,
-        RoundMembers(
-            job_id=ID[7],
-            round=4,
-            members=(Member(peer=PEER, samples=320, update=DIGEST), Member(peer=OTHER, samples=80)),
-            deadline_ms=30_000,
-            term=2,
-        ),
-    ),
     (
         STATE_CONTRIBUTION,
         StateContribution(
@@ -377,7 +292,6 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (STATE_CONTRIBUTION, StateContribution(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
     (AWAIT_COMMIT, AwaitCommit(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=JOINING_TRAIN)),
     (
         STATE_CONTRIBUTION,
         StateContribution(
@@ -389,20 +303,6 @@ REQUESTS: list[tuple[Any, Any]] = [
         ),
     ),
     (JOIN_ROUND, JoinRound(job_id=ID[7], lease=ID[1])),
-    (
-        SERVER_CHANGED,
-        ServerChanged(
-            job_id=ID[7],
-            lease=ID[1],
-            term=2,
-            server=PEER,
-            round=4,
-            update=DIGEST,
-            outer_update=SliceAddress(dataset="outer-update", index=0),
-        ),
-    ),
-    (SERVER_CHANGED, ServerChanged(job_id=ID[7], lease=ID[1], term=2, server=PEER, round=1)),
-    (JOB_WORKERS, JobWorkers(job_id=ID[7], term=2, version=3, workers=(PEER, OTHER))),
     (
         REPORT_BATCHES,
         ReportBatches(
@@ -426,17 +326,13 @@ REQUESTS: list[tuple[Any, Any]] = [
     (LIST_DATASETS, ListDatasets(after="größer", limit=100)),
     (OFFER, OFFERED),
     (RENEW_LEASE, RenewLease(id=ID[1])),
-    (DISPATCH_JOB, DispatchJob(id=ID[1], spec=TRAIN)),
-    *((JOB_STATUS, JobStatus(task_id=ID[3], status=status)) for status in (Running(), Failed(), Unknown())),
-    (DATA, DataRequest(dataset="mnist")),
     (HEALTH_CHECK, HealthRequest()),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=RoundMetrics(round=2, metrics={"loss": 0.25}))),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=SendingUpdate())),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=UpdateMerged())),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=RoundMetrics(round=2, metrics={"loss": 0.25}), lease=ID[1])),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=SendingUpdate(), lease=ID[1])),
+    (REPORT, ProgressRequest(job_id=ID[7], progress=UpdateMerged(), lease=ID[1])),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
-    (CANCEL_JOB, JobCancelled(known=False)),
     (WHY_NOT, Reasons(reasons=("cpu: 2 wanted, 1 free",))),
     (
         WHY_NOT,
@@ -445,7 +341,6 @@ RESPONSES: list[tuple[Any, Any]] = [
             rejections=(Rejection(code="cpu", required=2.0, available=1.0), Rejection(code="not-allowed")),
         ),
     ),
-    (ROUND_MEMBERS, MembersKnown(accepted=False, reason="round 4 is over")),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
@@ -488,9 +383,6 @@ RESPONSES: list[tuple[Any, Any]] = [
     (JOIN_ROUND, RoundToJoin()),
     (JOIN_ROUND, RoundToJoin(round=5, weights=DIGEST)),
     (JOIN_ROUND, RoundToJoin(reason="no training task of the job runs on this peer")),
-    (SERVER_CHANGED, ServerKnown(accepted=True, sends=DIGEST)),
-    (SERVER_CHANGED, ServerKnown(accepted=False, reason="term 3 is known")),
-    (JOB_WORKERS, JobWorkersKnown(accepted=True)),
     (AWAIT_COMMIT, CommitStatus(committed=True, weights=DIGEST)),
     (AWAIT_COMMIT, CommitStatus(committed=False)),
     (AWAIT_COMMIT, CommitStatus(committed=False, reason="round 4 has another outer update")),
@@ -511,9 +403,6 @@ RESPONSES: list[tuple[Any, Any]] = [
     ),
     (OFFER, OfferReceived()),
     (RENEW_LEASE, RenewalFailed()),
-    (JOB_STATUS, StatusReceived()),
-    (DISPATCH_JOB, Dispatched(id=ID[1], timeout=TIME)),
-    (DISPATCH_JOB, DispatchFailed()),
     (DATA, NotFound()),
     (DATA, WireError(message="unknown dataset")),
     (REPORT, Acknowledged()),
@@ -522,16 +411,22 @@ RESPONSES: list[tuple[Any, Any]] = [
     (REPORT, Done()),
 ]
 PUSH = PushHeader(
-    job_id=ID[7], round=4, kind=PSEUDO_GRADIENT, name="update.safetensors", size=1 << 33, digest=DIGEST, samples=320
+    job_id=ID[7],
+    round=4,
+    kind=PSEUDO_GRADIENT,
+    name="update.safetensors",
+    size=1 << 33,
+    digest=DIGEST,
+    scheduler=PEER,
+    samples=320,
 )
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
     ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
-    ("PushHeader.scheduler", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER)),
     (
         "PushHeader.contribution",
         PushHeader,
-        msgspec.structs.replace(PUSH, lease=ID[1], scheduler=PEER, term=2, contribution=CONTRIBUTION),
+        msgspec.structs.replace(PUSH, lease=ID[1], term=2, contribution=CONTRIBUTION),
     ),
     (
         "PushHeader.delivery",
@@ -643,6 +538,9 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("SchedulerFrame.drain", SchedulerFrame, definition(drain=DrainTask(left_ms=60_000, reason="it moves"))),
     ("SchedulerFrame.start.sources", SchedulerFrame, definition(start=SOURCES_SPEC)),
     ("SchedulerFrame.start.training", SchedulerFrame, definition(start=TRAINING_SPEC)),
+    ("SchedulerFrame.start.training.resumed", SchedulerFrame, definition(start=RESUMED_SPEC)),
+    ("SchedulerFrame.start.training.joining", SchedulerFrame, definition(start=JOINING_SPEC)),
+    ("SchedulerFrame.start.aggregation.resumed", SchedulerFrame, definition(start=RESUMED_AGGREGATION_SPEC)),
     ("SchedulerFrame.start.aggregation", SchedulerFrame, definition(start=AGGREGATION_SPEC)),
     ("SchedulerFrame.command.members", SchedulerFrame, definition(command=TaskCommand(number=3, members=MEMBERS))),
     (
@@ -687,10 +585,9 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
         report(failed=TaskFailed(reason="nobody has it", resource="model", bytes_received=1)),
     ),
     ("WorkerFrame.cancelled", WorkerFrame, report(cancelled=TaskCancelled(reason="enough"))),
-    ("task_executor", TrainExecutor, task_executor("inference/llm")),
+    ("executor", ExecutorDescriptor, ExecutorDescriptor.parse("inference/llm")),
 ]
 RECORD = b'{"num_slices":4,"seq":7,"manifest":"%s"}' % DIGEST.encode()
-SPECS = [TRAIN, JOB]
 HEARTBEAT = [
     ("heartbeat_key", heartbeat_key(PEER, b"digits")),
     ("signed_bytes", signed_bytes(PEER, b"digits", RECORD)),
@@ -721,9 +618,6 @@ def lines() -> list[dict[str, Any]]:
     made.append(
         {"protocol": WORKER_REQUESTS.name, "kind": "gossip", "name": "request", "hex": data.hex(), "json": plain}
     )
-    for spec in SPECS:
-        data, plain = to_json(JobSpec, spec), to_plain(JobSpec, spec)
-        made.append({"protocol": "JOB_JSON", "kind": "argument", "name": "spec", "hex": data.hex(), "json": plain})
     for name, annotated, value in HEADERS:
         data, plain = to_cbor(annotated, value), to_plain(annotated, value)
         made.append({"protocol": "transfer", "kind": "header", "name": name, "hex": data.hex(), "json": plain})
@@ -753,7 +647,7 @@ def golden() -> list[dict[str, Any]]:
 
 
 ALL = len(REQUESTS) + len(RESPONSES) + len(HEADERS) + len(TASK_FRAMES) + len(HEARTBEAT) + len(RECORDS) + len(MANIFESTS)
-ALL += len(CONTENT_RECORDS) + len(SPECS) + 1  # one message by gossip
+ALL += len(CONTENT_RECORDS) + 1  # one message by gossip
 
 
 @pytest.mark.parametrize("index", range(ALL))
@@ -769,9 +663,6 @@ def test_golden_bytes_decode() -> None:
         assert method.decode_response(bytes.fromhex(line["hex"])) == value
     [gossip] = [line for line in stored if line["kind"] == "gossip"]
     assert WORKER_REQUESTS.decode(bytes.fromhex(gossip["hex"])) == REQUEST
-    arguments = [line for line in stored if line["kind"] == "argument"]
-    for spec, line in zip(SPECS, arguments, strict=True):
-        assert from_json(JobSpec, bytes.fromhex(line["hex"])) == spec
     frames = [line for line in stored if line["kind"] == "frame"]
     for (_, annotated, value), line in zip(TASK_FRAMES, frames, strict=True):
         assert from_cbor(annotated, bytes.fromhex(line["hex"])) == value

@@ -65,7 +65,7 @@ def played() -> Records:
 
     simulate(case)
     assert len(job.rounds) == 3
-    return [{"record": "accepted", "format": 1, "job_id": "j", "job": {"type": "diloco"}}, *job.journal]
+    return [{"record": "accepted", "format": 2, "job_id": "j", "job": {"type": "diloco"}}, *job.journal]
 
 
 def write_job(directory: Path, records: Records) -> Path:

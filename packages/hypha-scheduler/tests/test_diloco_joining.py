@@ -311,7 +311,7 @@ def state_of(minimum: int = 1) -> TrainingState:
 def train(state: TrainingState, peer: PeerId, now: float) -> list[SampleRange]:
     span = state.slice_for(peer, now)
     assert span is not None
-    state.report(peer, BatchDone(batch_size=4, slices={str(span.index): 4}), now + 1.0, states=True)
+    state.report(peer, BatchDone(batch_size=4, slices={str(span.index): 4}), now + 1.0)
     return [SampleRange(span.epoch, span.index, span.first, span.first + 4)]
 
 

@@ -17,7 +17,7 @@ from support.diloco_simulation import BATCH, job_table
 
 from hypha_net.testing import simulate
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import TrainConfig, TrainJob
+from hypha_proto.job_spec import TrainConfig
 from hypha_scheduler.strategies.base import StartTask, TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
@@ -155,7 +155,7 @@ def test_an_executor_that_memory_has_ended_computes_half_as_much_at_once() -> No
 
     network = finish(Network(table=table(), workers=4, on_phase=once("training", die)))
 
-    sizes = [getattr(start.spec.executor.config, "micro_batch", None) for _, start in network.starts]  # type: ignore[union-attr]
+    sizes = [start.spec.training and start.spec.training.micro_batch for _, start in network.starts]
     assert [size for size in sizes if size] == [BATCH // 2]
 
 
@@ -182,8 +182,8 @@ def test_workers_of_different_memory_train_in_one_job() -> None:
 
 
 def train_config(start: StartTask) -> TrainConfig:
-    assert isinstance(start.spec.executor, TrainJob)  # type: ignore[union-attr]
-    return start.spec.executor.config  # type: ignore[union-attr]
+    assert start.spec.training is not None
+    return start.spec.training
 
 
 def test_a_worker_whose_disk_is_full_is_replaced_and_others_go_on() -> None:

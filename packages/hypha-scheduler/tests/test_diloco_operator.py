@@ -14,6 +14,7 @@ from support.diloco_simulation import (
     DATASET,
     JOB_ID,
     PEERS,
+    SCHEDULER,
     SERVER,
     START,
     FakeDataset,
@@ -111,14 +112,13 @@ def test_each_step_of_a_round_is_recorded() -> None:
     play(case)
 
 
-def test_members_are_announced_with_the_digests_and_the_term() -> None:
+def test_members_are_announced_with_the_digests() -> None:
     async def case() -> None:
         job = begin()
         job.holds_messages = True
         train(job, *WORKERS)
         contribute(job, *WORKERS)
         [message] = job.unanswered
-        assert message.term == 1
         assert {member.peer: member.update for member in message.members} == {
             peer: job.executors[peer].sent for peer in WORKERS
         }
@@ -322,7 +322,7 @@ def test_update_that_the_parameter_server_refuses_costs_its_round() -> None:
     play(case)
 
 
-def test_executor_that_ends_after_a_refusal_is_a_lost_worker() -> None:
+def test_executor_that_ends_after_a_refusal_is_started_again() -> None:
     async def case() -> None:
         job = begin()
         train(job, *WORKERS)
@@ -330,7 +330,7 @@ def test_executor_that_ends_after_a_refusal_is_a_lost_worker() -> None:
         job.refuse(A)
         job.end_task(A, TaskState.FAILED, "the update was refused")
         assert job.outcome is None
-        assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
+        assert [found["worker"] for found in job.named("worker_restarted")] == [str(A)]
         await finish_round(job, B, C)
         assert members(job) == [str(B), str(C)]
 
@@ -562,7 +562,7 @@ def test_older_term_is_refused() -> None:
         train(job, *WORKERS)
         contribute(job, *WORKERS)
         header = job.server.step()
-        old = PushHeader(JOB_ID, 2, header.kind, "outer", 100, digest_of("old"), term=1)
+        old = PushHeader(JOB_ID, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
         assert await job.push(old) == "term 1 is over: the parameter server is of term 2"
         assert await job.push(header) is None
         assert [record["term"] for record in job.rounds] == [1, 2]
@@ -579,7 +579,7 @@ def test_outer_update_that_comes_again_is_received_and_recorded_once() -> None:
         assert await job.push(header) is None
         assert await job.push(header) is None
         assert len(job.rounds) == 1
-        again = PushHeader(JOB_ID, 1, header.kind, "outer", 100, digest_of("other"), term=1)
+        again = PushHeader(JOB_ID, 1, header.kind, "outer", 100, digest_of("other"), SCHEDULER, term=1)
         assert await job.push(again) == "the outer update of round 1 was already received"
 
     play(case)
@@ -589,7 +589,7 @@ def test_outer_update_of_members_that_were_not_announced_is_refused() -> None:
     async def case() -> None:
         job = begin()
         train(job, *WORKERS)
-        header = PushHeader(JOB_ID, 1, "outer-update", "outer", 100, digest_of("early"), term=1)
+        header = PushHeader(JOB_ID, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
         assert await job.push(header) == "the members of round 1 were not announced"
 
     play(case)
@@ -725,12 +725,14 @@ def test_resumed_job_begins_after_the_last_record_in_a_new_term() -> None:
         before = used(job)
         job.open()
         job.lease(WORKERS)
-        train_config = job.specs[A].spec.executor.config  # type: ignore[union-attr]
+        train_config = job.specs[A].spec.training
+        assert train_config is not None
         assert isinstance(train_config, TrainConfig)
         assert (train_config.first_round, train_config.term) == (2, 2)
         assert isinstance(train_config.weights, PeersReference)
         assert train_config.weights.resource == SliceAddress(dataset=f"{JOB_ID}/weights", index=0)
-        aggregate = job.specs[SERVER].spec.executor.config  # type: ignore[union-attr]
+        aggregate = job.specs[SERVER].spec.aggregation
+        assert aggregate is not None
         assert isinstance(aggregate, AggregateConfig)
         assert (aggregate.term, aggregate.momentum is not None) == (2, True)
         await whole_round(job)
@@ -745,10 +747,12 @@ def test_resumed_job_begins_after_the_last_record_in_a_new_term() -> None:
 def test_first_job_has_no_momentum_and_no_first_round() -> None:
     async def case() -> None:
         job = begin()
-        train_config = job.specs[A].spec.executor.config  # type: ignore[union-attr]
+        train_config = job.specs[A].spec.training
+        assert train_config is not None
         assert isinstance(train_config, TrainConfig)
         assert (train_config.first_round, train_config.term, train_config.weights is not None) == (None, 1, True)
-        aggregate = job.specs[SERVER].spec.executor.config  # type: ignore[union-attr]
+        aggregate = job.specs[SERVER].spec.aggregation
+        assert aggregate is not None
         assert isinstance(aggregate, AggregateConfig)
         assert aggregate.momentum is None
 
@@ -806,27 +810,6 @@ def test_scheduler_that_is_back_takes_an_update_of_members_that_it_had_announced
     play(case)
 
 
-def test_worker_that_states_its_updates_does_so_before_identify_says_that_it_can() -> None:
-    """Its connection to the new scheduler is young: what it had used before the restart, only it knows."""
-
-    async def case() -> None:
-        job = begin()
-        await whole_round(job)
-        train(job, *WORKERS)
-        held = set(positions(job.executors[A].used))
-        job.open()
-        job.context.speakers = set()
-        job.adopt()
-        job.report(A, SendingUpdate())
-        job.context.speakers = {*PEERS, SERVER}
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        assert all(member["contribution"] for member in job.rounds[1]["members"])
-        assert held <= set(used(job))
-
-    play(case)
-
-
 def test_refusals_before_a_restart_count() -> None:
     async def case() -> None:
         job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
@@ -837,6 +820,9 @@ def test_refusals_before_a_restart_count() -> None:
             await finish_round(job)
         job.open()
         job.adopt()
+        train(job, *WORKERS)
+        contribute(job, *WORKERS)
+        await finish_round(job)
         train(job, *WORKERS)
         job.state(A, ranges=FOREIGN)
         assert [excluded["worker"] for excluded in job.named("worker_excluded")] == [str(A)]
@@ -947,30 +933,9 @@ def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
 # ---------------------------------------------------------------------------------------------------------- older peers
 
 
-def test_updates_of_older_workers_are_recorded_as_unstated() -> None:
+def test_executors_that_have_stated_nothing_get_whole_slices() -> None:
     async def case() -> None:
         job = begin()
-        job.context.speakers = {SERVER}
-        train(job, *WORKERS)
-        for peer in WORKERS:
-            job.report(peer, SendingUpdate())
-            job.executors[peer].sent = None
-        assert kinds(job)[-1] == "announced"
-        for peer in WORKERS:
-            job.server.updates[1, peer] = None  # type: ignore[assignment]
-        assert await job.push() is None
-        [record] = job.rounds
-        assert [member["contribution"] for member in record["members"]] == [None] * 3
-        assert [member["update"] for member in record["members"]] == [None] * 3
-        assert len(set(used(job))) == len(used(job)) == 6 * BATCH
-
-    play(case)
-
-
-def test_older_workers_get_whole_slices() -> None:
-    async def case() -> None:
-        job = begin()
-        job.context.speakers = {SERVER}
         given: list[SliceToUse] = []
         train(job, *WORKERS)
         job.lose(C)
@@ -1021,7 +986,7 @@ def test_parameter_server_without_terms_closes_the_round_by_its_report() -> None
         train(job, *WORKERS)
         contribute(job, *WORKERS)
         header = job.server.step()
-        plain = PushHeader(JOB_ID, 1, header.kind, "outer", 100, header.digest)
+        plain = PushHeader(JOB_ID, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
         target, effects = job.operator.on_push_request(job.leases[SERVER], plain, job.now)
         job.apply(effects)
         assert isinstance(target, PushTarget)

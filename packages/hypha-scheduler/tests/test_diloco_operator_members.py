@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.diloco_simulation import BATCH, JOB_ID, PEERS, SERVER, START, Job, job_table
 
-from hypha_net.errors import UnsupportedProtocolError
 from hypha_net.testing import simulate
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
@@ -25,7 +24,6 @@ WORKERS = (A, B, C)
 def begin(peers: tuple[Any, ...] = WORKERS, **changes: Any) -> Job:
     """Return a job in its first round."""
     job = Job(table=job_table(**changes))
-    job.context.lacks = frozenset()
     job.open()
     job.lease(peers)
     for peer in peers:
@@ -58,9 +56,8 @@ def names(*peers: Any) -> set[str]:
 
 
 def train_config(start: StartTask) -> TrainConfig:
-    config = start.spec.executor.config  # type: ignore[union-attr]
-    assert isinstance(config, TrainConfig)
-    return config
+    assert start.spec.training is not None
+    return start.spec.training
 
 
 def used(job: Job) -> list[tuple[int, int, int]]:
@@ -120,7 +117,7 @@ def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
         job.end_task(A, TaskState.FAILED, "it was killed", -9)
         again = train_config(job.specs[A])
         assert job.leases[A].lease == lease
-        assert (job.leases[A].attempt, job.specs[A].keep_lease) == (1, True)
+        assert job.leases[A].attempt == 1
         assert (first.join, again.join, again.member, again.micro_batch) == (True, True, first.member, BATCH // 2)
         [restarted] = job.named("worker_restarted")
         assert (restarted["worker"], restarted["micro_batch"]) == (str(A), BATCH // 2)
@@ -231,20 +228,6 @@ def test_disk_that_is_full_replaces_the_worker_at_once() -> None:
     simulate(case)
 
 
-def test_executor_of_a_worker_without_the_protocol_is_not_started_again() -> None:
-    async def case() -> None:
-        job = Job(table=job_table())
-        job.context.lacks, job.context.speakers = frozenset(), {SERVER, B, C}
-        job.open()
-        job.lease(WORKERS)
-        assert (job.specs[A].keep_lease, train_config(job.specs[A]).join) == (False, None)
-        job.end_task(A, TaskState.FAILED, "it exited", 1)
-        assert job.named("worker_restarted") == []
-        assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
-
-    simulate(case)
-
-
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
@@ -281,7 +264,6 @@ def test_lost_worker_is_replaced_by_one_that_joins_the_next_round() -> None:
 def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> None:
     async def case() -> None:
         job = Job(table=job_table())
-        job.context.lacks = frozenset()
         job.open()
         job.lease(WORKERS)
         job.acquire(D)
@@ -356,17 +338,6 @@ def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
     simulate(case)
 
 
-def test_parameter_server_that_takes_no_other_workers_ends_the_search_for_them() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.holds_lists = True
-        job.lose(C)
-        job.answer_lists(UnsupportedProtocolError("no such protocol"))
-        assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 2, AGGREGATE: 1}
-
-    simulate(case)
-
-
 def test_draining_worker_leaves_after_its_round_and_its_place_is_taken() -> None:
     async def case() -> None:
         job = begin(rounds={"update_rounds": 9})
@@ -405,7 +376,8 @@ def test_lost_parameter_server_is_replaced_and_takes_the_step_of_the_open_round(
         assert job.outcome is None
         job.acquire(OTHER_SERVER, AGGREGATE)
         assert job.server.term == 2
-        aggregate = job.specs[OTHER_SERVER].spec.executor.config  # type: ignore[union-attr]
+        aggregate = job.specs[OTHER_SERVER].spec.aggregation
+        assert aggregate is not None
         assert isinstance(aggregate, AggregateConfig)
         assert (aggregate.term, aggregate.momentum is not None) == (2, True)
         assert isinstance(aggregate.updates, PeersReference)
@@ -526,7 +498,7 @@ def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> No
 def test_members_that_a_parameter_server_rejects_replace_it() -> None:
     async def case() -> None:
         job = begin(rounds={"update_rounds": 9})
-        job.server.term = 7
+        job.server.round = 7
         play_round(job, *WORKERS)
         assert job.outcome is None
         assert SERVER not in job.leases

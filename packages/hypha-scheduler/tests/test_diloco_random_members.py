@@ -107,7 +107,7 @@ class Job:
                 self.server(is_there=False)
 
     def report(self, peer: PeerId, progress: Progress) -> ProgressResponse:
-        answer, effects = self.state.report(peer, progress, self.now, states=True)
+        answer, effects = self.state.report(peer, progress, self.now)
         self.take(effects)
         return answer
 

@@ -6,12 +6,11 @@ import math
 import uuid
 
 import pytest
-from support.diloco_simulation import BATCH, JOB_ID, PEERS, FakeContext, Job, job_table
+from support.diloco_simulation import BATCH, JOB_ID, PEERS, Job, job_table
 
 from hypha_proto.batch_reports import BatchesCounted, ReportBatches
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import BatchDone, ScheduleUpdate, SendingUpdate, TrainedBatch
-from hypha_proto.protocols import MEMBERSHIP
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 
 A, B, C = PEERS[:3]
@@ -122,24 +121,19 @@ def test_a_report_after_the_update_changes_no_samples(job: Job) -> None:
     assert counted(job, A) == before
 
 
-@pytest.mark.parametrize("lacks", [frozenset({MEMBERSHIP}), frozenset[str]()], ids=["lost", "started again"])
-def test_a_late_report_of_an_executor_that_has_ended_counts_nothing(lacks: frozenset[str]) -> None:
-    job = Job(table=LARGE, context=FakeContext(lacks=lacks))
+def test_a_late_report_of_an_executor_that_has_ended_counts_nothing() -> None:
+    job = Job(table=LARGE)
     job.open()
     job.lease(PEERS[:3])
-    if not lacks:
-        for peer in PEERS[:3]:
-            job.join(peer)
+    for peer in PEERS[:3]:
+        job.join(peer)
     task = job.leases[A]
     report(job, A, 0, 2)
     job.apply(job.operator.on_task_update(task, TaskEnded(TaskState.FAILED, "it exited", 1), job.now))
     job.leases[A] = task
     answer = report(job, A, 2, 2)
     assert counted(job, A) == (0, 0)
-    if lacks:
-        assert answer.reason.startswith("the job continues without this worker")
-    else:
-        assert answer == BatchesCounted(counted=4)
+    assert answer == BatchesCounted(counted=4)
 
 
 def test_a_peer_without_a_training_task_is_refused(job: Job) -> None:

@@ -64,7 +64,7 @@ class Executor:
         size, digest = await describe(path)
         header = PushHeader(
             job_id=definition.job_id, round=index, kind=TASK_RESULT, name=f"part-{index}.jsonl", size=size,
-            digest=digest, lease=self.lease, samples=ROWS[index],
+            digest=digest, scheduler=self.lab.peer, lease=self.lease, samples=ROWS[index],
         )  # fmt: skip
         return header, path
 

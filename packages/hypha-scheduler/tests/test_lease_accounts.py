@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs, spec
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
@@ -215,7 +215,7 @@ def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
         operator = await lab.start(ScriptedJob(budget=budget))
         await operator.until("acquired")
         began = anyio.current_time()
-        operator.act(*(StartTask(operator.task(lease=number), spec(uuid.uuid4())) for number in range(3)))
+        operator.act(*(StartTask(operator.task(lease=number), SPEC) for number in range(3)))
         await anyio.sleep(20)
         assert lab.results == []
         [error] = await lab.ended()

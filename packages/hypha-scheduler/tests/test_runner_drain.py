@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs, spec
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
 
 from hypha_scheduler.strategies.base import EndJob, StartTask
 
@@ -28,7 +28,7 @@ def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, monkeyp
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         [worker] = lab.workers
-        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
         await worker.drain(lab.peer, *(lease.id for lease in leases), uuid.uuid4(), seconds=42.0)
         await worker.drain(lab.peer, leases[0].id, seconds=12.0)

@@ -15,7 +15,7 @@ import anyio.to_thread
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, run_jobs, spec
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, run_jobs
 
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import simulate
@@ -252,7 +252,7 @@ def run_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Callabl
         disk.free.set()
         operator = await lab.start()
         await operator.until("acquired")
-        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
         disk.hold()
         await case(lab, operator, disk)
@@ -292,7 +292,8 @@ def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
 ) -> None:
     async def case(lab: Lab, operator: Any, disk: Disk) -> None:
         worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
-        header = PushHeader(job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64)
+        lease, digest = operator.leases[0].id, "blake3:" + "0" * 64
+        header = PushHeader(job_id, 1, "k", "n", 0, digest, lab.peer, lease=lease)
         granted: list[Any] = []
         received: list[Any] = []
 

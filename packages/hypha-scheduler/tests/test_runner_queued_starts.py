@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, role, run_jobs, spec
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, role, run_jobs
 
 from hypha_scheduler.strategies.base import StartTask, TaskStarted, WriteJournal
 
@@ -21,7 +21,7 @@ def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
         [(idle, newest)] = await operator.until("acquired")
         operator.demand = (role(count=1),)
         task = operator.task("late", lease=1)
-        operator.act(WriteJournal("before", {}), StartTask(task, spec(operator.context.job_id), keep_lease=True))
+        operator.act(WriteJournal("before", {}), StartTask(task, SPEC))
         assert await operator.until("update") == [(task, TaskStarted())]
         await lab.worker(idle).until(lambda: lab.worker(idle).released)
         assert lab.worker(newest).released == []

@@ -123,7 +123,7 @@ def test_what_cannot_be_resumed_stays_as_it_is(
         if spoil == "format":
             (directory / JOURNAL).write_text('{"record": "accepted", "format": 9}\n')
         if spoil == "no job":
-            (directory / JOURNAL).write_text('{"record": "accepted", "format": 1}\n')
+            (directory / JOURNAL).write_text('{"record": "accepted", "format": 2}\n')
         before = [] if spoil in ("missing", "format") else read_journal(directory / JOURNAL)
         with Journal(tmp_path / "other" if spoil != "locked" else directory / JOURNAL) as other:
             other.lock()

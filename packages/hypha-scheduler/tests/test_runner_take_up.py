@@ -15,29 +15,25 @@ from typing import Any
 import anyio
 import pytest
 from support.scripted_jobs import (
+    SPEC,
     Lab,
     QuietOperator,
     ScriptedJob,
     ScriptedStrategy,
-    ScriptedWorker,
     role,
     run_jobs,
-    spec,
 )
 
-from hypha_net import rpc
 from hypha_net.errors import NetError
 from hypha_net.node.lifecycle import Node
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, JobEnd
 from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_proto.tasks import TaskFinished
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.adoption import held_at_end
 from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
-from hypha_scheduler.jobs.task_graph import TaskError
-from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.service import SchedulerService, serve
 from hypha_scheduler.strategies.base import (
     EndJob,
@@ -45,7 +41,6 @@ from hypha_scheduler.strategies.base import (
     Lease,
     StartTask,
     TaskEnded,
-    TaskRef,
     TaskStarted,
     WriteJournal,
 )
@@ -80,7 +75,7 @@ async def begin(lab: Lab, tasks: int, *, grace: float = GRACE) -> QuietOperator:
     [leases] = await operator.until("acquired")
     for number in range(tasks):
         assert leases[number] == operator.leases[number]
-        operator.act(StartTask(operator.task(f"task-{number}", number), spec(operator.context.job_id)))
+        operator.act(StartTask(operator.task(f"task-{number}", number), SPEC))
     await operator.until("update", tasks)
     assert {update for _, update in operator.told("update")} == {TaskStarted()}
     return operator
@@ -116,8 +111,11 @@ async def restart(lab: Lab) -> list[ResumableJob]:
     return found
 
 
-def renewing_workers(lab: Lab, operator: QuietOperator) -> list[ScriptedWorker]:
-    return [lab.worker(lease) for lease in operator.leases]
+def grace_ms(lab: Lab, lease: Lease) -> int | None:
+    """Return for how long the task that was started on a lease may run on."""
+    spec = lab.worker(lease).of(lease.id).definition.start
+    assert spec is not None
+    return spec.orphan_grace_ms
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
@@ -126,7 +124,7 @@ def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
 
     async def case(lab: Lab) -> None:
         first = await begin(lab, 3)
-        assert {lab.worker(lease).of(lease.id).orphan_grace_ms for lease in first.leases} == {120_000}
+        assert {grace_ms(lab, lease) for lease in first.leases} == {120_000}
         tasks = [task for task, _ in first.told("update")]
         ended = tasks[2]
         await lab.worker(ended.lease).end(ended.lease.id)
@@ -186,8 +184,8 @@ def test_what_workers_say_waits_until_the_job_is_taken_up(tmp_path: Path, monkey
             answers.append(await lab.worker(reporting.lease).report(lab.peer, job_id, reporting.lease.id))
 
         async def end() -> None:
-            message = JobEnd(lease=ending.lease.id, job_id=job_id, outcome="finished", reason="", attempt=None)
-            await rpc.call(lab.worker(ending.lease).endpoint, lab.peer, JOB_END, message, timeout=100.0)
+            worker, lease = lab.worker(ending.lease), ending.lease.id
+            await worker.streams[lease].tell(worker.of(lease).definition, finished=TaskFinished(outputs=()))
             answers.append("ended")
 
         job_id = first.context.job_id
@@ -236,18 +234,20 @@ def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker may have got the dispatch: the lease is released, and the search begins anew."""
+    """Its worker may have got the definition: the lease is released, and the search begins anew."""
     strategy = wanting(1)
 
     async def case(lab: Lab) -> None:
         worker = lab.workers[0]
         for other in lab.workers:
-            other.hanging = anyio.Event()
+            other.is_silent = True
         first: QuietOperator = await lab.start(ScriptedJob(grace=GRACE))
         [[lease]] = await first.until("acquired")
         worker = lab.worker(lease)
-        first.act(StartTask(first.task(), spec(first.context.job_id)))
-        await worker.until(lambda: worker.dispatched)
+        first.act(StartTask(first.task(), SPEC))
+        await worker.until(lambda: worker.started)
+        for other in lab.workers:
+            other.is_silent = False
         copy = (first.context.directory / JOURNAL).read_text()  # the scheduler is killed here
         await stop(lab)
         (first.context.directory / JOURNAL).write_text(copy)
@@ -409,7 +409,7 @@ def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
 
     async def case(lab: Lab) -> None:
         first = await begin(lab, 1, grace=0.0)
-        assert lab.worker(first.leases[0]).of(first.leases[0].id).orphan_grace_ms is None
+        assert grace_ms(lab, first.leases[0]) is None
         await stop(lab)
         assert isinstance(lab.results[0], JobInterruptedError)
         assert f"hypha-scheduler resume {first.context.directory}" in str(lab.results[0])
@@ -532,7 +532,7 @@ def test_a_configured_job_that_is_taken_up_does_not_run_twice(
         (await strategy.operator()).act(EndJob())
         interrupted: QuietOperator = await strategy.operator(1)
         await interrupted.until("acquired")
-        interrupted.act(StartTask(interrupted.task(), spec(interrupted.context.job_id)))
+        interrupted.act(StartTask(interrupted.task(), SPEC))
         await interrupted.until("update")
         await scheduler.terminate()
         again = Scheduler(lab, runs, jobs)
@@ -558,13 +558,12 @@ def lease_record(number: int) -> dict[str, Any]:
 
 
 def task_record(number: int, **fields: Any) -> dict[str, Any]:
-    about = {"task": f"task-{number}", "attempt": 0, "lease": str(uuid.UUID(int=number)), "dispatch": 0}
-    return about | {"keep_lease": False} | fields
+    return {"task": f"task-{number}", "attempt": 0, "lease": str(uuid.UUID(int=number))} | fields
 
 
 PLACED = {"record": "placed", "leases": [lease_record(1), lease_record(2)]}
-FIRST = {"record": "dispatched", **task_record(1)}
-SECOND = {"record": "dispatched", **task_record(2)}
+FIRST = {"record": "started", **task_record(1)}
+SECOND = {"record": "started", **task_record(2)}
 
 
 @pytest.mark.parametrize(
@@ -573,7 +572,6 @@ SECOND = {"record": "dispatched", **task_record(2)}
         ([PLACED], [], [1, 2]),
         ([PLACED, FIRST, SECOND], [1, 2], []),
         ([PLACED, FIRST, SECOND, {"record": "ended", "task": "task-1", "lease": str(uuid.UUID(int=1))}], [2], [1]),
-        ([PLACED, FIRST, {"record": "ended", "task": "other"}], [1], [2]),
         ([PLACED, FIRST, {"record": "interrupted", "tasks_run_on": True}], [1], [2]),
         ([PLACED, FIRST, {"record": "interrupted", "tasks_run_on": False}], [], []),
         ([PLACED, FIRST, {"record": "resumed"}], [], []),
@@ -589,7 +587,7 @@ def test_what_a_job_held_follows_from_its_journal(
     held = held_at_end([{"record": "accepted"}, *records])
     assert [lease.int for lease in held.tasks] == running
     assert [lease.id.int for lease in held.idle] == idle
-    assert {found.task.lease.price for found in held.tasks.values()} <= {3.0}
+    assert {task.lease.price for task in held.tasks.values()} <= {3.0}
 
 
 @pytest.mark.parametrize(
@@ -597,8 +595,8 @@ def test_what_a_job_held_follows_from_its_journal(
     [
         {"record": "placed"},
         {"record": "placed", "leases": [{**lease_record(1), "peer": "nobody"}]},
-        {"record": "dispatched", **task_record(7)},
-        {"record": "dispatched", **task_record(1, attempt="first")},
+        {"record": "started", **task_record(7)},
+        {"record": "started", **task_record(1, attempt="first")},
         {"record": "ended", "lease": 3},
         {"record": "interrupted"},
     ],
@@ -606,19 +604,3 @@ def test_what_a_job_held_follows_from_its_journal(
 def test_a_malformed_record_is_named(record: dict[str, Any]) -> None:
     with pytest.raises(JobFailedError, match=f"record 3 of the journal, '{record['record']}', is malformed"):
         held_at_end([{"record": "accepted"}, PLACED, record])
-
-
-def test_dispatches_after_an_adopted_one_are_numbered_on() -> None:
-    register = TaskRegister()
-    lease = Lease(uuid.UUID(int=1), PeerId.from_public_key(bytes(32)), "train", 1.0)
-    adopted = TaskRef("task", lease, 4)
-    register.adopt(adopted, 2, keep_lease=True)
-    assert register.runs(adopted)
-    assert register.runs_on(lease.peer)
-    assert register.involves(lease.peer)
-    assert register.dispatched(lease.id, lease.peer, 2) == adopted
-    assert register.dispatched(lease.id, lease.peer, 0) is None
-    assert register.end(adopted)
-    with pytest.raises(TaskError, match="attempt 4 ran on its lease before"):
-        register.start(adopted)
-    assert register.start(TaskRef("task", lease, 5)) == 3

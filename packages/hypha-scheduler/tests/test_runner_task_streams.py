@@ -33,9 +33,8 @@ from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
 from hypha_net.message_channel import MAX_PENDING, receive_frame
-from hypha_proto.dispatch import JOB_STATUS, Finished, JobStatus
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, RENEW_LEASE, JobEnd
+from hypha_proto.leases import RENEW_LEASE
 from hypha_proto.protocols import TASKS
 from hypha_proto.task_resources import (
     LOCATE_RESOURCE,
@@ -194,7 +193,7 @@ def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch
         assert isinstance(result, Path)
         peer = str(operator.leases[0].peer)
         assert json.loads(result.read_text())["traffic"] == {peer: [6, 9]}
-        assert lab.worker(operator.leases[0]).dispatched == []
+        assert lab.worker(operator.leases[0]).started == []
         about = {"task": "task", "worker": peer}
         assert events(operator.context, "task_started", "task_ended") == [
             {"event": "task_started", **about, "attempt": 0},
@@ -204,7 +203,7 @@ def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch
         ]
         await worker.until_ended()
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(ConstantOperator), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(ConstantOperator), case, streams=False)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -252,7 +251,7 @@ def test_nothing_is_lost_or_repeated_while_streams_break(
         operator.demand = (role(count=3, minimum=3),)
         return operator
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, seed=seed)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, streams=False, seed=seed)
 
 
 def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +267,7 @@ def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pyte
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.CANCELLED, "too late")
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
@@ -295,7 +294,7 @@ def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         assert operator.told("lost") == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +306,7 @@ def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.
         [error] = await lab.ended()
         assert "attempt 3 ran on its lease before; attempts at a task grow" in str(error)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_worker_that_acknowledges_nothing_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +324,7 @@ def test_a_worker_that_acknowledges_nothing_loses_its_lease(tmp_path: Path, monk
         await scripted.until(lambda: scripted.released)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_reports_are_acknowledged_when_their_effects_are_carried_out(
@@ -359,7 +358,7 @@ def test_reports_are_acknowledged_when_their_effects_are_carried_out(
         assert len(operator.told("update")) == 2
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), case, streams=False)
 
 
 # ------------------------------------------------------------------------------------------------------ stop and drain
@@ -382,7 +381,7 @@ def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pytest.Mon
         assert lab.worker(operator.leases[0]).released == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -403,7 +402,7 @@ def test_a_task_whose_end_is_not_reported_loses_its_lease(
         await worker.until_ended()
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +420,7 @@ def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.M
         assert lab.worker(operator.leases[0]).released == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_task_that_is_stopped_for_good_takes_its_lease_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +436,7 @@ def test_a_task_that_is_stopped_for_good_takes_its_lease_along(tmp_path: Path, m
         assert [entry.stop for entry in worker.definitions] == [None]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,25 +456,7 @@ def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: 
         assert len(operator.heard) == before
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
-
-def test_only_the_stream_tells_of_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages by which other tasks end do not end one of a stream."""
-
-    async def case(lab: Lab) -> None:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
-        lease, endpoint = operator.leases[0].id, worker.endpoint
-        end = JobEnd(lease=lease, job_id=begin.job_id, outcome="finished", reason="")
-        await rpc.call(endpoint, lab.peer, JOB_END, end)
-        await rpc.call(endpoint, lab.peer, JOB_STATUS, JobStatus(task_id=lease, status=Finished()))
-        await anyio.sleep(10)
-        assert [update for _, update in operator.told("update")] == [TaskStarted()]
-        await worker.finish(begin)
-        await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 # ------------------------------------------------------------------------------------------------------ hostile reports
@@ -503,7 +484,7 @@ def test_reports_of_other_attempts_are_refused_and_counted(
         assert len(refusals) == 1  # a minute for each lease
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 ASKED = TaskSpec(
@@ -578,7 +559,7 @@ def test_a_report_that_contradicts_the_task_ends_its_attempt(
         assert operator.told("update")[-1] == (operator.task(attempt=1), ended)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_an_empty_report_is_of_a_later_version_and_skipped(
@@ -592,7 +573,7 @@ def test_an_empty_report_is_of_a_later_version_and_skipped(
         assert (len(operator.heard), counters[REFUSED]) == (before, 0)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
@@ -622,7 +603,7 @@ def test_streams_of_other_leases_are_refused(
         assert await refused(lab, lab.worker(lease), lease.id) == unknown
         assert counters["hypha.scheduler.task_streams.refused"] == 3
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,7 +623,7 @@ def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         assert await refused(lab, worker, operator.leases[0].id) is None
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_stream_may_come_before_the_answer_to_its_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +654,7 @@ def test_a_stream_may_come_before_the_answer_to_its_renewal(tmp_path: Path, monk
         assert answers == ["asked", None]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", (1 << 20).to_bytes(4, "little"), b"\x03\0\0\0\x83\x01\x02"])
@@ -690,7 +671,7 @@ def test_a_malformed_first_message_ends_the_stream(
         assert "Traceback" not in caplog.text
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
@@ -749,7 +730,7 @@ def test_a_job_survives_whatever_its_worker_sends(
         assert "Traceback" not in caplog.text
         assert "internal error" not in caplog.text
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -761,7 +742,7 @@ def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(tmp_path: Path, monk
             await refused(lab, lab.worker(operator.leases[0]), operator.leases[0].id)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ resources
@@ -841,7 +822,7 @@ def test_workers_hear_where_resources_are(
         assert len(operator.told("locate")) == 1
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), case, streams=False)
 
 
 def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,7 +841,7 @@ def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pyt
         assert [entry.path for entry in slices.files] == ["digits-3.safetensors", "digits-1.safetensors"]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), case, streams=False)
 
 
 @pytest.mark.parametrize(
@@ -886,7 +867,7 @@ def test_a_malformed_answer_of_an_operator_fails_its_job(
         assert isinstance(error, JobFailedError)
         assert "internal error of strategy" in str(error)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Wrong), case)
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Wrong), case, streams=False)
 
 
 def test_traffic_of_attempts_adds_up() -> None:

@@ -8,17 +8,18 @@ from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs, spec
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs
 
 from hypha_net import rpc, transfer
-from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
-from hypha_proto.datasets import NO_FREE_SLICE, SliceAssigned
-from hypha_proto.dispatch import JOB_STATUS, Finished, JobStatus, NotFound, WireError
+from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
+from hypha_proto.commands import CommandAnswer, SetWorkers
+from hypha_proto.datasets import NO_FREE_SLICE, NotFound, SliceAssigned, WireError
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import CANCEL_JOB
+from hypha_proto.job_logs import LIST_LOGS, ListLogs
 from hypha_proto.progress import Acknowledged, ProgressError
-from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, RefusalKnown, RoundMembers, UpdateRefused
+from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
+from hypha_proto.tasks import Stop, TaskFailed
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.runner import MAX_WAITING
@@ -30,6 +31,7 @@ from hypha_scheduler.strategies.base import (
     PushTarget,
     RetryAfter,
     RunInBackground,
+    SendCommand,
     SendMessage,
     SliceRefusedError,
     SliceToUse,
@@ -44,12 +46,12 @@ from hypha_scheduler.strategies.base import (
 )
 
 
-async def start_task(lab: Lab, operator: QuietOperator, *, keep_lease: bool = True, attempt: int = 0) -> ScriptedWorker:
+async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> ScriptedWorker:
     """Start a task on the first lease and wait until its worker has confirmed it; return the worker."""
     await operator.until("acquired")
     before = len(operator.told("update"))
     task = operator.task(attempt=attempt)
-    operator.act(StartTask(task, spec(operator.context.job_id), keep_lease=keep_lease))
+    operator.act(StartTask(task, SPEC))
     assert (await operator.until("update", before + 1))[-1] == (task, TaskStarted())
     return lab.worker(operator.leases[0])
 
@@ -65,53 +67,18 @@ def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
         worker = await start_task(lab, operator)
         lease, job_id = operator.leases[0].id, operator.context.job_id
         await worker.end(lease)
-        assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED)
+        assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED, exit_code=0)
         await start_task(lab, operator, attempt=1)
-        assert [(sent.keep_lease, sent.attempt) for sent in worker.dispatched] == [(True, 0), (True, 1)]
+        assert [start.attempt for start in worker.started] == [0, 1]
         heard = len(operator.heard)
-        await worker.end(lease, "failed", attempt=0)  # repeated, for lack of an answer
-        status = JobStatus(task_id=lease, status=Finished(), attempt=0)
-        await rpc.call(worker.endpoint, lab.peer, JOB_STATUS, status)
-        await anyio.sleep(10)
+        await worker.streams[lease].tell(worker.started[0].definition, failed=TaskFailed(reason="late"))
         assert len(operator.heard) == heard
         assert isinstance(await worker.report(lab.peer, job_id, lease), Acknowledged)
         assert operator.told("progress")[-1][0].attempt == 1
         await worker.end(lease, "failed")
-        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FAILED))
+        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FAILED, exit_code=1))
         await lab.finish(operator)
         assert worker.released == [(lease, "the job is done")]
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
-
-def test_status_of_an_earlier_task_does_not_end_the_next_one_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A status waits for the end with its details; by then that task is over and the next one runs."""
-
-    async def case(lab: Lab) -> None:
-        operator = await lab.start()
-        worker = await start_task(lab, operator)
-        lease = operator.leases[0].id
-        status = JobStatus(task_id=lease, status=Finished(), attempt=0)
-        await rpc.call(worker.endpoint, lab.peer, JOB_STATUS, status)
-        await worker.end(lease)
-        await start_task(lab, operator, attempt=1)
-        await anyio.sleep(10)
-        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskStarted())
-        await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
-
-def test_only_task_of_a_lease_is_dispatched_as_older_workers_expect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def case(lab: Lab) -> None:
-        operator = await lab.start()
-        worker = await start_task(lab, operator, keep_lease=False)
-        assert (worker.dispatched[0].keep_lease, worker.dispatched[0].attempt) == (None, None)
-        await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
@@ -123,12 +90,12 @@ def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypa
         lease = operator.leases[0].id
         operator.act(StopTask(operator.task(), "enough", keep_lease=True))
         assert (await operator.until("update", 2))[-1][1].state is TaskState.CANCELLED
-        assert [(sent.reason, sent.attempt) for sent in worker.cancelled] == [("enough", 0)]
+        assert [(sent.stop, sent.attempt) for sent in worker.stopped] == [(Stop(reason="enough"), 0)]
         await start_task(lab, operator, attempt=1)
         operator.act(StopTask(operator.task(), "late", keep_lease=True))  # of the attempt that is over
         operator.act(StopTask(operator.task(), "late"))
         await anyio.sleep(1)
-        assert len(worker.cancelled) == 1
+        assert len(worker.stopped) == 1
         assert worker.released == []
         assert operator.told("update")[-1] == (operator.task(attempt=1), TaskStarted())
         operator.act(StopTask(operator.task(attempt=1), "done with it"))
@@ -140,23 +107,14 @@ def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypa
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
 
-@pytest.mark.parametrize("cancels", [True, False])
-def test_task_that_cannot_be_cancelled_ends_with_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancels: bool
-) -> None:
-    """The worker cannot be reached, or confirms the cancellation and never reports the end."""
+def test_task_that_cannot_be_cancelled_ends_with_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker never reports the end."""
 
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         operator.demand = (role(count=0),)
         worker.ends_cancelled = False
-        if not cancels:
-
-            async def hang(*_: Any) -> Any:
-                await anyio.sleep_forever()
-
-            rpc.serve(worker.endpoint, CANCEL_JOB, hang)
         operator.act(StopTask(operator.task(), "enough", keep_lease=True))
         with anyio.fail_after(120):
             assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
@@ -174,30 +132,58 @@ def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest
         worker = lab.worker(first)
         worker.forgotten.add(first.id)
         await operator.until("lost")
-        operator.act(StartTask(operator.task(), spec(operator.context.job_id)))
+        operator.act(StartTask(operator.task(), SPEC))
         [(task, update)] = await operator.until("update")
         assert (task, update) == (operator.task(), TaskNotStarted("its lease is no longer held"))
-        assert worker.dispatched == []
+        assert worker.started == []
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
 
-def test_end_of_a_task_is_told_before_a_dispatch_that_is_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_that_its_worker_does_not_confirm_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
-        worker.hanging = anyio.Event()
-        operator.act(StartTask(operator.task(), spec(operator.context.job_id), keep_lease=True))
-        await worker.until(lambda: worker.dispatched)
+        worker.is_silent = True
+        operator.demand = (role(count=0),)
+        operator.act(StartTask(operator.task(), SPEC))
+        [(task, update)] = await operator.until("update")
+        assert task == operator.task()
+        assert isinstance(update, TaskNotStarted)
+        assert "did not confirm task task within 30 s" in update.reason
+        await worker.until(lambda: worker.released)
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
+
+
+def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+        stream = worker.streams[operator.leases[0].id]
+        commands = [SetWorkers(workers=(PeerId.from_public_key(bytes([number]) * 32),)) for number in range(3)]
+        operator.act(*(SendCommand(operator.task(), command, f"c{n}") for n, command in enumerate(commands)))
+        heard = await stream.until("command", 3)
+        sent = [found.command for found in stream.definitions if found.command is not None]
+        assert [found.workers for found in sent] == commands
+        answers = [CommandAnswer(number=found.number, accepted=bool(found.number), reason="r") for found in sent]
+        for answer in reversed(answers[1:]):
+            stream.report(heard, answered=answer)
+        assert dict(await operator.until("result", 2)) == {"c1": answers[1], "c2": answers[2]}
+        stream.report(heard, answered=CommandAnswer(number=99, accepted=True))  # nobody has asked
+        [_, _, (tag, outcome)] = await operator.until("result", 3)
+        assert (tag, type(outcome)) == ("c0", RequestTimeoutError)
+        operator.act(SendCommand(operator.task(), commands[0], "late"))
+        await stream.until("command", 4)
         await worker.end(operator.leases[0].id)
-        assert operator.told("update") == [(operator.task(), TaskEnded(TaskState.FINISHED))]
-        worker.hanging.set()
-        await anyio.sleep(40)
-        assert len(operator.told("update")) == 1
+        operator.act(SendCommand(operator.task(), commands[0], "too late"))
+        await anyio.sleep(100)
+        assert len(operator.told("result")) == 3
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
@@ -213,10 +199,10 @@ def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatc
         peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
         delays = (1.0, 2.0)
         began = anyio.current_time()
-        members = RoundMembers(job_id=operator.context.job_id, round=1, members=(), deadline_ms=1)
+        logs = ListLogs(job_id=operator.context.job_id)
         operator.act(
             SendMessage(peer, HEALTH_CHECK, HealthRequest(), "health"),
-            SendMessage(peer, ROUND_MEMBERS, members, "unknown", delays),
+            SendMessage(peer, LIST_LOGS, logs, "unknown", delays),
         )
         outcomes: dict[str, Any] = dict(await operator.until("result", 2))  # type: ignore[arg-type]
         assert outcomes["health"].healthy
@@ -267,7 +253,8 @@ def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monk
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
         for job_id in (operator.context.job_id, uuid.uuid4()):
-            about = UpdateRefused(job_id=job_id, round=1, peer=worker.endpoint.peer_id, reason="r")
+            lease = operator.leases[0].id
+            about = UpdateRefused(job_id=job_id, lease=lease, round=1, peer=worker.endpoint.peer_id, reason="r")
             for sender in (worker, stranger):
                 assert await rpc.call(sender.endpoint, lab.peer, UPDATE_REFUSED, about) == RefusalKnown()
         assert heard == [operator.task()]
@@ -291,7 +278,8 @@ def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: 
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         worker = await start_task(lab, operator)
-        about = UpdateRefused(job_id=operator.context.job_id, round=1, peer=worker.endpoint.peer_id, reason="r")
+        lease, peer = operator.leases[0].id, worker.endpoint.peer_id
+        about = UpdateRefused(job_id=operator.context.job_id, lease=lease, round=1, peer=peer, reason="r")
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(rpc.call, worker.endpoint, lab.peer, UPDATE_REFUSED, about)
@@ -318,9 +306,7 @@ def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
                 for named in (lease, None, uuid.uuid4()):
                     assert isinstance(await worker.report(lab.peer, job_id, named), ProgressError)
                     assert isinstance(await worker.slice(lab.peer, job_id, named), NotFound)
-                    header = PushHeader(
-                        job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64, lease=named
-                    )
+                    header = PushHeader(job_id, 1, "k", "n", 0, "blake3:" + "0" * 64, lab.peer, lease=named)
                     assert "no task of this job runs there" in str(
                         await lab.service._push(worker.endpoint.peer_id, header)
                     )
@@ -476,14 +462,14 @@ def test_pushed_file_is_told_of_once_and_refused_after_its_task(
         operator = await lab.start()
         await operator.until("acquired")
         job_id = operator.context.job_id
-        operator.act(*(StartTask(operator.task(f"t{n}", n), spec(job_id)) for n in (0, 1)))
+        operator.act(*(StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)))
         await operator.until("update", 2)
         [worker] = lab.workers
         source = tmp_path / "source"
         for number, lease in enumerate(operator.leases):
             source.write_bytes(b"content %d" % number)
             size, digest = await transfer.describe(source)
-            header = PushHeader(job_id=job_id, round=1, kind="k", name="file", size=size, digest=digest, lease=lease.id)
+            header = PushHeader(job_id, 1, "k", "file", size, digest, lab.peer, lease=lease.id)
             await transfer.push(worker.endpoint, lab.peer, source, header)
             assert operator.told("pushed")[number] == (operator.task(f"t{number}", number), b"content %d" % number)
         target = await lab.service._push(worker.endpoint.peer_id, header)
@@ -500,35 +486,6 @@ def test_pushed_file_is_told_of_once_and_refused_after_its_task(
         return made
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2)
-
-
-# ----------------------------------------------------------------------------------------------------------- two jobs
-
-
-def test_two_jobs_run_side_by_side_also_with_peers_that_name_no_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A peer of the older network names no job in a request for a slice: it means the one whose task it runs."""
-    strategy = ScriptedStrategy(dataset=True)
-
-    async def case(lab: Lab) -> None:
-        one = await lab.start()
-        [worker] = lab.workers
-        await start_task(lab, one, keep_lease=False)
-        one.demand = ()
-        await worker.end(one.leases[0].id)
-        worker.leases.clear()  # spent
-        two = await lab.start()
-        assert await start_task(lab, two) is worker
-        assert isinstance(await worker.slice(lab.peer, None), SliceAssigned)
-        assert (len(one.told("slice")), len(two.told("slice"))) == (0, 1)
-        assert isinstance(await worker.report(lab.peer, one.context.job_id), ProgressError)
-        assert isinstance(await worker.report(lab.peer, two.context.job_id), Acknowledged)
-        await lab.finish(two)
-        await lab.finish(one)
-        assert all(isinstance(result, Path) for result in lab.results)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1)
 
 
 # ------------------------------------------------------------------------------------------------- errors of a strategy
@@ -576,7 +533,8 @@ async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, wha
         case "end":
             await worker.end(lease)
         case "push":
-            header = PushHeader(job_id=job_id, round=1, kind="k", name="n", size=0, digest="blake3:" + "0" * 64)
+            digest = "blake3:" + "0" * 64
+            header = PushHeader(job_id, 1, "k", "n", 0, digest, lab.peer, lease=lease)
             assert await lab.service._push(worker.endpoint.peer_id, header) == Refusal(reason="the job is over")
         case "finish":
             operator.act(EndJob())
@@ -650,9 +608,9 @@ def test_task_that_cannot_be_told_apart_fails_its_job(
         worker = await start_task(lab, operator)
         if what == "used attempt":
             await worker.end(operator.leases[0].id)
-        operator.act(StartTask(operator.task(attempt=what == "busy lease"), spec(operator.context.job_id)))
+        operator.act(StartTask(operator.task(attempt=what == "busy lease"), SPEC))
         [failure] = await lab.ended()
-        expected = "task runs on its lease" if what == "busy lease" else "give each attempt a number of its own"
+        expected = "task runs on its lease" if what == "busy lease" else "attempts at a task grow"
         assert expected in str(failure)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)

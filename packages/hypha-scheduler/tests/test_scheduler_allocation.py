@@ -35,14 +35,13 @@ from hypha_proto.leases import (
 from hypha_proto.offers import (
     OFFER,
     WORKER_REQUESTS,
-    AggregateExecutor,
+    ExecutorDescriptor,
     OfferReceived,
-    TrainExecutor,
     WorkerOffer,
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.resources import Resources, Timestamp
+from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.allocator import Allocator
 from hypha_scheduler.allocation.auction import AcceptedOffer, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
@@ -50,7 +49,6 @@ from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import AllocationError
 
-NOW = Timestamp.of(0)
 BATCH_WINDOW = 0.2
 RENEWED = 10.0
 
@@ -132,8 +130,7 @@ class Worker:
 
 
 def role_request(role: str, count: int, max_price: float = 120.0) -> RoleRequest:
-    kind = TrainExecutor if role == "train" else AggregateExecutor
-    spec = WorkerSpec(resources=Resources(cpu=1), executor=(kind(name=role),))
+    spec = WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor(role, role),))
     return RoleRequest(role, spec, bid=100.0, max_price=max_price, count=count)
 
 
@@ -607,7 +604,11 @@ def test_renewals_in_flight_at_the_deadline_are_released() -> None:
 def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCaptureFixture) -> None:
     async def case(lab: Lab) -> None:
         wanted = RoleRequest(
-            "train", WorkerSpec(resources=Resources(gpu=40), executor=(TrainExecutor(name="train"),)), 100, 120, 1
+            "train",
+            WorkerSpec(resources=Resources(gpu=40), executor=(ExecutorDescriptor("train", "train"),)),
+            100,
+            120,
+            1,
         )
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerOffer, WorkerSpec
+from hypha_proto.offers import ExecutorDescriptor, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import (
     DECISION_WINDOW,
@@ -33,10 +33,18 @@ def auction(train: int = 3, auction_settings: AuctionSettings | None = None) -> 
     made = Auction(
         (
             RoleRequest(
-                "train", WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)), 100, 120, train
+                "train",
+                WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor("train", "t"),)),
+                100,
+                120,
+                train,
             ),
             RoleRequest(
-                "aggregate", WorkerSpec(resources=Resources(), executor=(AggregateExecutor(name="p"),)), 100, 120, 1
+                "aggregate",
+                WorkerSpec(resources=Resources(), executor=(ExecutorDescriptor("aggregate", "p"),)),
+                100,
+                120,
+                1,
             ),
         ),
         auction_settings or AuctionSettings(),
@@ -334,7 +342,7 @@ def test_pauses_of_a_peer_double_up_to_a_bound() -> None:
 def test_offers_of_excluded_peers_are_ignored_with_a_reason_and_not_waited_for() -> None:
     request = RoleRequest(
         "train",
-        WorkerSpec(resources=Resources(cpu=1), executor=(TrainExecutor(name="t"),)),
+        WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor("train", "t"),)),
         100,
         120,
         1,

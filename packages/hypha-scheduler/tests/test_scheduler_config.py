@@ -26,7 +26,7 @@ from hypha_proto.job_spec import (
     TrainConfig,
     WarmupStableDecay,
 )
-from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.cli import main
@@ -112,10 +112,10 @@ def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
     train, aggregate = role_requests(made)
     assert (train.count, train.bid, train.max_price) == (4, 110.0, 160.0)
     assert train.spec.resources == Resources(gpu=10, cpu=2)
-    assert train.spec.executor == (TrainExecutor(name="diloco-transformer"),)
+    assert train.spec.executor == (ExecutorDescriptor("train", "diloco-transformer"),)
     assert (aggregate.count, aggregate.bid, aggregate.max_price) == (1, 80.0, 120.0)
     assert aggregate.spec.resources == Resources(memory=16)
-    assert aggregate.spec.executor == (AggregateExecutor(name="parameter-server"),)
+    assert aggregate.spec.executor == (ExecutorDescriptor("aggregate", "parameter-server"),)
     assert loaded.bridge_address == "aim-bridge.internal:61000"
     assert "hf_secret" not in repr(loaded)
     assert "hf_secret" not in str(made.model_dump(mode="json"))
@@ -152,7 +152,7 @@ def test_several_jobs_and_shorthand_tables() -> None:
     made = DilocoJobConfig.model_validate(plain["jobs"][0])
     train, aggregate = role_requests(made)
     assert train.spec.resources == Resources(gpu=8, cpu=2)
-    assert train.spec.executor == (TrainExecutor(name="mine"),)
+    assert train.spec.executor == (ExecutorDescriptor("train", "mine"),)
     assert aggregate.spec.resources == Resources(memory=4)
     assert made.model.inputs == ("input_ids", "attention_mask", "labels")
     assert made.model.task == "causal-lm"
@@ -228,7 +228,7 @@ def test_job_specs_of_a_placed_job() -> None:
     )
     model = HuggingFaceReference(repository="o/r", filenames=("config.json",))
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model)
-    train = placed.train_spec().executor.config
+    train = placed.train_config()
     assert isinstance(train, TrainConfig)
     assert train.batch_size == 8
     assert train.seed == 9
@@ -238,7 +238,8 @@ def test_job_specs_of_a_placed_job() -> None:
     assert train.round_steps == 20.0
     assert isinstance(train.updates, PeersReference)
     assert train.updates.peers == (PEERS[1],)
-    aggregate = placed.aggregate_spec().executor.config
+    aggregate = placed.aggregate_spec().aggregation
+    assert aggregate is not None
     assert isinstance(aggregate, AggregateConfig)
     assert isinstance(aggregate.results, PeersReference)
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
@@ -255,7 +256,7 @@ def test_each_worker_has_a_number_of_its_own() -> None:
         tuple(PEERS[2:5]),
         HuggingFaceReference(repository="o/r", filenames=()),
     )
-    configs = [placed.train_spec(peer).executor.config for peer in PEERS[2:5]]
+    configs = [placed.train_config(peer) for peer in PEERS[2:5]]
     assert [config.member for config in configs if isinstance(config, TrainConfig)] == [0, 1, 2]
     assert [config.round_steps for config in configs if isinstance(config, TrainConfig)] == [None] * 3  # no schedule
 
@@ -306,7 +307,7 @@ def test_each_evaluation_slice_belongs_to_one_worker(slices: int, counts: dict[i
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
     found: dict[int, list[int]] = {}
     for number in (2, 3, 4):
-        config = placed.train_spec(PEERS[number]).executor.config
+        config = placed.train_config(PEERS[number])
         assert isinstance(config, TrainConfig)
         if config.evaluation is not None:
             assert config.evaluation.every == 3
@@ -327,7 +328,7 @@ def test_wsd_schedule_decays_in_the_last_tenth_by_default() -> None:
     placed = PlacedJob(
         uuid.UUID(int=1), made, PEERS[0], PEERS[1], (PEERS[2],), HuggingFaceReference(repository="o/r", filenames=())
     )
-    config = placed.train_spec().executor.config
+    config = placed.train_config()
     assert isinstance(config, TrainConfig)
     assert config.scheduler == WarmupStableDecay(warmup_steps=0, decay_steps=100, training_steps=1000)
 

@@ -119,7 +119,7 @@ def test_end_is_recorded_once_it_can_be_written(tmp_path: Path, blocked: str) ->
     simulate(main)
     events, records = read_end(tmp_path)
     assert events == [{"event": "failed", "time": end.time, "error": "no room"}]
-    assert records == [{"record": "failed", "format": 1, "error": "no room", "time": end.time}]
+    assert records == [{"record": "failed", "format": 2, "error": "no room", "time": end.time}]
 
 
 def test_end_is_given_up_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

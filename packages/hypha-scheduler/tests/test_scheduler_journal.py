@@ -18,7 +18,7 @@ def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
         journal.record("accepted", job_id="x")
     with path.open("ab") as file:
         file.write(b'{"record": "rou')
-    assert read_journal(path) == [{"record": "accepted", "format": 1, "job_id": "x"}]
+    assert read_journal(path) == [{"record": "accepted", "format": 2, "job_id": "x"}]
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_journal(tmp_path / "none") == []
 
@@ -49,7 +49,7 @@ def test_truncated_last_line_is_cut_when_the_file_is_opened_again(tmp_path: Path
         with Journal(path) as journal:
             journal.append("round", round=2)
         accepted, second = read_journal(path)
-        assert accepted["format"] == 1
+        assert accepted["format"] == 2
         assert second == {"record": "round", "round": 2}
 
 
@@ -58,16 +58,16 @@ def test_journal_whose_only_line_was_cut_begins_anew(tmp_path: Path) -> None:
     path.write_bytes(b'{"record": "acc')
     with Journal(path) as journal:
         journal.record("accepted")
-    assert read_journal(path) == [{"record": "accepted", "format": 1}]
+    assert read_journal(path) == [{"record": "accepted", "format": 2}]
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"record": "accepted", "format": 2}\n', "is of format 2, this version reads 1"),
+        ('{"record": "accepted", "format": 1}\n', "is of format 1, this version reads 2"),
         ('{"record": "accepted"}\n', "is of format None"),
-        ('{"record": "accepted", "format": 1}\n{"record": \n{"record": "x"}\n', "line 2 of the journal is malformed"),
-        ('{"record": "accepted", "format": 1}\n7\n', "line 2 of the journal is malformed: not an object"),
+        ('{"record": "accepted", "format": 2}\n{"record": \n{"record": "x"}\n', "line 2 of the journal is malformed"),
+        ('{"record": "accepted", "format": 2}\n7\n', "line 2 of the journal is malformed: not an object"),
     ],
 )
 def test_unknown_format_or_malformed_line_is_refused(tmp_path: Path, lines: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_names_of_the_runner_are_refused_in_records_of_strategies(tmp_path: Path
             journal.append("finished")
         journal.append("mine", kind="allowed", self="too")
     [found] = read_journal(tmp_path / "journal.jsonl")
-    assert found == {"record": "mine", "format": 1, "kind": "allowed", "self": "too"}
+    assert found == {"record": "mine", "format": 2, "kind": "allowed", "self": "too"}
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

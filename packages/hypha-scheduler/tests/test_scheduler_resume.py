@@ -175,16 +175,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (write(""), "there is no job to resume: journal.jsonl has no record"),
     "finished": (add("finished"), "the job cannot be resumed: it has finished"),
     "result": (lambda directory: (directory / "result.json").touch(), "it has finished, result.json is there"),
-    "version": (write('{"record": "accepted", "format": 9}\n'), "the journal is of format 9, this version reads 1"),
-    "malformed": (write('{"record": "accepted", "format": 1}\nx\n'), "line 2 of the journal is malformed"),
-    "no job": (write('{"record": "accepted", "format": 1, "job_id": "x"}\n'), "has no job"),
-    "no id": (write('{"record": "accepted", "format": 1, "job": {"type": "inference"}}\n'), "names no job_id"),
+    "version": (write('{"record": "accepted", "format": 9}\n'), "the journal is of format 9, this version reads 2"),
+    "malformed": (write('{"record": "accepted", "format": 2}\nx\n'), "line 2 of the journal is malformed"),
+    "no job": (write('{"record": "accepted", "format": 2, "job_id": "x"}\n'), "has no job"),
+    "no id": (write('{"record": "accepted", "format": 2, "job": {"type": "inference"}}\n'), "names no job_id"),
     "unknown key": (
-        write(f'{{"record": "accepted", "format": 1, "job_id": "{JOB_ID}", "job": {{"type": "inference", "x": 1}}}}\n'),
+        write(f'{{"record": "accepted", "format": 2, "job_id": "{JOB_ID}", "job": {{"type": "inference", "x": 1}}}}\n'),
         "this version does not know the job in its journal: dataset: Field required",
     ),
     "unknown type": (
-        write(f'{{"record": "accepted", "format": 1, "job_id": "{JOB_ID}", "job": {{"type": "sweep"}}}}\n'),
+        write(f'{{"record": "accepted", "format": 2, "job_id": "{JOB_ID}", "job": {{"type": "sweep"}}}}\n'),
         "no strategy 'sweep' is installed",
     ),
 }

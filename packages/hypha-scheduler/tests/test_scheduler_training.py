@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Descriptor, Model, PeersReference, SchedulerReference, TrainConfig
+from hypha_proto.job_spec import Model, PeersReference, SchedulerReference, TrainConfig
 from hypha_proto.progress import (
     Acknowledged,
     BatchDone,
@@ -42,17 +42,17 @@ def training(samples: int = 40, batch_size: int = 16) -> Training:
 
 
 def header(kind: str) -> PushHeader:
-    return PushHeader(uuid.UUID(int=7), 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64)
+    return PushHeader(uuid.UUID(int=7), 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64, HERE)
 
 
 def train_config(optimizer: InnerOptimizerTable) -> TrainConfig:
     context: Any = Context()
     source = SchedulerReference(peer=HERE, dataset="model")
     model = Model(task="image-classification", artifact=source, input_names=())
-    spec = training().spec(context, Descriptor(name="kind"), model, "digits", optimizer)
-    assert (spec.job_id, spec.executor.descriptor) == (context.job_id, Descriptor(name="kind"))
-    assert isinstance(spec.executor.config, TrainConfig)
-    return spec.executor.config
+    spec = training().spec(context, "train/kind", model, "digits", optimizer)
+    assert spec.executor == "train/kind"
+    assert spec.training is not None
+    return spec.training
 
 
 def test_the_update_goes_to_the_scheduler_and_nobody_sends_outer_updates() -> None:
@@ -104,5 +104,4 @@ def test_slices_come_in_their_order_one_pass_after_another() -> None:
 
 def test_only_the_update_may_be_pushed() -> None:
     assert training().on_push_request(header(PSEUDO_GRADIENT)) == TARGET
-    for wrong in (None, header(OUTER_UPDATE)):
-        assert isinstance(training().on_push_request(wrong), Refusal)
+    assert isinstance(training().on_push_request(header(OUTER_UPDATE)), Refusal)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_proto.offers import TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
     DatasetSource,
     FileSource,
@@ -94,9 +94,9 @@ def test_leases_are_asked_for_by_driver_and_needs() -> None:
     graph = TaskGraph(TasksJob.model_validate(JOB))
     assert [role.name for role in graph.roles] == ["shell/bash", "bash", "bash 2"]
     specs = {role.name: role.spec for role in graph.roles}
-    assert specs["shell/bash"].executor == (TrainExecutor(name="hypha.task:shell/bash"),)
+    assert specs["shell/bash"].executor == (ExecutorDescriptor("shell", "bash"),)
     assert (specs["shell/bash"].resources.cpu, specs["shell/bash"].resources.memory) == (2, 4)
-    assert specs["bash"].executor == specs["bash 2"].executor == (TrainExecutor(name="hypha.task:bash"),)
+    assert specs["bash"].executor == specs["bash 2"].executor == (ExecutorDescriptor("", "bash"),)
     assert specs["bash 2"].resources.gpu == 8
 
 
@@ -139,7 +139,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
             {"name": "a", "driver": {"x": {}, "y": {}}, "retires": 1},
             {
                 "name": "b",
-                "driver": {"hypha.task:x": {}},
+                "driver": {"x:y": {}},
                 "resources": [{"name": "r", "result": {"task": "c", "output": "o"}}],
                 "outputs": {"o": "out"},
             },
@@ -163,7 +163,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "tasks[1].name = 'a': is the name of tasks[0], too; give each task a name of its own",
         "tasks[1].driver: must name one executor, not 2 (x, y)",
         "tasks[1].retires: is not a key of [tasks[1]]",
-        "tasks[2].driver: 'hypha.task:x': the prefix hypha.task: is reserved; write the name without it",
+        "tasks[2].driver: 'x:y' is not an executor; write its name, or class/name such as shell/bash",
         "tasks[3].resources[0].result.task = 'b': these tasks wait for each other (b → c → b",
         "tasks[3].resources[1].result.task = 'bb': is not a task of this job; did you mean 'b'?",
         "tasks[3].resources[2].result.output = 'oo': is not an output of task 'b'; did you mean 'o'?",
@@ -191,7 +191,7 @@ def test_a_value_of_another_type_is_said_in_the_words_of_json_and_toml() -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"name": "hypha.task:a"}, "is not a name: 1 to 64 letters"),
+        ({"name": "x:a"}, "is not a name: 1 to 64 letters"),
         ({"name": "a" * 65}, "is not a name"),
         ({"driver": {"../x": {}}}, "is not an executor; write its name, or class/name"),
         ({"driver": {"x": {"y": float("nan")}}}, "the settings cannot be sent"),
@@ -297,7 +297,7 @@ def mutated(chance: random.Random, value: Any) -> Any:
         case 2:
             holder[last] = copy.deepcopy(_at(value, chance.choice(paths)))
         case _ if isinstance(holder, dict):
-            holder[chance.choice(["name", "result", "x", "\ud800", "hypha.task:x", "s3"])] = holder.pop(last)
+            holder[chance.choice(["name", "result", "x", "\ud800", "x:y", "s3"])] = holder.pop(last)
         case _:
             holder.append(copy.deepcopy(holder[last]))
     return changed

@@ -15,51 +15,35 @@ from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 from blake3 import blake3
 from click.testing import CliRunner, Result
 from support.requirements import skip_outside_ci
-from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
+from support.scripted_task_scheduler import ENDS, PYTHON, ScriptedTaskScheduler, kind_of
 from support.task_bridge_client import BRIDGE
 
 from hypha_net import instrumentation, pubsub, rpc, transfer
 from hypha_net.node.health import serve_health
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import (
-    DISPATCH_JOB,
-    JOB_STATUS,
-    Dispatched,
-    DispatchJob,
-    DispatchResult,
-    JobStatus,
-    NotFound,
-    StatusReceived,
-)
+from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
-    AggregateJob,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     Nesterov,
     PeersReference,
     SchedulerReference,
     TrainConfig,
-    TrainJob,
 )
 from hypha_proto.leases import (
-    JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
-    JobEnd,
-    JobEndReceived,
     LeaseRenewal,
     ReleaseLease,
     Renewed,
@@ -68,10 +52,8 @@ from hypha_proto.leases import (
 from hypha_proto.offers import (
     OFFER,
     WORKER_REQUESTS,
-    AggregateExecutor,
     ExecutorDescriptor,
     OfferReceived,
-    TrainExecutor,
     WorkerOffer,
     WorkerRequest,
     WorkerSpec,
@@ -79,7 +61,7 @@ from hypha_proto.offers import (
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
-from hypha_proto.tasks import task_executor
+from hypha_proto.tasks import TaskReport, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
@@ -89,8 +71,8 @@ from hypha_worker.control.server import socket_path
 from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.service import Worker, open_worker, serve
 
-TRAIN = TrainExecutor(name="script")
-SERVER = AggregateExecutor(name="parameter-server")
+TRAIN = ExecutorDescriptor("train", "script")
+SERVER = ExecutorDescriptor("aggregate", "parameter-server")
 
 PREAMBLE = (
     BRIDGE
@@ -106,7 +88,7 @@ def listen(body):
             yield json.loads(line[5:])
 
 work_dir, job = sys.argv[2], json.loads(sys.argv[3])
-config = job["executor"]["config"]
+config = job["settings"]
 """
 )
 
@@ -124,66 +106,97 @@ def no_retries_for_unavailable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry transfers after a twentieth of the usual pauses; do not wait for peers that list no protocols."""
+    """Retry transfers after a twentieth of the usual pauses."""
     usual = peer_files.retry
 
     async def retry(what: str, attempt: Any, delays: Any = RETRY_DELAYS, final: Any = ()) -> Any:
         return await usual(what, attempt, [delay / 20 for delay in delays], final)
 
     monkeypatch.setattr(peer_files, "retry", retry)
-    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an attempt, as its worker has reported it."""
+
+    lease: uuid.UUID
+    task: str
+    attempt: int
+    outcome: str
+    reason: str
+    exit_code: int | None
+    last_lines: tuple[str, ...]
+    bytes_sent: int
+    bytes_received: int
 
 
 @dataclass
 class Scheduler:
-    """A scripted scheduler: leases a worker, dispatches jobs, and records the messages that it receives."""
+    """A scripted scheduler: leases a worker, starts tasks, and records the messages that it receives."""
 
     endpoint: MemoryEndpoint
-    ends: list[JobEnd] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
-    task_ids: list[uuid.UUID] = field(default_factory=list)
-    """The ids of `statuses`."""
+    """Kinds of all reports."""
     reports: list[ProgressRequest] = field(default_factory=list)
     refused: list[UpdateRefused] = field(default_factory=list)
     answer: Callable[[ProgressRequest], ProgressResponse] = lambda _report: Continue()
     offers: dict[uuid.UUID, tuple[PeerId, WorkerOffer]] = field(default_factory=dict)
     free_at_end: list[Resources] = field(default_factory=list)
     worker: Worker | None = None
+    tasks: ScriptedTaskScheduler = field(init=False)
+    _leases: dict[tuple[str, int], uuid.UUID] = field(default_factory=dict)
+    """Lease of each attempt that `dispatch` has started."""
     _awaited: int = 0
     """Ends that `ended` has returned."""
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
-    def listen(self, *, old: bool = False) -> None:
-        """Serve a scheduler's protocols; an `old` scheduler lacks the newer ones."""
+    def __post_init__(self) -> None:
+        self.tasks = ScriptedTaskScheduler(self.endpoint, on_report=self._on_report)
+
+    @property
+    def job_id(self) -> uuid.UUID:
+        """The job of all its tasks."""
+        return self.tasks.job_id
+
+    def listen(self) -> None:
+        """Serve a scheduler's protocols."""
         rpc.serve(self.endpoint, OFFER, self._offer)
-        rpc.serve(self.endpoint, JOB_STATUS, self._status)
         rpc.serve(self.endpoint, REPORT, self._report)
-        if not old:
-            rpc.serve(self.endpoint, JOB_END, self._end)
-            rpc.serve(self.endpoint, UPDATE_REFUSED, self._refused)
+        rpc.serve(self.endpoint, UPDATE_REFUSED, self._refused)
+        self.tasks.listen()
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         self.offers[offer.request_id] = (peer, offer)
         self._notify()
         return OfferReceived()
 
-    async def _status(self, _peer: PeerId, status: JobStatus) -> StatusReceived:
-        self.statuses.append(type(status.status).__name__)
-        self.task_ids.append(status.task_id)
-        self._notify()
-        return StatusReceived()
-
     async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
         self.reports.append(report)
         self._notify()
         return self.answer(report)
 
-    async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
-        self.ends.append(end)
-        if self.worker is not None:
-            self.free_at_end.append(self.worker.lease_manager.free.resources)
+    def _on_report(self, report: TaskReport) -> None:
+        kind = kind_of(report)
+        self.statuses.append(kind)
+        if kind in ENDS:
+            about = getattr(report, kind)
+            self.ends.append(
+                End(
+                    self._leases.get((report.task, report.attempt), uuid.UUID(int=0)),
+                    report.task,
+                    report.attempt,
+                    kind,
+                    getattr(about, "reason", ""),
+                    0 if report.finished is not None else getattr(about, "exit_code", None),
+                    getattr(about, "last_lines", ()),
+                    about.bytes_sent,
+                    about.bytes_received,
+                )
+            )
+            if self.worker is not None:
+                self.free_at_end.append(self.worker.lease_manager.free.resources)
         self._notify()
-        return JobEndReceived()
 
     async def _refused(self, _peer: PeerId, message: UpdateRefused) -> RefusalKnown:
         self.refused.append(message)
@@ -221,14 +234,23 @@ class Scheduler:
     async def renew(self, peer: PeerId, lease: uuid.UUID) -> LeaseRenewal:
         return await rpc.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))
 
-    async def dispatch(self, peer: PeerId, lease: uuid.UUID, spec: JobSpec) -> DispatchResult:
-        return await rpc.call(self.endpoint, peer, DISPATCH_JOB, DispatchJob(id=lease, spec=spec))
+    async def dispatch(self, lease: uuid.UUID, spec: TaskSpec, task: str = "", attempt: int = 0) -> str:
+        """Start an attempt, by default at a new task; return the kind of its first report."""
+        task = task or f"task-{len(self._leases)}"
+        self._leases[task, attempt] = lease
+        self.tasks.define(lease, task, attempt, start=spec)
+        await self.until(lambda: self.tasks.of(task, attempt))
+        return self.tasks.kinds(task, attempt)[0]
+
+    def task_on(self, lease: uuid.UUID) -> str:
+        """Return the task that `dispatch` has started last on a lease."""
+        return next(task for (task, _), other in reversed(self._leases.items()) if other == lease)
 
     async def release(self, peer: PeerId, lease: uuid.UUID) -> bool:
         return (await rpc.call(self.endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease))).known
 
-    async def ended(self, seconds: float = 30.0) -> JobEnd:
-        """Return the report of the next job's end, also one that came before this call."""
+    async def ended(self, seconds: float = 30.0) -> End:
+        """Return the report of the next attempt's end, also one that came before this call."""
         await self.until(lambda: len(self.ends) > self._awaited, seconds)
         self._awaited += 1
         return self.ends[self._awaited - 1]
@@ -240,7 +262,7 @@ class PushReceiver:
 
     endpoint: MemoryEndpoint
     folder: Path
-    files: list[tuple[PeerId, PushHeader | None, bytes]] = field(default_factory=list)
+    files: list[tuple[PeerId, PushHeader, bytes]] = field(default_factory=list)
     refuse: str = ""
     on_file: Callable[[], None] = lambda: None
 
@@ -248,7 +270,7 @@ class PushReceiver:
         self.folder.mkdir(parents=True, exist_ok=True)
         transfer.serve_pushes(self.endpoint, self._accept)
 
-    async def _accept(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+    async def _accept(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if self.refuse:
             return Refusal(reason=self.refuse)
         path = self.folder / f"{uuid.uuid4()}"
@@ -277,8 +299,8 @@ class Lab:
     def peer(self) -> PeerId:
         return self.worker.endpoint.peer_id
 
-    def train_spec(self, job_id: uuid.UUID | None = None) -> JobSpec:
-        """Make a training job with data from the scheduler, which exchanges updates with the `server` peer."""
+    def train_spec(self, **changes: Any) -> TaskSpec:
+        """Make a task that trains, with data from the scheduler, which exchanges updates with the `server` peer."""
         server = PeersReference(peers=(self.server.peer_id,), strategy=All())
         model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
         config = TrainConfig(
@@ -289,37 +311,29 @@ class Lab:
             optimizer=Adam(learning_rate=0.001),
             batch_size=8,
         )
-        return JobSpec(
-            job_id=job_id or uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="script"), config=config)
-        )
+        return TaskSpec(executor="train/script", training=msgspec.structs.replace(config, **changes))
 
-    def aggregate_spec(self, senders: list[PeerId], receivers: list[PeerId], *, members: bool | None = True) -> JobSpec:
+    def aggregate_spec(
+        self, senders: list[PeerId], receivers: list[PeerId], *, members: bool | None = True
+    ) -> TaskSpec:
         config = AggregateConfig(
             updates=PeersReference(peers=tuple(senders), strategy=All()),
             results=PeersReference(peers=tuple(receivers), strategy=All()),
             optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
             members=members,
         )
-        job = AggregateJob(descriptor=Descriptor(name="parameter-server"), config=config)
-        return JobSpec(job_id=uuid.uuid4(), executor=job)
+        return TaskSpec(executor="aggregate/parameter-server", aggregation=config)
 
     def write_script(self, text: str) -> None:
         """Write the script that the executor runs."""
         (self.folder / "script.py").write_text(PREAMBLE + text)
 
-    async def start(self, script: str, spec: JobSpec | None = None) -> uuid.UUID:
-        """Run a script as a job; return its lease."""
+    async def start(self, script: str, spec: TaskSpec | None = None) -> uuid.UUID:
+        """Run a script as a task; return its lease."""
         self.write_script(script)
         lease = await self.scheduler.hire()
-        answer = await self.scheduler.dispatch(self.peer, lease, spec or self.train_spec())
-        assert type(answer).__name__ == "Dispatched"
+        assert await self.scheduler.dispatch(lease, spec or self.train_spec()) == "started"
         return lease
-
-    async def dispatch_attempt(self, lease: uuid.UUID, spec: JobSpec, attempt: int) -> None:
-        """Dispatch a job by number, on a lease that is kept when the job ends by itself."""
-        message = DispatchJob(id=lease, spec=spec, attempt=attempt, keep_lease=True)
-        answer = await rpc.call(self.scheduler.endpoint, self.peer, DISPATCH_JOB, message)
-        assert isinstance(answer, Dispatched)
 
     def left_behind(self) -> list[str]:
         """Return the names in the work directory, without the logs and the owner's folder, which stay."""
@@ -350,7 +364,7 @@ def worker_config(folder: Path, **changes: Any) -> WorkerConfig:
 
 
 @asynccontextmanager
-async def open_lab(folder: Path, *, old: bool = False, **changes: Any) -> AsyncIterator[Lab]:
+async def open_lab(folder: Path, **changes: Any) -> AsyncIterator[Lab]:
     network = MemoryNetwork()
     async with (
         network.endpoint("scheduler") as scheduler,
@@ -359,7 +373,7 @@ async def open_lab(folder: Path, *, old: bool = False, **changes: Any) -> AsyncI
         network.endpoint("worker") as endpoint,
     ):
         script = Scheduler(scheduler)
-        script.listen(old=old)
+        script.listen()
         async with open_worker(worker_config(folder, **changes), endpoint) as worker:
             script.worker = worker
             yield Lab(network, folder, worker, script, data, server)
@@ -370,10 +384,10 @@ def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     """Run an async function with a `Lab`, with a bound on its time."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def run(case: Callable[[Lab], Any], *, seconds: float = 60.0, old: bool = False, **changes: Any) -> None:
+    def run(case: Callable[[Lab], Any], *, seconds: float = 60.0, **changes: Any) -> None:
         async def main() -> None:
             with anyio.fail_after(seconds):
-                async with open_lab(tmp_path, old=old, **changes) as lab:
+                async with open_lab(tmp_path, **changes) as lab:
                     await case(lab)
 
         anyio.run(main, backend="trio")
@@ -389,9 +403,8 @@ def in_task_lab(in_lab: Callable[..., None]) -> Callable[..., None]:
         case: Callable[[Any, ScriptedTaskScheduler, uuid.UUID], Any], requested: str = "shell/python", **options: Any
     ) -> None:
         async def with_lease(lab: Any) -> None:
-            tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
-            tasks.listen()
-            lease = await lab.scheduler.hire(task_executor(requested), cpu=1.0)
+            tasks = lab.scheduler.tasks
+            lease = await lab.scheduler.hire(ExecutorDescriptor.parse(requested), cpu=1.0)
             async with anyio.create_task_group() as group:
                 group.start_soon(tasks.keep, lab.peer, lease)
                 await case(lab, tasks, lease)
@@ -465,8 +478,8 @@ class Site:
     async def start_job(self, script: str) -> uuid.UUID:
         """Run a script as a job until its process has made a folder ``began``; return its lease."""
         self.lab.write_script(f"os.mkdir(work_dir + '/began')\n{script}")
-        peer, lease = self.node.endpoint.peer_id, await self.lab.scheduler.hire()
-        assert isinstance(await self.lab.scheduler.dispatch(peer, lease, self.lab.train_spec()), Dispatched)
+        lease = await self.lab.scheduler.hire()
+        assert await self.lab.scheduler.dispatch(lease, self.lab.train_spec()) == "started"
         while not list(self.lab.folder.glob("work/hypha-*/began")):
             await anyio.sleep(0.01)
         return lease

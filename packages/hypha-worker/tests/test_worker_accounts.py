@@ -75,7 +75,8 @@ def test_a_lease_is_accounted_with_its_job_and_how_that_ended(site: Site) -> Non
     site.pass_time(6, finished, idle)
     assert [(each.outcome, each.seconds) for each in site.read()] == [("running", 6.0)] * 2
     site.leases.detach_job(finished, outcome="finished")
-    site.leases.release(idle, PEER)
+    for lease in (finished, idle):
+        site.leases.release(lease, PEER)
     site.store()
     first, second = site.read()
     assert (first.lease, first.job, first.scheduler) == (str(finished), str(JOB), str(PEER))
@@ -179,6 +180,7 @@ def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Pat
     site.leases.attach_job(lease, PEER, site.now, job_id=JOB)
     site.pass_time(4, lease)
     site.leases.detach_job(lease, outcome="failed")
+    site.leases.release(lease, PEER)
     site.store()
     config = tmp_path / "worker.toml"
     config.write_text(

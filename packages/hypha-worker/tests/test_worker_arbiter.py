@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import REJECTION_CODES, Rejection
-from hypha_proto.offers import AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
@@ -19,7 +19,7 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
-TRAIN = TrainExecutor(name="diloco-transformer")
+TRAIN = ExecutorDescriptor("train", "diloco-transformer")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
 MACHINE = Resources(cpu=8.0, memory=32.0, storage=100.0)
 
@@ -108,7 +108,7 @@ def test_every_rejection_reason_is_listed_in_words_and_as_a_code() -> None:
         id=uuid.UUID(int=1),
         spec=WorkerSpec(
             resources=Resources(cpu=9.0, gpu=1.0, memory=20.0),
-            executor=(TRAIN, AggregateExecutor(name="parameter-server")),
+            executor=(TRAIN, ExecutorDescriptor("aggregate", "parameter-server")),
         ),
         timeout_ms=5000,
         bid=1.0,
@@ -151,7 +151,7 @@ def test_a_busy_worker_does_not_say_how_much_others_hold() -> None:
 
 
 def test_a_request_for_thousands_of_executors_gets_a_short_answer() -> None:
-    spec = WorkerSpec(resources=Resources(), executor=tuple(TrainExecutor(name=f"n{n}") for n in range(5000)))
+    spec = WorkerSpec(resources=Resources(), executor=tuple(ExecutorDescriptor("train", f"n{n}") for n in range(5000)))
     made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout_ms=5000, bid=100.0)
     assert len(arbiter().rejection_reasons(PEERS[0], made, Capacity(MACHINE))) == 8
 
@@ -247,7 +247,7 @@ def test_an_executor_that_spreads_models_gets_several_gpus() -> None:
 
 
 def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() -> None:
-    other = TrainExecutor(name="other")
+    other = ExecutorDescriptor("train", "other")
     worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN, other}), sharded=frozenset({other})))
     spec = WorkerSpec(resources=Resources(gpu=40.0), executor=(TRAIN, other))
     made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout_ms=5000, bid=100.0)

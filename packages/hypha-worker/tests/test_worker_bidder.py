@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -31,8 +30,8 @@ from hypha_proto.leases import (
 from hypha_proto.offers import (
     OFFER,
     WORKER_REQUESTS,
+    ExecutorDescriptor,
     OfferReceived,
-    TrainExecutor,
     WorkerOffer,
     WorkerRequest,
     WorkerSpec,
@@ -41,7 +40,6 @@ from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
 from hypha_worker.bidding.policy import OfferPolicy
-from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
@@ -50,7 +48,7 @@ from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
 
-TRAIN = TrainExecutor(name="x")
+TRAIN = ExecutorDescriptor("train", "x")
 MACHINE = Capacity(Resources(cpu=4.0))
 
 
@@ -121,10 +119,9 @@ async def open_site(terms: LeaseTerms) -> AsyncIterator[Site]:
         anyio.create_task_group() as tasks,
     ):
         leases = LeaseManager(MACHINE, terms)
-        jobs = JobManager(endpoint, leases, {}, Path("work"), tasks)
         arbiter = Arbiter(policy, Capabilities(MACHINE, frozenset({TRAIN})))
         task_manager = TaskManager(TaskHost(endpoint, leases, Path("work"), OutputStore(Path("work/outputs"))), tasks)
-        worker = Worker(endpoint, arbiter, leases, jobs, task_manager)
+        worker = Worker(endpoint, arbiter, leases, task_manager)
         worker.listen()
         await tasks.start(Bidder(endpoint, arbiter, leases, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)
@@ -174,14 +171,11 @@ def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> N
     play(case)
 
 
-def test_no_offer_lives_longer_than_two_seconds_and_old_schedulers_are_told_of_half_a_second() -> None:
+def test_no_offer_lives_longer_than_two_seconds() -> None:
     async def case(site: Site) -> None:
         for scheduler, delay in zip(site.schedulers, (0.45, 0.0), strict=True):
             site.delay(scheduler, delay)
-            before = time.time()
-            offer = await scheduler.get_offer()
-            old_timeout = offer.timeout.secs_since_epoch + offer.timeout.nanos_since_epoch / 1e9
-            assert before + 0.5 <= old_timeout <= time.time() + 0.5
+            await scheduler.get_offer()
         assert [offer.timeout_ms for scheduler in site.schedulers for _, _, offer in scheduler.offers] == [2000, 500]
 
     play(case)

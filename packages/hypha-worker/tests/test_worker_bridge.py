@@ -27,6 +27,7 @@ import msgspec
 import pytest
 import uvicorn
 from blake3 import blake3
+from support.training_bridge import JOB, fail_for_disk, make_bridge, make_context
 
 from hypha_net import rpc, transfer
 from hypha_net.error_causes import first_leaf_error
@@ -36,9 +37,7 @@ from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.job_spec import (
     Adam,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     One,
     PeersReference,
@@ -46,19 +45,16 @@ from hypha_proto.job_spec import (
     SchedulerReference,
     SliceAddress,
     TrainConfig,
-    TrainJob,
     UriReference,
 )
+from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
-from hypha_worker.bridge.backend import JobBridgeBackend
 from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT, DeliveryQueue
 from hypha_worker.bridge.http_server import MAX_CONNECTIONS
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.unix_socket import BridgeStartError, SocketPlace, bind_socket, choose_place
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.jobs.references import job_references, reference_peers, with_secrets, without_secrets
+from hypha_worker.tasks.references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
 
@@ -79,7 +75,7 @@ class BridgeUnderTest:
     server: MemoryEndpoint
     data: MemoryEndpoint
     outsider: MemoryEndpoint
-    spec: JobSpec
+    config: TrainConfig
     queue: DeliveryQueue
     work_dir: Path
     socket: Path
@@ -101,19 +97,19 @@ class BridgeUnderTest:
         path = self.work_dir.parent / f"pushed-{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(job_id=self.spec.job_id, round=number, kind=kind, name=name, size=size, digest=digest)
+        header = PushHeader(JOB, number, kind, name, size, digest, scheduler=self.server.peer_id)
         await transfer.push(sender, self.worker.peer_id, path, header)
 
     @property
     def results(self) -> Any:
-        return {"resource": plain(self.spec.executor.config.results), "path": "incoming"}
+        return {"resource": plain(self.config.results), "path": "incoming"}
 
 
 def plain(reference: Any) -> Any:
     return to_plain(Reference, reference)
 
 
-def make_spec(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> JobSpec:
+def make_config(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> TrainConfig:
     peers = PeersReference(peers=(server.peer_id,), strategy=All())
     model = PeersReference(
         peers=(data.peer_id, server.peer_id),
@@ -129,39 +125,31 @@ def make_spec(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> J
         "optimizer": Adam(learning_rate=0.1),
         "batch_size": 1,
     }
-    config = TrainConfig(**(fields | changes))
-    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+    return TrainConfig(**(fields | changes))
 
 
 @asynccontextmanager
 async def open_test_bridge(
-    tmp_path: Path, short: Path, access: AccessPolicy | None = None, **changes: Any
+    tmp_path: Path,
+    short: Path,
+    access: AccessPolicy | None = None,
+    on_disk_fault: Callable[[object], None] = fail_for_disk,
+    **changes: Any,
 ) -> AsyncIterator[BridgeUnderTest]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         names = ("worker", "server", "data", "outsider")
         worker, server, data, outsider = [await stack.enter_async_context(network.endpoint(name)) for name in names]
-        spec = make_spec(server, data, **changes)
-        work_dir = tmp_path / "job"
-        work_dir.mkdir()
-        storage = JobStorage(work_dir, LIMIT)
-        peers = reference_peers(job_references(spec))
-        queue = DeliveryQueue(spec.job_id, work_dir, frozenset({server.peer_id}), storage, OUTER_UPDATE, peers)
-        files = PeerFiles(worker, storage)
-        backend = JobBridgeBackend(
-            worker, spec, uuid.uuid4(), server.peer_id, work_dir, queue, access or AccessPolicy(), files
-        )
-
-        async def accept(peer: Any, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-            return queue.accept(peer, header)
-
-        transfer.serve_pushes(worker, accept)
+        config = make_config(server, data, **changes)
+        context = make_context(tmp_path, worker, server.peer_id, config, limit=LIMIT, access=access)
+        training, backend = make_bridge(context, on_disk_fault)
         path = short / "b.sock"
         await stack.enter_async_context(open_bridge(backend, SocketPlace(path)))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
         )
-        bridge = BridgeUnderTest(network, worker, server, data, outsider, spec, queue, work_dir, path, client)
+        queue, work_dir = training.queue, context.work_dir
+        bridge = BridgeUnderTest(network, worker, server, data, outsider, config, queue, work_dir, path, client)
 
         async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
             found = bridge.served.get((request.dataset, request.index))
@@ -171,17 +159,15 @@ async def open_test_bridge(
         try:
             yield bridge
         finally:
-            queue.close()
+            training.close()
 
 
 @pytest.fixture
 def with_bridge(tmp_path: Path, short: Path) -> Callable[..., None]:
-    def run(
-        case: Callable[[BridgeUnderTest], Awaitable[None]], access: AccessPolicy | None = None, **changes: Any
-    ) -> None:
+    def run(case: Callable[[BridgeUnderTest], Awaitable[None]], **changes: Any) -> None:
         async def main() -> None:
             with anyio.fail_after(30):
-                async with open_test_bridge(tmp_path, short, access, **changes) as bridge:
+                async with open_test_bridge(tmp_path, short, **changes) as bridge:
                     await case(bridge)
 
         anyio.run(main, backend="trio")
@@ -227,7 +213,7 @@ def test_paths_out_of_the_work_directory_are_refused(with_bridge: WithBridge, pa
     async def case(bridge: BridgeUnderTest) -> None:
         (bridge.work_dir / "link").symlink_to("/tmp")
         (bridge.work_dir / "folder").mkdir()
-        body = {"resource": plain(bridge.spec.executor.config.updates), "path": path}
+        body = {"resource": plain(bridge.config.updates), "path": path}
         status, kind = await bridge.kind("/resources/send", body)
         assert (status, kind) == ((404, "not-found") if path == "folder" else (400, "bad-request"))
         if path != "folder":
@@ -285,7 +271,7 @@ def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bri
             path = bridge.work_dir.parent / f"model-{index}"
             path.write_bytes(content)
             bridge.served["job/model", index] = path
-        model = plain(bridge.spec.executor.config.model.artifact)
+        model = plain(bridge.config.model.artifact)
         reversed_peers = {**model, "peers": model["peers"][::-1]}  # the first peer serves nothing
         status, files = await bridge.post("/resources/fetch", {"resource": reversed_peers, "path": "model"})
         assert status == 200, files
@@ -322,8 +308,6 @@ def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> Non
 
 
 def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
-    """Executors of the Rust network load the folder ``artifacts``; a slice is named by its position in the answer."""
-
     async def case(bridge: BridgeUnderTest) -> None:
         def serve(dataset: str, index: int, content: bytes) -> None:
             path = bridge.work_dir.parent / f"{uuid.uuid4()}"
@@ -340,15 +324,15 @@ def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> 
         rpc.serve(bridge.server, DATA, assign)
         for index, content in enumerate((b"{}", b"weights")):
             serve("job/model", index, content)
-        status, files = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.model.artifact))
+        status, files = await bridge.post("/resources/fetch", plain(bridge.config.model.artifact))
         assert status == 200, files
         assert [file["path"] for file in files] == ["artifacts/config.json", "artifacts/sub/model.safetensors"]
-        for index in (7, 8):  # the next slice takes the place of the one before
+        for index in (7, 8):
             serve("digits", index, b"slice %d" % index)
-            status, [file] = await bridge.post("/resources/fetch", plain(bridge.spec.executor.config.data))
-            assert (status, file["path"], file["metadata"]["slice"]) == (200, "artifacts/0", str(index))
+            status, [file] = await bridge.post("/resources/fetch", plain(bridge.config.data))
+            assert (status, file["metadata"]["slice"]) == (200, str(index))
+            assert file["path"] == f"artifacts/digits-{index}-{index - 6}.safetensors"
             assert (bridge.work_dir / file["path"]).read_bytes() == b"slice %d" % index
-        assert sorted(path.name for path in (bridge.work_dir / "artifacts").iterdir()) == ["0", "config.json", "sub"]
 
     with_bridge(case)
 
@@ -367,7 +351,7 @@ def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | Non
             return SliceAssigned(data_provider=bridge.data.peer_id, index=7, digest=digest, format=form)
 
         rpc.serve(bridge.server, DATA, assign)
-        wanted = {"fetch": plain(bridge.spec.executor.config.data), "out_dir": "data"}
+        wanted = {"fetch": plain(bridge.config.data), "out_dir": "data"}
         status, [file] = await bridge.post("/resources/fetch", wanted)
         assert (status, file["path"]) == (200, f"data/digits-7-1.{suffix}")
 
@@ -380,7 +364,7 @@ def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) ->
             return SliceAssigned(data_provider=bridge.data.peer_id, index=7, format="../parquet")
 
         rpc.serve(bridge.server, DATA, assign)
-        wanted = {"fetch": plain(bridge.spec.executor.config.data), "out_dir": "data"}
+        wanted = {"fetch": plain(bridge.config.data), "out_dir": "data"}
         status, answer = await bridge.post("/resources/fetch", wanted)
         assert status == 502
         assert answer["detail"] == (
@@ -452,14 +436,16 @@ def test_a_failing_disk_is_answered_with_an_error(with_bridge: WithBridge, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(transfer, "pull", full)
+    told: list[object] = []
 
     async def case(bridge: BridgeUnderTest) -> None:
-        model = plain(bridge.spec.executor.config.model.artifact)
+        model = plain(bridge.config.model.artifact)
         answer = await bridge.client.post("/resources/fetch", json={"resource": model, "path": "in"})
         assert (answer.status_code, answer.json()["error"]) == (500, "worker-failed")
         assert "No space left" in answer.json()["detail"]
 
-    with_bridge(case)
+    with_bridge(case, on_disk_fault=told.append)
+    assert "No space left" in str(told)
 
 
 def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBridge) -> None:
@@ -556,8 +542,7 @@ def collect_pushes(bridge: BridgeUnderTest, endpoint: MemoryEndpoint) -> list[Pu
     """Accept every push to an endpoint; returns the list of their headers."""
     headers: list[PushHeader] = []
 
-    async def accept(_peer: Any, header: PushHeader | None) -> transfer.FilePushTarget:
-        assert header is not None
+    async def accept(_peer: Any, header: PushHeader) -> transfer.FilePushTarget:
         headers.append(header)
 
         async def done(_size: int, _digest: str) -> None:
@@ -596,7 +581,7 @@ def test_a_file_to_peers_that_get_updates_is_an_update(with_bridge: WithBridge) 
 def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -> None:
     async def case(bridge: BridgeUnderTest) -> None:
         (bridge.work_dir / "f").write_bytes(b"x")
-        updates = plain(bridge.spec.executor.config.updates)
+        updates = plain(bridge.config.updates)
         outsider = {**updates, "peers": [str(bridge.outsider.peer_id)]}
         scheduler = plain(SchedulerReference(peer=bridge.server.peer_id, dataset="other"))
         for route, resource, path, status, told in (
@@ -915,7 +900,7 @@ def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Pat
         assert await bridge.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
         assert await bridge.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
-    with_bridge(case, AccessPolicy(roots=(root,)))
+    with_bridge(case, access=AccessPolicy(roots=(root,)))
 
 
 def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(with_bridge: WithBridge, tmp_path: Path) -> None:
@@ -936,7 +921,7 @@ def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(with_bridge: W
         (root / "model" / "link").symlink_to(tmp_path)
         assert await bridge.kind("/resources/fetch", body(root / "model")) == (403, "not-allowed")
 
-    with_bridge(case, AccessPolicy(roots=(root,)))
+    with_bridge(case, access=AccessPolicy(roots=(root,)))
 
 
 def test_executors_see_no_secrets(tmp_path: Path) -> None:
@@ -944,10 +929,11 @@ def test_executors_see_no_secrets(tmp_path: Path) -> None:
         network = MemoryNetwork()
         async with network.endpoint("server") as server:
             secret = HuggingFaceReference(repository="org/model", filenames=("a",), token="hf_secret")
-            spec = make_spec(server, server, model=Model(task="auto", artifact=secret, input_names=()))
-            shown = without_secrets(spec)
+            config = make_config(server, server, model=Model(task="auto", artifact=secret, input_names=()))
+            spec = TaskSpec(executor="train/x", training=config)
+            shown = without_secrets(config)
             assert "hf_secret" not in repr(shown)
-            bare = shown.executor.config.model.artifact  # type: ignore[union-attr]
+            bare = shown.model.artifact
             assert with_secrets(spec, bare) == secret
             other = msgspec.structs.replace(bare, repository="org/other")
             assert with_secrets(spec, other) == other

@@ -12,9 +12,8 @@ from click.testing import CliRunner
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import task_executor
 from hypha_worker.checks import check_start, check_worker
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
@@ -107,35 +106,26 @@ def test_the_complete_documented_example_is_accepted(tmp_path: Path) -> None:
     capabilities = loaded.config.capabilities()
     assert capabilities.capacity.resources == Resources(cpu=32.0, memory=128.0, storage=1000.0, gpu=48.0)
     wanted = {
-        TrainExecutor(name="diloco-transformer"),
-        task_executor("train/diloco-transformer"),
-        task_executor("diloco-transformer"),
-        AggregateExecutor(name="parameter-server"),
+        ExecutorDescriptor("train", "diloco-transformer"),
+        ExecutorDescriptor.parse("diloco-transformer"),
+        ExecutorDescriptor("aggregate", "parameter-server"),
+        ExecutorDescriptor("", "parameter-server"),
     }
     assert capabilities.executors == wanted
     assert any("work_dir" in warning for warning in loaded.warnings), "the misplaced key is reported"
 
 
-@pytest.mark.parametrize("name", ["inference", "shell", "a", "map-reduce-2", "x" * 32])
-def test_an_executor_of_another_class_runs_tasks_only(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["inference", "train", "shell", "a", "map-reduce-2", "x" * 32])
+def test_an_executor_is_announced_with_its_class_and_without(tmp_path: Path, name: str) -> None:
     text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
     config = load(tmp_path, text).config
     [executor] = config.executors
-    assert (executor.kind, executor.descriptor) == (f"{name}/render", None)
-    announced = {TrainExecutor(name=f"hypha.task:{name}/render"), TrainExecutor(name="hypha.task:render")}
+    announced = {ExecutorDescriptor(name, "render"), ExecutorDescriptor("", "render")}
+    assert set(executor.descriptors) == announced
     assert config.capabilities().executors == announced
 
 
-@pytest.mark.parametrize("job_class", ["train", "shell"])
-def test_a_name_that_is_reserved_for_tasks_is_refused(tmp_path: Path, job_class: str) -> None:
-    text = f'{LEAST}[[executors]]\nclass = "{job_class}"\nname = "hypha.task:shell/x"\ncmd = "y"'
-    with pytest.raises(
-        ConfigError, match=r"executors\[0\]\.name = 'hypha\.task:shell/x'.*reserved.*choose another name"
-    ):
-        load(tmp_path, text)
-
-
-@pytest.mark.parametrize("name", ["", "Shell", "1st", "-x", "a/b", "x" * 33, "hypha.task:x"])
+@pytest.mark.parametrize("name", ["", "Shell", "1st", "-x", "a/b", "x" * 33, "x:y"])
 def test_a_class_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> None:
     text = f'{LEAST}[[executors]]\nclass = "{name}"\nname = "render"\ncmd = "y"'
     with pytest.raises(ConfigError, match=r"executors\[0\]\.class.*beginning with a letter"):
@@ -222,7 +212,7 @@ PEER = str(PeerId.from_public_key(bytes(32)))
             '[[executors]]\nclass = "train"\nname = "y"\ncmd = "a"\nwritable = ["/cache"]\n',
             "readable = '/cache/models' of executor train/x lies in /cache, where jobs write",
         ),
-        ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', "aggregate"),
+        ('[[executors]]\nclass = "train"\nname = "x"\nruntime = "parameter-server"\n', 'set runtime = "process"'),
         ('[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\ncmd = "uv"\n', "built in"),
         (
             '[[executors]]\nclass = "aggregate"\nname = "x"\nruntime = "parameter-server"\nenv = { OMP = "1" }\n',

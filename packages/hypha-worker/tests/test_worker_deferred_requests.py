@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import REQUEST_BATCH_SIZE, AggregateExecutor, TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.deferred_requests import DeferredRequests
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(2)]
-TRAIN = WorkerSpec(resources=Resources(cpu=1.0), executor=(TrainExecutor(name="x"),))
-SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(AggregateExecutor(name="x"),))
+TRAIN = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
+SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("aggregate", "x"),))
 
 
 def received(number: int, received_at: float, spec: WorkerSpec = TRAIN, peer: int = 0) -> ReceivedRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import stat
 import uuid
@@ -21,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import rpc
-from hypha_proto.dispatch import DISPATCH_JOB, Dispatched, DispatchFailed, DispatchJob
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
+from hypha_proto.job_spec import All, PeersReference
+from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_worker.cli import main
 from hypha_worker.control.drain_command import parse_timeout
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
@@ -58,26 +57,19 @@ class Told:
         rpc.serve(lab.scheduler.endpoint, SAY_GOODBYE, on_goodbye)
 
 
-async def start_job(
-    lab: Any, script: str, *, keep_lease: bool | None = None, attempt: int | None = None
-) -> DispatchJob:
-    """Run a script as a job until it has reported; return its dispatch."""
-    lab.write_script(script)
-    message = DispatchJob(id=await lab.scheduler.hire(), spec=lab.train_spec(), keep_lease=keep_lease, attempt=attempt)
+async def start_job(lab: Any, script: str) -> uuid.UUID:
+    """Run a script as a task until it has reported; return its lease."""
     count = len(lab.scheduler.reports)
-    assert isinstance(await dispatch(lab, message), Dispatched)
+    nobody = PeersReference(peers=(), strategy=All())  # so that several such tasks may run at once
+    lease: uuid.UUID = await lab.start(script, lab.train_spec(results=nobody))
     await lab.scheduler.until(lambda: len(lab.scheduler.reports) > count)
-    return message
-
-
-async def dispatch(lab: Any, message: DispatchJob) -> object:
-    return await rpc.call(lab.scheduler.endpoint, lab.peer, DISPATCH_JOB, message)
+    return lease
 
 
 def let_go(lab: Any, lease: uuid.UUID) -> None:
-    """Let the job of `UNTIL_TOLD` on a lease end."""
-    [job] = [job for job in lab.worker.jobs.running if job.lease == lease]
-    (job.work_dir / "go").touch()
+    """Let the task of `UNTIL_TOLD` on a lease end."""
+    [run] = [run for run in lab.worker.tasks.running if run.lease.id == lease]
+    (run._context.work_dir / "go").touch()
 
 
 def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -> None:
@@ -90,18 +82,18 @@ def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -
 
             async def drain() -> None:
                 ended.append(await lab.worker.draining.run())
-                assert {end.lease for end in lab.scheduler.ends} == {first.id, second.id}
+                assert {end.lease for end in lab.scheduler.ends} == {first, second}
 
             tasks.start_soon(drain)
             lab.worker.draining.request(3600.0, "its owner drains it")
             await lab.scheduler.until(lambda: told.drains)
-            let_go(lab, first.id)
+            let_go(lab, first)
             await lab.scheduler.ended()
             assert not ended
-            let_go(lab, second.id)
+            let_go(lab, second)
         assert ended == [()]
         [message] = told.drains
-        assert set(message.leases) == {first.id, second.id}
+        assert set(message.leases) == {first, second}
         assert 3_500_000 < message.left_ms <= 3_600_000
         assert message.reason == "its owner drains it"
         assert {end.outcome for end in lab.scheduler.ends} == {"finished"}
@@ -111,18 +103,13 @@ def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -
 
 def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
-        reported, answer = anyio.Event(), anyio.Event()
-
-        async def slowly(_peer: PeerId, _end: JobEnd) -> JobEndReceived:
-            reported.set()
-            await answer.wait()
-            return JobEndReceived()
-
-        rpc.serve(lab.scheduler.endpoint, JOB_END, slowly)
-        message = await start_job(lab, UNTIL_TOLD)
-        let_go(lab, message.id)
-        await reported.wait()
-        assert lab.worker.jobs.running == ()
+        lease = await lab.start(UNTIL_TOLD.removeprefix(REPORT))
+        await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
+        lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
+        [run] = lab.worker.tasks.running
+        let_go(lab, lease)
+        await run.ended.wait()
+        assert lab.worker.tasks.running == ()
         ended: list[Any] = []
         async with anyio.create_task_group() as tasks:
 
@@ -133,21 +120,21 @@ def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab) 
             lab.worker.draining.request(3600.0, "its owner drains it")
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert not ended
-            lab.worker.draining.request(0.0, "it was told to end")
+            lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
+            assert (await lab.scheduler.ended()).outcome == "finished"
         assert ended == [()]
-        answer.set()
 
     in_lab(case)
 
 
 def test_drain_ends_with_its_time_although_jobs_run(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
-        message = await start_job(lab, FOREVER)
+        lease = await start_job(lab, FOREVER)
         lab.worker.draining.request(3600.0, "its owner drains it")
         lab.worker.draining.request(0.2, "it was told to end")  # a later request may shorten it
         lab.worker.draining.request(7200.0, "its owner drains it")  # and not make it longer
         [left] = await lab.worker.draining.run()
-        assert left.lease == message.id
+        assert left.lease.id == lease
 
     in_lab(case)
 
@@ -164,41 +151,13 @@ def test_drain_without_a_job_is_over_at_once_and_not_announced(in_lab: InLab) ->
     in_lab(case)
 
 
-def test_older_scheduler_without_the_protocol_is_no_error(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
-    async def case(lab: Any) -> None:
-        message = await start_job(lab, UNTIL_TOLD)
-        lab.worker.draining.request(60.0, "its owner drains it")
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lab.worker.draining.run)
-            await lab.scheduler.until(lambda: "hears of a drain by the ends of its jobs only" in caplog.text)
-            let_go(lab, message.id)
-
-    with caplog.at_level(logging.DEBUG, "hypha_worker.draining"):
-        in_lab(case, old=True)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_draining_worker_starts_no_job_and_confirms_the_one_that_runs(in_lab: InLab) -> None:
+def test_draining_worker_starts_no_job_on_a_further_lease(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         running, idle = await start_job(lab, FOREVER), await lab.scheduler.hire()
         lab.worker.draining.request(60.0, "its owner drains it")
-        assert isinstance(await dispatch(lab, running), Dispatched)
-        assert isinstance(await lab.scheduler.dispatch(lab.peer, idle, lab.train_spec()), DispatchFailed)
-        assert [job.lease for job in lab.worker.jobs.running] == [running.id]
-
-    in_lab(case)
-
-
-def test_kept_lease_takes_no_further_task_while_its_worker_drains(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
-        await start_job(lab, FOREVER)
-        kept = await start_job(lab, UNTIL_TOLD, keep_lease=True, attempt=0)
-        lab.worker.draining.request(60.0, "its owner drains it")
-        let_go(lab, kept.id)
-        await lab.scheduler.ended()
-        following = DispatchJob(id=kept.id, spec=lab.train_spec(), keep_lease=True, attempt=1)
-        assert isinstance(await dispatch(lab, following), DispatchFailed)
-        assert isinstance(await dispatch(lab, kept), Dispatched)  # repeated: its task has run
+        assert await lab.scheduler.dispatch(idle, lab.train_spec()) == "cancelled"
+        assert "drains" in (await lab.scheduler.ended()).reason
+        assert [run.lease.id for run in lab.worker.tasks.running] == [running]
 
     in_lab(case)
 
@@ -216,12 +175,12 @@ def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None
         site.terminated.set()
         await site.until_draining()
         [message] = await site.lab.scheduler.until(lambda: told.drains)
-        assert (set(message.leases), message.reason) == ({running.id, idle}, "it was told to end")
+        assert (set(message.leases), message.reason) == ({running, idle}, "it was told to end")
         assert not site.ended.is_set()
         site.let_all_go()
         await site.ended.wait()
         assert [end.outcome for end in site.lab.scheduler.ends] == ["finished"]
-        assert [goodbye.leases for goodbye in told.goodbyes] == [(idle,)]
+        assert [set(goodbye.leases) for goodbye in told.goodbyes] == [{running, idle}]
 
     on_site(case)
 
@@ -255,8 +214,9 @@ def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
         [result] = results
         assert result.exit_code == 0, result.output
         begun, over = lines(result)
-        job = {"job_id": str(running.spec.job_id), "class": "train", "lease": str(running.id)}
-        job["scheduler"] = str(site.lab.scheduler.endpoint.peer_id)
+        scheduler = site.lab.scheduler
+        job = {"job_id": str(scheduler.job_id), "task": scheduler.task_on(running), "executor": "train/script"}
+        job |= {"lease": str(running), "scheduler": str(scheduler.endpoint.peer_id)}
         assert begun == {"draining": True, "seconds": pytest.approx(3000, abs=60), "jobs": [job]}
         assert over == {"drained": True, "cancelled": []}
         assert 2_900_000 < message.left_ms <= 3_000_000
@@ -270,7 +230,7 @@ def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
         running = await start_job(site.lab, FOREVER)
         result = await site.command("drain", "--timeout", "0.1")
         assert result.exit_code == 1
-        assert [job["lease"] for job in lines(result)[1]["cancelled"]] == [str(running.id)]
+        assert [job["lease"] for job in lines(result)[1]["cancelled"]] == [str(running)]
         assert "1 jobs did not end in time and were cancelled" in result.stderr
 
     on_site(case)

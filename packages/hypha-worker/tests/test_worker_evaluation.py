@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding import evaluation, strategies
 from hypha_worker.bidding.arbiter import Arbiter
@@ -20,7 +20,7 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.config import OfferSection
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 
-NAMES = ("common", "rare", "hypha.task:shell/render", "hypha.task:render")
+NAMES = ("common", "rare")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 MACHINE = Capacity(Resources(cpu=8.0, memory=8.0))
 
@@ -39,14 +39,14 @@ class Smallest(Evaluation):
 def received(
     number: int, peer: int = 0, bid: float = 100.0, cpu: float = 5.0, executor: str = "common"
 ) -> ReceivedRequest:
-    spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(TrainExecutor(name=executor),))
+    spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(ExecutorDescriptor("train", executor),))
     request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
     return ReceivedRequest(PEERS[peer], request, 0.0)
 
 
 def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
     """Return the numbers of the requests that get an offer, in order."""
-    capabilities = Capabilities(MACHINE, frozenset(TrainExecutor(name=name) for name in NAMES))
+    capabilities = Capabilities(MACHINE, frozenset(ExecutorDescriptor("train", name) for name in NAMES))
     arbiter = Arbiter(OfferPolicy(**policy), capabilities)  # type: ignore[arg-type]
     return [offer.received_request.request.id.int for offer in arbiter.decide(batch, MACHINE, 0.1)]
 
@@ -64,12 +64,6 @@ def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None
     assert chosen(batch, evaluation="affinity", prefer=(PEERS[1], "rare")) == [1]
     assert chosen(batch, evaluation="affinity", prefer=("rare", PEERS[1])) == [2]
     assert chosen(batch, evaluation="affinity") == [0]
-
-
-@pytest.mark.parametrize("executor", ["hypha.task:shell/render", "hypha.task:render"])
-def test_a_preferred_executor_is_preferred_for_tasks_too(executor: str) -> None:
-    batch = [received(0, bid=150.0), received(1, executor=executor)]
-    assert chosen(batch, evaluation="affinity", prefer=("render",)) == [1]
 
 
 def test_affinity_excludes_nobody() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypha_net import rpc
 from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.tasks import task_executor
 from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
 
 USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsys.exit(3)\n"
@@ -46,8 +45,9 @@ async def why_not(lab: Any, peer: Any, *executors: ExecutorDescriptor) -> Reason
 async def fail(lab: Any, peer: Any, count: int) -> None:
     for _ in range(count):
         lease = await lab.scheduler.hire()
-        await lab.scheduler.dispatch(peer, lease, lab.train_spec())
+        await lab.scheduler.dispatch(lease, lab.train_spec())
         assert (await lab.scheduler.ended()).outcome == "failed"
+        assert await lab.scheduler.release(peer, lease)
 
 
 def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
@@ -96,7 +96,7 @@ def test_of_a_task_only_a_process_that_cannot_be_started_counts(cmd: str, is_out
         for number in range(MAX_FAILURES):
             tasks.start(lease, f"t{number}", "", executor="shell/python")
             await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
-        reasons = (await why_not(lab, lab.peer, task_executor("shell/python"))).reasons
+        reasons = (await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))).reasons
         assert any("executor shell/python is out of bids" in reason for reason in reasons) == is_out
 
     executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": cmd}

@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.training_bridge import JOB, make_bridge, make_context
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -27,23 +28,16 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
     All,
-    Descriptor,
-    JobSpec,
     Model,
     One,
     PeersReference,
     SliceAddress,
     TrainConfig,
-    TrainJob,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader
-from hypha_worker.bridge.backend import JobBridgeBackend
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
-from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.jobs.references import job_references, reference_peers
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 
@@ -77,8 +71,7 @@ while os.getppid() == int(sys.argv[2]):
 class Job:
     """A training job's side of the bridge, and the peer that it exchanges files with."""
 
-    backend: JobBridgeBackend
-    queue: DeliveryQueue
+    backend: BridgeBackend
     peer: MemoryEndpoint
     work_dir: Path
     outside: Path
@@ -107,9 +100,14 @@ class Job:
         self.claimed += 1
 
     async def _push(self) -> None:
-        worker = self.backend.endpoint.peer_id
+        worker = self.backend.context.endpoint.peer_id
         header = PushHeader(
-            self.backend.spec.job_id, 1, OUTER_UPDATE, uuid.uuid4().hex, *await transfer.describe(b"pushed")
+            JOB,
+            1,
+            OUTER_UPDATE,
+            uuid.uuid4().hex,
+            *await transfer.describe(b"pushed"),
+            scheduler=self.backend.context.scheduler,
         )
         await transfer.push(self.peer, worker, b"pushed", header)
         self.pushed += 1
@@ -155,9 +153,9 @@ def swapping(folder: Path, *names: str) -> Iterator[None]:
             process.kill()
 
 
-def make_spec(peer: MemoryEndpoint) -> JobSpec:
+def make_config(peer: MemoryEndpoint) -> TrainConfig:
     peers = PeersReference(peers=(peer.peer_id,), strategy=All())
-    config = TrainConfig(
+    return TrainConfig(
         model=Model(task="auto", artifact=peers, input_names=("x",)),
         data=peers,
         updates=peers,
@@ -165,7 +163,6 @@ def make_spec(peer: MemoryEndpoint) -> JobSpec:
         optimizer=Adam(learning_rate=0.1),
         batch_size=1,
     )
-    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
 
 
 @asynccontextmanager
@@ -173,23 +170,15 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         worker, peer = [await stack.enter_async_context(network.endpoint(name)) for name in ("worker", "peer")]
-        work_dir, outside, served = (folder / name for name in ("job", "outside", "served"))
-        work_dir.mkdir()
+        outside, served = (folder / name for name in ("outside", "served"))
         outside.mkdir()
         (outside / "secret").write_bytes(SECRET)
         served.write_bytes(b"served")
-        spec = make_spec(peer)
-        storage = JobStorage(work_dir, 1 << 24)
-        senders = reference_peers(job_references(spec))
-        queue = DeliveryQueue(spec.job_id, work_dir, senders, storage, OUTER_UPDATE, senders)
-        files = PeerFiles(worker, storage)
-        backend = JobBridgeBackend(worker, spec, uuid.uuid4(), peer.peer_id, work_dir, queue, AccessPolicy(), files)
-        job = Job(backend, queue, peer, work_dir, outside)
+        context = make_context(folder, worker, peer.peer_id, make_config(peer))
+        training, backend = make_bridge(context)
+        job = Job(backend, peer, context.work_dir, outside)
 
-        async def accept_push(sender: Any, header: PushHeader | None) -> Any:
-            return queue.accept(sender, header)
-
-        async def accept_sent(_sender: Any, header: PushHeader) -> transfer.FilePushTarget:
+        async def accept_sent(_sender: Any, _header: PushHeader) -> transfer.FilePushTarget:
             target = folder / f"{uuid.uuid4()}"
 
             async def on_complete(_size: int, _digest: str) -> None:
@@ -201,11 +190,10 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
         async def serve(_sender: Any, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource(served)
 
-        transfer.serve_pushes(worker, accept_push)
         transfer.serve_pushes(peer, accept_sent)
         transfer.serve_pulls(peer, serve)
         yield job
-        queue.close()
+        training.close()
         job.check_untouched()
 
 

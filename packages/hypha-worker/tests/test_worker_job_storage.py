@@ -17,7 +17,7 @@ import pytest
 from hypha_net import transfer
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.testing import MemoryNetwork
-from hypha_proto.job_spec import SliceAddress
+from hypha_proto.job_spec import All, PeersReference, SliceAddress
 from hypha_proto.progress import Continue, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import job_storage
@@ -134,23 +134,23 @@ def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_p
     anyio.run(main, backend="trio")
 
 
-async def push(lab: Any, sender: Any, spec: Any, number: int, size: int, kind: str) -> None:
+async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None:
     path = lab.folder / f"{uuid.uuid4()}"
     path.write_bytes(os.urandom(size))
-    header = PushHeader(spec.job_id, number, kind, "update", *await transfer.describe(path))
+    scheduler, job_id = lab.scheduler.endpoint.peer_id, lab.scheduler.job_id
+    header = PushHeader(job_id, number, kind, "update", *await transfer.describe(path), scheduler=scheduler)
     await transfer.push(sender, lab.peer, path, header)
 
 
 def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lab.write_script("time.sleep(60)")
-        spec = lab.train_spec()
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
-        await lab.scheduler.dispatch(lab.peer, lease, spec)
+        await lab.scheduler.dispatch(lease, lab.train_spec())
         for number in range(1, 4):
-            await push(lab, lab.server, spec, number, 300_000, OUTER_UPDATE)
+            await push(lab, lab.server, number, 300_000, OUTER_UPDATE)
         with pytest.raises(TransferError, match=r"300000 bytes .* of 1000000 bytes are used"):
-            await push(lab, lab.server, spec, 4, 300_000, OUTER_UPDATE)
+            await push(lab, lab.server, 4, 300_000, OUTER_UPDATE)
         stored = sum(path.stat().st_blocks * 512 for path in (lab.folder / "work").rglob("*") if path.is_file())
         assert 900_000 < stored < 1_100_000
 
@@ -163,11 +163,12 @@ def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None
     async def case(lab: Any) -> None:
         spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id], members=None)
         lease = await lab.scheduler.hire(lab.SERVER)
-        await lab.scheduler.dispatch(lab.peer, lease, spec)
-        path = lab.folder / "huge"
+        await lab.scheduler.dispatch(lease, spec)
+        path, scheduler = lab.folder / "huge", lab.scheduler.endpoint.peer_id
         with path.open("wb") as file:
             file.truncate(64 << 20)
-        header = PushHeader(spec.job_id, 1, PSEUDO_GRADIENT, "update", 64 << 20, f"blake3:{'0' * 64}")
+        digest = f"blake3:{'0' * 64}"
+        header = PushHeader(lab.scheduler.job_id, 1, PSEUDO_GRADIENT, "update", 64 << 20, digest, scheduler)
         with pytest.raises(TransferRefusedError, match="0 of 1000000 bytes are used"):
             await transfer.push(lab.data, lab.peer, path, header)
 
@@ -207,12 +208,13 @@ def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab, monk
         monkeypatch.setattr(JobStorage, "_measure_space", look_slowly)
         lab.write_script(FILLS)
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
-        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        results = PeersReference(peers=(lab.data.peer_id,), strategy=All())  # two tasks of a job take no files of one
+        await lab.scheduler.dispatch(lease, lab.train_spec(results=results))
         end = await lab.scheduler.ended()
         assert end.lease == lease
         assert end.outcome == "failed"
         assert re.search(r"stores \d+ bytes, more than the 1000000 of its lease \(storage\): request more", end.reason)
-        assert len(lab.worker.jobs.running) == 1
+        assert len(lab.worker.tasks.running) == 1
 
     in_lab(case)
 

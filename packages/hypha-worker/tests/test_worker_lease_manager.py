@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import AggregateConfig, AggregateJob, All, Descriptor, JobSpec, Nesterov, PeersReference
-from hypha_proto.offers import TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
@@ -19,7 +18,6 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
 from hypha_worker.leasing.lease_manager import (
     REMEMBERED_ENDS,
-    Attempt,
     LeaseEnd,
     LeaseError,
     LeaseManager,
@@ -98,7 +96,7 @@ def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is
     if is_released:
         manager.release(ID, MINE)
     manager.retain(ID)
-    manager.detach_job(ID, keep=True)
+    manager.detach_job(ID)
     assert manager.free.resources.cpu == 1.0
     with pytest.raises(LeaseError):
         manager.attach_job(ID, MINE, 0.2)
@@ -111,23 +109,10 @@ def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is
     assert (manager.free.resources.cpu, freed[-1]) == (4.0, 4.0)
 
 
-def test_a_lease_is_spent_when_its_job_ends_but_still_confirmed() -> None:
-    manager = offered()
-    manager.attach_job(ID, MINE, 0.1)
-    manager.detach_job(ID)
-    assert manager.free.resources.cpu == 4.0
-    assert manager.leased_requests == frozenset()
-    assert manager.renew(ID, MINE, 5.0).remaining(5.0) == pytest.approx(5.1)
-    with pytest.raises(LeaseError, match="is spent"):
-        manager.attach_job(ID, MINE, 5.0)
-    manager.sweep(10.2)
-    assert manager.leases == ()
-
-
 def test_an_orphaned_lease_keeps_its_job_is_not_charged_and_can_be_taken_back() -> None:
     manager = offered(orphan_grace=30.0)
     manager.renew(ID, MINE, 0.0)
-    lease = manager.attach_job(ID, MINE, 1.0, None, 120.0)
+    lease = manager.attach_job(ID, MINE, 1.0, 120.0)
     assert manager.sweep(10.9) == []
     assert lease.state is LeaseState.HELD
     assert manager.sweep(11.0) == []
@@ -148,34 +133,41 @@ def test_an_orphaned_lease_keeps_its_job_is_not_charged_and_can_be_taken_back() 
     assert manager.free.resources.cpu == 4.0
 
 
-def test_a_lease_whose_job_ended_without_its_scheduler_is_confirmed_for_the_grace() -> None:
+def test_a_lease_whose_job_ended_without_its_scheduler_is_held_for_the_grace() -> None:
     manager = offered(orphan_grace=30.0)
-    manager.attach_job(ID, MINE, 0.0, None, 30.0)
+    manager.attach_job(ID, MINE, 0.0, 30.0)
     manager.sweep(15.0)
     manager.detach_job(ID)
-    assert manager.free.resources.cpu == 4.0
-    assert manager.renew(ID, MINE, 39.0).remaining(39.0) == 1.0
-    manager.sweep(40.0)
+    manager.sweep(39.0)
+    assert manager.free.resources.cpu == 1.0
+    assert manager.renew(ID, MINE, 39.0).remaining(39.0) == 10.0
+    manager.sweep(78.9)
+    assert len(manager.leases) == 1, "the end of its job is still not reported"
+    manager.sweep(79.0)
     assert manager.leases == ()
 
 
-def test_a_kept_lease_is_not_orphaned_after_its_job() -> None:
+@pytest.mark.parametrize("ended", [5.0, 15.0])
+def test_a_lease_without_a_job_is_not_held_without_renewals_when_the_end_is_reported(ended: float) -> None:
     manager = offered(orphan_grace=30.0)
-    manager.attach_job(ID, MINE, 0.0, None, 30.0)
-    manager.sweep(15.0)
-    manager.detach_job(ID, keep=True)
+    manager.attach_job(ID, MINE, 0.0, 30.0)
+    manager.sweep(ended)
+    manager.end_grace(ID)
+    assert manager.leases[0].ends == 40.0, "a job runs"
+    manager.detach_job(ID)
+    manager.end_grace(ID)
     with pytest.raises(LeaseError, match="is over"):
         manager.renew(ID, MINE, 15.1)
     manager.sweep(15.2)
     assert manager.leases == ()
 
 
-def test_a_kept_lease_accepts_another_job_but_never_two_at_once() -> None:
+def test_a_lease_takes_another_job_but_never_two_at_once() -> None:
     manager = offered()
     manager.attach_job(ID, MINE, 0.1)
     with pytest.raises(LeaseError, match="runs on lease"):
         manager.attach_job(ID, MINE, 0.2)
-    manager.detach_job(ID, keep=True)
+    manager.detach_job(ID)
     assert manager.attach_job(ID, MINE, 0.3).state is LeaseState.HELD
 
 
@@ -268,7 +260,7 @@ def test_a_scheduler_is_told_when_an_idle_lease_ends() -> None:
     assert manager.renew(ID, MINE, 0.4).remaining(0.4) == pytest.approx(10.0)
     assert manager.renew(ID, MINE, 4.4).remaining(4.4) == pytest.approx(8.0)
     assert manager.attach_job(ID, MINE, 10.0).remaining(10.0) == pytest.approx(10.0), "a job makes it last again"
-    manager.detach_job(ID, keep=True)
+    manager.detach_job(ID)
     told = manager.leases[0].expires
     manager.sweep(11.0)
     manager.sweep(told - 0.01)
@@ -279,7 +271,7 @@ def test_a_lease_ends_when_no_job_follows_the_last() -> None:
     manager = offered(idle_lease=30.0)
     manager.attach_job(ID, MINE, 0.4)
     renew_until(manager, 0.4, 100.0)
-    manager.detach_job(ID, keep=True)
+    manager.detach_job(ID)
     renew_until(manager, 100.0, 130.0)
     manager.sweep(129.9)
     assert len(manager.leases) == 1
@@ -319,7 +311,7 @@ def test_usage_counts_what_each_scheduler_has() -> None:
     assert manager.usage == {MINE: LeaseUsage(offers=1, leases=3, jobs=2)}
     manager.detach_job(ids[1])
     manager.release(ids[2], MINE)
-    assert manager.usage == {MINE: LeaseUsage(offers=1, leases=2, jobs=1)}
+    assert manager.usage == {MINE: LeaseUsage(offers=1, leases=3, jobs=1)}
 
 
 def test_a_scheduler_whose_lease_is_over_is_not_a_stranger() -> None:
@@ -346,57 +338,13 @@ def test_few_ended_leases_are_remembered() -> None:
         manager.renew(uuid.UUID(int=1), MINE, 0.1)
 
 
-def spec(number: int) -> JobSpec:
-    """Make one of several different specifications."""
-    nobody = PeersReference(peers=(), strategy=All())
-    config = AggregateConfig(updates=nobody, results=nobody, optimizer=Nesterov(learning_rate=1.0, momentum=0.0))
-    return JobSpec(job_id=uuid.UUID(int=number), executor=AggregateJob(descriptor=Descriptor(name="x"), config=config))
-
-
-SPECS = [spec(0), spec(1)]
-
-
-def test_attempts_on_a_lease_are_new_repeated_or_refused() -> None:
-    manager = offered()
-    first = Attempt(3, SPECS[0])
-    assert not manager.is_repeated(ID, MINE, first, 0.1)
-    manager.attach_job(ID, MINE, 0.1, first)
-    assert manager.is_repeated(ID, MINE, first, 0.2), "while its job runs"
-    with pytest.raises(LeaseError, match="runs on lease"):
-        manager.attach_job(ID, MINE, 0.2, Attempt(4, SPECS[0]))
-    manager.detach_job(ID, keep=True)
-    assert manager.is_repeated(ID, MINE, first, 0.3), "after its job has ended"
-    with pytest.raises(LeaseError, match=r"attempt 2 .* is older than 3"):
-        manager.is_repeated(ID, MINE, Attempt(2, SPECS[0]), 0.3)
-    with pytest.raises(LeaseError, match="another specification"):
-        manager.is_repeated(ID, MINE, Attempt(3, SPECS[1]), 0.3)
-    with pytest.raises(LeaseError, match="has started a job before"):
-        manager.attach_job(ID, MINE, 0.3, first)
-    with pytest.raises(UnknownLeaseError):
-        manager.is_repeated(ID, OTHER, first, 0.3)
-    manager.attach_job(ID, MINE, 0.4, Attempt(4, SPECS[1]))
-    manager.detach_job(ID)
-    assert manager.is_repeated(ID, MINE, Attempt(4, SPECS[1]), 0.5), "on a spent lease"
-    with pytest.raises(LeaseError, match="is over"):
-        manager.is_repeated(ID, MINE, Attempt(4, SPECS[1]), 11.0)
-
-
-def test_an_attempt_is_not_repeated_on_a_lease_that_is_ending() -> None:
-    manager = offered()
-    manager.attach_job(ID, MINE, 0.1, Attempt(0, SPECS[0]))
-    manager.release(ID, MINE)
-    with pytest.raises(LeaseError, match="is over"):
-        manager.is_repeated(ID, MINE, Attempt(0, SPECS[0]), 0.2)
-
-
 QUOTA = Quota(max_offers=2, max_leases=3, max_jobs=1)
-TRAIN = TrainExecutor(name="x")
+TRAIN = ExecutorDescriptor("train", "x")
 
 
 Owned = tuple[uuid.UUID, PeerId]
 CPU = st.sampled_from([0.0, 1.0, 2.5, 6.0])
 GPU = st.sampled_from([0.0, 1.0, 24.0, 30.0])
-ATTEMPT = st.builds(Attempt, st.integers(0, 3), st.sampled_from(SPECS))
 STRANGER = st.sampled_from([None, None, None, *PEERS])
 """Who sends a message about a lease instead of its scheduler, if anybody."""
 
@@ -424,9 +372,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.told: dict[uuid.UUID, float] = {}
         """Until when each scheduler may count on its lease."""
         self.graces: dict[uuid.UUID, float] = {}
-        """Seconds that the job of each lease may run on without a renewal."""
-        self.newest: dict[uuid.UUID, Attempt] = {}
-        """The numbered dispatch that last started a job on each lease."""
+        """Seconds that the job of each lease may run on, and its end be reported, without a renewal."""
         self.count = 0
 
     def next_id(self) -> uuid.UUID:
@@ -488,27 +434,23 @@ class LeaseMachine(RuleBasedStateMachine):
             assert not (is_owner and runs and self.now < self.told[made] + self.graces[made]), "it can be taken back"
             return
         assert stranger in (None, owner)
-        if held.state is LeaseState.HELD:  # a spent one is confirmed and has nothing
-            self.told[made] = held.expires
+        assert held.state is LeaseState.HELD
+        self.told[made] = held.expires
 
     @rule(
         target=jobs,
         lease=ids,
         stranger=STRANGER,
-        attempt=st.none() | ATTEMPT,
         grace=st.sampled_from([0.0, 2.0, 15.0, 2 * OWNERS_GRACE]),
     )
-    def dispatch(self, lease: Owned, stranger: PeerId | None, attempt: Attempt | None, grace: float) -> object:
+    def dispatch(self, lease: Owned, stranger: PeerId | None, grace: float) -> object:
         made, owner = lease
         try:
-            held = self.manager.attach_job(made, stranger or owner, self.now, attempt, grace)
+            held = self.manager.attach_job(made, stranger or owner, self.now, grace)
         except LeaseError:
             return multiple()
         assert stranger in (None, owner)
         assert made not in self.running
-        if attempt is not None:
-            assert made not in self.newest or attempt.number > self.newest[made].number
-            self.newest[made] = attempt
         self.running[made] = held.allocation
         self.graces[made] = min(grace, OWNERS_GRACE)
         self.told[made] = held.expires
@@ -520,28 +462,13 @@ class LeaseMachine(RuleBasedStateMachine):
         [owner] = [held.scheduler for held in self.manager.leases if held.id == lease]
         self.renew((lease, owner), None)
 
-    @rule(lease=ids, stranger=STRANGER, attempt=ATTEMPT)
-    def ask_whether_repeated(self, lease: Owned, stranger: PeerId | None, attempt: Attempt) -> None:
-        made, owner = lease
-        newest = self.newest.get(made)
-        try:
-            repeated = self.manager.is_repeated(made, stranger or owner, attempt, self.now)
-        except LeaseError:
-            if made in self.told and self.now < self.told[made] and stranger in (None, owner):
-                assert newest is not None, "the first one is new"
-                assert attempt.number <= newest.number
-                assert attempt != newest, "a held lease confirms its newest"
-            return
-        assert stranger in (None, owner)
-        assert repeated == (attempt == newest)
-        assert newest is None or repeated or attempt.number > newest.number
-
-    @rule(lease=consumes(jobs), keep=st.booleans())
-    def finish(self, lease: uuid.UUID, keep: bool) -> None:
+    @rule(lease=consumes(jobs), is_reported=st.booleans())
+    def finish(self, lease: uuid.UUID, is_reported: bool) -> None:
         self.running.pop(lease, None)
-        self.manager.detach_job(lease, keep=keep)
-        if not keep:
-            self.told.pop(lease, None)
+        self.manager.detach_job(lease)
+        if is_reported:
+            self.manager.end_grace(lease)
+            self.graces[lease] = 0.0
 
     @rule(lease=ids, stranger=STRANGER)
     def release(self, lease: Owned, stranger: PeerId | None) -> None:
@@ -564,8 +491,10 @@ class LeaseMachine(RuleBasedStateMachine):
                 due = max(0.0, min(self.now, self.told[lease.id]) - begun)
                 assert lease.charged - charged[lease.id] == pytest.approx(due), "time after the expiry is not charged"
         if seconds == 20.0:
-            held = {lease.id for lease in self.manager.leases if lease.state is not LeaseState.SPENT}
-            assert held == set(self.running), "only jobs keep resources that long"
+            held = {lease.id for lease in self.manager.leases}
+            kept = held - {lease for lease, grace in self.graces.items() if grace}
+            assert self.running.keys() - held == set()
+            assert kept <= self.running.keys(), "only jobs, and ends to report, keep resources that long"
 
     @invariant()
     def a_job_runs_on_for_its_grace_and_no_longer(self) -> None:
@@ -578,10 +507,10 @@ class LeaseMachine(RuleBasedStateMachine):
             assert states[lease] is (LeaseState.ORPHANED if 0 <= over < self.graces[lease] else expected)
 
     @invariant()
-    def only_leases_with_a_job_are_orphaned(self) -> None:
+    def only_leases_with_a_grace_are_orphaned(self) -> None:
         if hasattr(self, "manager"):
-            orphans = {lease.id for lease in self.manager.leases if lease.state is LeaseState.ORPHANED}
-            assert orphans <= self.running.keys()
+            for lease in self.manager.leases:
+                assert lease.state is not LeaseState.ORPHANED or self.graces[lease.id] or not lease.has_job
 
     @invariant()
     def what_runs_fits_the_machine(self) -> None:
@@ -592,7 +521,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_leased_fits_the_machine(self) -> None:
         if hasattr(self, "manager"):
-            held = [lease.allocation for lease in self.manager.leases if lease.state is not LeaseState.SPENT]
+            held = [lease.allocation for lease in self.manager.leases]
             self.check_sum(held)
             assert set(self.manager.free.devices).isdisjoint(device for each in held for device in each.devices)
 
@@ -621,77 +550,3 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeases = LeaseMachine.TestCase
 TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-
-
-class AttemptMachine(RuleBasedStateMachine):
-    """One scheduler dispatches on one lease after another, and its dispatches arrive late, twice and out of order."""
-
-    @initialize()
-    def start(self) -> None:
-        self.now, self.count, self.running = 0.0, 0, False
-        self.manager = LeaseManager(Capacity(Resources(cpu=1.0)), LeaseTerms(idle_lease=1000.0))
-        self.hire()
-
-    def hire(self) -> None:
-        self.count += 1
-        self.lease, self.spent = uuid.UUID(int=self.count), False
-        self.newest: Attempt | None = None
-        allocation = self.manager.free.fit(Resources(cpu=1.0))
-        assert allocation is not None
-        self.manager.offer(self.lease, MINE, self.lease, allocation, 1.0, self.now)
-        self.manager.renew(self.lease, MINE, self.now)
-
-    def is_new(self, attempt: Attempt) -> bool:
-        return self.newest is None or attempt.number > self.newest.number
-
-    @rule(attempt=ATTEMPT)
-    def dispatch(self, attempt: Attempt) -> None:
-        try:
-            self.manager.attach_job(self.lease, MINE, self.now, attempt)
-        except LeaseError:
-            assert self.running or self.spent or not self.is_new(attempt)
-            return
-        assert not self.running
-        assert not self.spent
-        assert self.is_new(attempt)
-        self.newest, self.running = attempt, True
-
-    @rule(attempt=ATTEMPT)
-    def repeat(self, attempt: Attempt) -> None:
-        try:
-            repeated = self.manager.is_repeated(self.lease, MINE, attempt, self.now)
-        except LeaseError:
-            assert self.newest is not None
-            assert attempt.number <= self.newest.number
-            assert attempt != self.newest
-            return
-        assert repeated == (attempt == self.newest)
-        assert repeated or self.is_new(attempt)
-
-    @rule(keep=st.booleans())
-    def end(self, keep: bool) -> None:
-        self.manager.detach_job(self.lease, keep=keep)
-        self.spent = self.spent or (self.running and not keep)
-        self.running = False
-
-    @rule(seconds=st.sampled_from([0.1, 5.0]))
-    def renew_later(self, seconds: float) -> None:
-        self.now += seconds
-        self.manager.sweep(self.now)
-        if self.spent:  # its scheduler needs another one
-            self.hire()
-        self.manager.renew(self.lease, MINE, self.now)
-
-    @rule()
-    def release(self) -> None:
-        self.manager.release(self.lease, MINE)
-        if self.newest is not None:
-            with pytest.raises(LeaseError):
-                self.manager.is_repeated(self.lease, MINE, self.newest, self.now)
-        self.manager.detach_job(self.lease)
-        self.running = False
-        self.hire()
-
-
-TestAttempts = AttemptMachine.TestCase
-TestAttempts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -37,7 +37,7 @@ def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, is
     async def case(lab: Any) -> None:
         lab.write_script("x = bytearray(400_000_000); time.sleep(60)")
         lease = await lab.scheduler.hire(cpu=1.0, memory=0.2)
-        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        await lab.scheduler.dispatch(lease, lab.train_spec())
         end = await lab.scheduler.ended()
         assert end.outcome == "failed"
         assert "used more memory than the 0.2 GB of its lease (memory): request more" in end.reason

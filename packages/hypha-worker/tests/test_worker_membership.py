@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,12 +18,12 @@ from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.bridge_api import ROUND_CLOSED, RoundJoined, Transfer
+from hypha_proto.commands import ChangeServer
 from hypha_proto.contributions import AwaitCommit, CommitStatus, ContributionKnown, StateContribution
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import JOIN_ROUND, SERVER_CHANGED, JoinRound, RoundToJoin, ServerChanged
+from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.job_spec import SliceAddress
-from hypha_proto.protocols import MEMBERSHIP
 from hypha_proto.transfer import NO_JOB, NO_ROOM, PushHeader
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.unix_socket import SocketPlace
@@ -109,14 +108,13 @@ def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) -> None:
     in_rounds(case)
 
 
-@pytest.mark.parametrize(("changes", "status"), [({"join": None}, 400), ({"speaks": False}, 502)])
-def test_jobs_without_rounds_to_join_say_so(in_rounds: InRounds, changes: dict[str, Any], status: int) -> None:
+def test_jobs_without_rounds_to_join_say_so(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds) -> None:
         with pytest.raises(BridgeError) as refused:
             await rounds.backend.join_round()
-        assert refused.value.status == status
+        assert refused.value.status == 400
 
-    in_rounds(case, **changes)
+    in_rounds(case, join=None)
 
 
 def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executor(in_rounds: InRounds) -> None:
@@ -129,7 +127,7 @@ def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executor(in_r
         with pytest.raises(TransferRefusedError, match="does not take part in round 3"):
             await rounds.push(b"three", 3)
         rounds.commit(await rounds.push(b"four", 4), CommitStatus(committed=True))
-        assert (await rounds.next_file()).header.round == 4  # type: ignore[union-attr]
+        assert (await rounds.next_file()).header.round == 4
         await joined(rounds, 6)
         assert rounds.waiting_files() == 0
         rounds.commit(await rounds.push(b"six", 6), CommitStatus(committed=True))
@@ -164,7 +162,7 @@ def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_slice_
         rpc.serve(rounds.scheduler, DATA, assign)
         with pytest.raises(TransferRefusedError, match="does not take part in round 3"):
             await rounds.push(b"three", 3)
-        await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, "slices"))  # type: ignore[union-attr]
+        await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
         rounds.commit(await rounds.push(b"three", 3), CommitStatus(committed=True))
         assert rounds.claim(await rounds.next_file()).round == 3
 
@@ -217,7 +215,7 @@ def in_two_servers(in_rounds: InRounds, case: Callable[[Rounds, MemoryEndpoint],
 
 def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_from_it(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
-        known = await rounds.change_server(second, 3, 1)
+        known = rounds.change_server(second, 3, 1)
         assert (known.accepted, known.sends) == (True, None)
         sent = await rounds.send()
         assert list(sent.sent) == [str(second.peer_id)]
@@ -227,7 +225,7 @@ def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_fro
         with pytest.raises(TransferRefusedError, match="term: 2 is over"):
             await rounds.push(b"old", 1, term=2, sender=second)
         rounds.commit(await rounds.push(b"new", 1, term=3, sender=second), CommitStatus(committed=True))
-        wanted = Transfer(rounds.backend.spec.executor.config.results, "received")
+        wanted = Transfer(rounds.config.results, "received")
         pending = await rounds.backend.next_pending_file(wanted)  # the executor names the server that it knows
         assert pending is not None
         assert rounds.claim(pending).from_peer == second.peer_id
@@ -238,16 +236,16 @@ def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_fro
 def test_a_delivered_update_of_the_open_round_is_sent_to_the_new_parameter_server(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
         sent = await rounds.send(b"first")
-        (rounds.backend.work_dir / "u").unlink()  # it stays open
-        known = await rounds.change_server(second, 3, 1)
+        (rounds.work_dir / "u").unlink()  # it stays open
+        known = rounds.change_server(second, 3, 1)
         assert (known.accepted, known.sends) == (True, sent.checksum)
         await rounds.until_got(PushHeader, 2)
         first, again = rounds.got(PushHeader)
         assert again == msgspec.structs.replace(first, term=3)
         assert rounds.received[sent.checksum] == b"first"
         assert len(rounds.got(StateContribution)) == 1
-        assert await rounds.change_server(second, 3, 1) == known  # repeated: nothing is sent again
-        await rounds.change_server(rounds.server, 4, 2)  # the update is not of round 2
+        assert rounds.change_server(second, 3, 1) == known  # repeated: nothing is sent again
+        rounds.change_server(rounds.server, 4, 2)  # the update is not of round 2
         sent = await rounds.send(b"second", 2)
         assert [(header.round, header.term) for header in rounds.got(PushHeader)] == [(1, 2), (1, 3), (2, 4)]
 
@@ -270,7 +268,7 @@ def test_an_update_waits_while_the_parameter_server_is_away_and_goes_to_the_new_
             while "is sent again in" not in caplog.text:
                 await anyio.sleep(0.01)
             rounds.refused_push = None
-            known = await rounds.change_server(second, 3, 1)
+            known = rounds.change_server(second, 3, 1)
             assert known.sends == rounds.got(StateContribution)[0].update
         [header] = [header for header in rounds.got(PushHeader) if header.term == 3]
         assert header.digest == known.sends
@@ -313,10 +311,10 @@ def test_an_outer_update_that_was_not_delivered_is_pulled_from_the_scheduler(in_
         rounds.served[OUTER.index] = b"outer of 1"
         _, digest = await transfer.describe(b"outer of 1")
         rounds.commits[digest] = CommitStatus(committed=True, weights=NEW_WEIGHTS)
-        assert (await rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER)).accepted
+        assert rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER).accepted
         claimed = rounds.claim(await rounds.next_file())
         assert (claimed.round, claimed.kind, claimed.weights) == (1, "outer-update", NEW_WEIGHTS)
-        assert (rounds.backend.work_dir / claimed.path).read_bytes() == b"outer of 1"
+        assert (rounds.work_dir / claimed.path).read_bytes() == b"outer of 1"
         assert rounds.waiting_files() == 0
 
     in_two_servers(in_rounds, case)
@@ -327,10 +325,10 @@ def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(in_roun
         digest = await rounds.push(b"outer of 1", 1)
         rounds.commit(digest, CommitStatus(committed=True))
         rounds.claim(await rounds.next_file())
-        await rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER)
+        rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER)
         await joined(rounds, 5)
         other = f"blake3:{5:064x}"
-        await rounds.change_server(rounds.server, 4, 5, update=other, outer_update=OUTER)
+        rounds.change_server(rounds.server, 4, 5, update=other, outer_update=OUTER)
         rounds.commit(await rounds.push(b"outer of 5", 5, term=4), CommitStatus(committed=True))
         assert rounds.claim(await rounds.next_file()).round == 5
         assert rounds.pulled == []
@@ -339,15 +337,14 @@ def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(in_roun
     in_two_servers(in_rounds, case)
 
 
-def test_changes_of_older_terms_and_of_other_leases_are_refused(in_rounds: InRounds) -> None:
+def test_changes_of_older_terms_are_refused(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
-        assert (await rounds.change_server(second, 3, 1)).accepted
-        for server, term, fields, reason in (
-            (rounds.server, 2, {}, "term: 2 is over, the parameter server of term 3"),
-            (rounds.server, 3, {}, "is the parameter server of term 3"),
-            (rounds.server, 4, {"lease": uuid.UUID(int=9)}, "lease: the job runs here on another lease"),
+        assert rounds.change_server(second, 3, 1).accepted
+        for term, reason in (
+            (2, "term: 2 is over, the parameter server of term 3"),
+            (3, "is the parameter server of term 3"),
         ):
-            answer = await rounds.change_server(server, term, 1, **fields)
+            answer = rounds.change_server(rounds.server, term, 1)
             assert not answer.accepted
             assert reason in answer.reason
         await rounds.send()
@@ -359,13 +356,18 @@ def test_changes_of_older_terms_and_of_other_leases_are_refused(in_rounds: InRou
 # --------------------------------------------------------------------------------------------------------- whole worker
 
 
-def test_a_worker_serves_the_protocol_and_refuses_changes_of_unknown_jobs(in_lab: Callable[..., None]) -> None:
+def test_a_command_changes_the_parameter_server_of_a_running_task(in_lab: Callable[..., None]) -> None:
     async def case(lab: Any) -> None:
-        about = {"job_id": uuid.uuid4(), "lease": uuid.uuid4(), "term": 2, "server": lab.server.peer_id, "round": 1}
-        answer = await rpc.call(lab.scheduler.endpoint, lab.peer, SERVER_CHANGED, ServerChanged(**about))
+        lease = await lab.start("time.sleep(60)", lab.train_spec(term=1))
+        tasks, task = lab.scheduler.tasks, lab.scheduler.task_on(lease)
+        for term, accepted, reason in ((2, True, ""), (1, False, "term: 1 is over")):
+            command = ChangeServer(term=term, server=lab.data.peer_id, round=1)
+            answer = await tasks.command(lease, task, command)
+            assert (answer.accepted, answer.sends) == (accepted, None)
+            assert reason in answer.reason
+        answer = await tasks.command(lease, "other", command)
         assert not answer.accepted
-        assert "no task of job" in answer.reason
-        assert MEMBERSHIP in lab.scheduler.endpoint.connected_peers()[lab.peer].protocols
+        assert "does not run on this lease" in answer.reason
 
     in_lab(case)
 
@@ -386,13 +388,11 @@ def test_a_job_is_dispatched_again_on_the_lease_of_its_dead_executor(in_lab: Cal
             return RoundToJoin(round=5)
 
         rpc.serve(lab.scheduler.endpoint, JOIN_ROUND, join)
-        spec = lab.train_spec()
-        config = msgspec.structs.replace(spec.executor.config, term=1, join=True)
-        spec = msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=config))
+        spec = lab.train_spec(term=1, join=True)
         lab.write_script(JOINS.replace("CODE", "75"))
         lease = await lab.scheduler.hire()
         for attempt in (1, 2, 3):
-            await lab.dispatch_attempt(lease, spec, attempt)
+            assert await lab.scheduler.dispatch(lease, spec, "train", attempt) == "started"
             end = await lab.scheduler.ended()
             assert (end.outcome, end.exit_code, end.attempt) == ("failed", 75, attempt)
             assert end.last_lines == ("joined",)

@@ -15,10 +15,11 @@ from support.scripted_task_scheduler import ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_proto.commands import SetMembers
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
 from hypha_proto.progress import Done
-from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.round_membership import Member
 from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS, PushedFile, PushOutput, ReleaseOutputs
 from hypha_proto.tasks import Stop, TaskResource, UriSource
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
@@ -38,11 +39,12 @@ ELSEWHERE = {
     "hypha.worker.cache.size",
     "hypha.worker.content.bad",
 }
-"""Tested in test_worker_nvml, test_worker_orphans, test_worker_job_manager, test_worker_rounds,
+"""Tested in test_worker_nvml, test_worker_orphans, test_worker_task_ends, test_worker_rounds,
 test_worker_content_cache and test_worker_content_holders."""
 
 TASKS: dict[str, list[dict[str, str | bool]]] = {
     "hypha.worker.tasks.started": [{}],
+    "hypha.worker.tasks.active": [{"hypha__executor": "shell/python"}],
     "hypha.worker.tasks.ended": [{"hypha__outcome": outcome} for outcome in ("finished", "failed", "cancelled")],
     "hypha.worker.task.duration": [{"hypha__outcome": "finished"}],
     "hypha.worker.resources": [{"hypha__outcome": "fetched"}, {"hypha__outcome": "failed"}],
@@ -130,15 +132,15 @@ async def aggregate(lab: Any, receiver: Any) -> None:
     receiver.listen()
     spec = lab.aggregate_spec([lab.server.peer_id], [lab.server.peer_id])
     lease = await lab.scheduler.hire(lab.SERVER)
-    await lab.scheduler.dispatch(lab.peer, lease, spec)
+    await lab.scheduler.dispatch(lease, spec)
     path = lab.folder / "update"
     write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
     size, digest = await transfer.describe(path)
-    header = PushHeader(job_id=spec.job_id, round=1, kind=PSEUDO_GRADIENT, name="u", size=size, digest=digest)
+    header = PushHeader(lab.scheduler.job_id, 1, PSEUDO_GRADIENT, "u", size, digest, lab.scheduler.endpoint.peer_id)
     await transfer.push(lab.server, lab.peer, path, header)
     members = (Member(peer=lab.server.peer_id, samples=1),)
-    message = RoundMembers(job_id=spec.job_id, round=1, members=members, deadline_ms=10_000)
-    await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
+    message = SetMembers(round=1, members=members, deadline_ms=10_000)
+    await lab.scheduler.tasks.command(lease, lab.scheduler.task_on(lease), message)
     await lab.scheduler.until(lambda: receiver.files)
 
 
@@ -164,10 +166,6 @@ def test_every_documented_metric_has_a_value(
 
     in_lab(case, offer={"price": 50.0, "idle_lease": 2.0})
     expected: dict[str, list[dict[str, str | bool]]] = {
-        "hypha.worker.jobs.active": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
-        "hypha.worker.jobs.started": [{"hypha__job__class": "train"}, {"hypha__job__class": "aggregate"}],
-        "hypha.worker.jobs.ended": [{"hypha__outcome": "finished"}, {"hypha__outcome": "failed"}],
-        "hypha.worker.job.duration": [{"hypha__outcome": "finished"}, {"hypha__outcome": "failed"}],
         "hypha.worker.executors.active": [{}],
         "hypha.worker.executors.ended": [{"process__exit__code": "0"}, {"process__exit__code": "3"}],
         "hypha.worker.executor.processes": [{}],
@@ -177,7 +175,6 @@ def test_every_documented_metric_has_a_value(
         "process.disk.io": [{"disk__io__direction": "write"}],
         "hypha.worker.requests": [{"hypha__offered": True}],
         "hypha.worker.leases.active": [{"hypha__lease__state": "held"}],
-        "hypha.worker.dispatches": [{"hypha__outcome": "accepted"}],
         "hypha.worker.lease.renewals": [{"hypha__outcome": outcome} for outcome in ("renewed", "refused", "stranger")],
         "hypha.worker.lease.ends": [
             {"hypha__outcome": outcome} for outcome in ("expired", "idle", "released", "stranger")
@@ -203,9 +200,7 @@ def test_every_documented_metric_has_a_value(
     assert sum(values(recorded, "hypha.worker.samples")) == 8
     assert written(recorded) >= WRITTEN
     assert 0.3 < sum(values(recorded, "process.cpu.time", cpu__mode="user")) < 30
-    assert (
-        sum(values(recorded, "hypha.worker.jobs.active")) == sum(values(recorded, "hypha.worker.executors.active")) == 0
-    )
+    assert sum(values(recorded, "hypha.worker.executors.active")) == 0
     section = DOCUMENT.read_text().split("### Worker", 1)[1].split("###", 1)[0]
     assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *TASKS, *ELSEWHERE}
 
@@ -226,7 +221,7 @@ def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Callable[...,
         assert not (await rpc.call(scheduler, lab.peer, PUSH_OUTPUT, push)).accepted
         await rpc.call(scheduler, lab.peer, RELEASE_OUTPUTS, ReleaseOutputs(job_id=job_id, datasets=(dataset,)))
         digest = f"blake3:{blake3(b'x').hexdigest()}"
-        header = PushHeader(job_id=job_id, round=0, kind="x", name="0", size=1, digest=digest, delivery=uuid.uuid4())
+        header = PushHeader(job_id, 0, "x", "0", 1, digest, scheduler.peer_id, delivery=uuid.uuid4())
         with pytest.raises(TransferRefusedError):
             await transfer.push(lab.server, lab.peer, b"x", header)
         tasks.start(lease, "u", resources=(pages[1],))

@@ -150,10 +150,11 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
         shown = f"import os\nprint([os.environ.get(name) for name in {names}], flush=True)\n"
         lab.write_script(shown + "while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
         lease = await lab.scheduler.hire(gpu=60.0, cpu=1.0)
-        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        await lab.scheduler.dispatch(lease, lab.train_spec())
         wanted = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
         await lab.scheduler.until(lambda: wanted <= {name for name, *_ in recorded.values})
-        (lab.worker.jobs.running[0].work_dir / "go").touch()
+        [work_dir] = lab.folder.glob("work/hypha-*")
+        (work_dir / "go").touch()
         assert (await lab.scheduler.ended()).outcome == "finished"
 
     in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, "gpu": 104.0, "devices": devices})
@@ -178,7 +179,7 @@ def seen_by_a_job(
     async def case(lab: Any) -> None:
         lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
         lease = await lab.scheduler.hire(cpu=1.0, **wanted)
-        await lab.scheduler.dispatch(lab.peer, lease, lab.train_spec())
+        await lab.scheduler.dispatch(lease, lab.train_spec())
         assert (await lab.scheduler.ended()).outcome == "finished"
         [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
         seen.append(json.loads(line.partition("seen ")[2]))

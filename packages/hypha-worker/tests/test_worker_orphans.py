@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,16 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import numpy as np
 import pytest
+from support.scripted_task_scheduler import ENDS, ScriptedTaskScheduler, kind_of
 
 from hypha_net import rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import RequestTimeoutError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_proto.commands import SetMembers
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     STATE_CONTRIBUTION,
@@ -29,41 +32,31 @@ from hypha_proto.contributions import (
     ContributionKnown,
     StateContribution,
 )
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import DISPATCH_JOB, JOB_STATUS, DispatchJob, JobStatus, NotFound, StatusReceived
+from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
     AggregateConfig,
-    AggregateJob,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     Nesterov,
     PeersReference,
     SchedulerReference,
     TrainConfig,
-    TrainJob,
 )
 from hypha_proto.leases import (
-    CANCEL_JOB,
-    JOB_END,
     RELEASE_LEASE,
     RENEW_LEASE,
     SAY_GOODBYE,
-    CancelJob,
     Goodbye,
     GoodbyeReceived,
-    JobEnd,
-    JobEndReceived,
     LeaseRenewal,
     ReleaseLease,
     Renewed,
     RenewLease,
 )
-from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.progress import (
     REPORT,
     Acknowledged,
@@ -80,75 +73,51 @@ from hypha_proto.progress import (
     UpdateMerged,
 )
 from hypha_proto.resources import Resources
-from hypha_proto.round_membership import ROUND_MEMBERS, Member, RoundMembers
+from hypha_proto.round_membership import Member
+from hypha_proto.tasks import Stop, TaskReport, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
-from hypha_worker.bridge.backend import JobBridgeBackend
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.progress_reports import MAX_UNREPORTED
 from hypha_worker.bridge.round_commits import RoundCommits
+from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.connectors import rpc_retry
-from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.peer_files import PeerFiles, request_slice
+from hypha_worker.connectors.peer_files import request_slice
 from hypha_worker.errors import BridgeError
-from hypha_worker.executors.parameter_server.runtime import RUNTIME
 from hypha_worker.executors.parameter_server.server import ParameterServer
-from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
-from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.service import Worker
+from hypha_worker.tasks.execution import Execution, TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
 
-TRAIN = TrainExecutor(name="x")
-SERVER = AggregateExecutor(name="x")
+TRAIN = ExecutorDescriptor("train", "x")
+SERVER = ExecutorDescriptor("aggregate", "x")
 MACHINE = Capacity(Resources(cpu=4.0))
 LEASE = uuid.UUID(int=7)
+TASK = "task"
 PRICE = 3600.0
 """A token a second."""
 Script = Callable[["Job"], Awaitable[None]]
 
 
-@dataclass
-class Job:
+class Job(Execution):
     """A scripted execution, which does what an executor does through its bridge."""
 
-    context: JobContext
-    script: Script
-    reported: list[Any] = field(default_factory=list)
-    batches: int = 0
-    slowest_batch: float = 0.0
-
-    def __post_init__(self) -> None:
-        context = self.context
-        queue = DeliveryQueue(context.spec.job_id, context.work_dir, frozenset(), context.storage, "x")
-        self.bridge = JobBridgeBackend(
-            context.endpoint,
-            context.spec,
-            context.lease,
-            context.scheduler,
-            context.work_dir,
-            queue,
-            AccessPolicy(),
-            PeerFiles(context.endpoint, context.storage),
-            contact=context.contact,
-        )
-
-    senders: Set[PeerId] = frozenset()
-    accepted_push_kind = "x"
-    message_handlers: Mapping[str, MessageHandler] = field(default_factory=dict)
-    trace: ExecutionTrace = field(default_factory=ExecutionTrace)
+    def __init__(self, context: TaskContext, script: Script) -> None:
+        assert context.spec.training is not None
+        self.context, self._script = context, script
+        self.bridge = TrainingBridge(context, context.spec.training, lambda _error: None)
+        self.reported: list[Any] = []
+        self.batches = 0
+        self.slowest_batch = 0.0
 
     async def run(self) -> None:
-        await self.script(self)
-
-    async def accept_push(self, _peer: PeerId, _header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-        return Refusal(reason="none is expected")
+        await self._script(self)
 
     async def batch(self, slices: Mapping[str, int] | None = None) -> ProgressResponse:
         """Compute for a second and report it."""
@@ -166,19 +135,19 @@ class Job:
 
     async def next_slice(self) -> SliceAssigned:
         context = self.context
-        request = DataRequest(dataset="digits", job_id=context.spec.job_id, id=uuid.uuid4(), lease=context.lease)
+        request = DataRequest(dataset="digits", job_id=context.job_id, id=uuid.uuid4(), lease=context.lease)
         return await request_slice(context.contact, request)
 
 
 @dataclass
 class Process:
-    """One run of the scheduler's process. One that was started again knows no job before `take_up`."""
+    """One run of a scheduler's process. One that was started again knows no job before `take_up`."""
 
     endpoint: MemoryEndpoint
     folder: Path
-    knows_job: bool
+    tasks: ScriptedTaskScheduler
+    """Its side of the task streams, which each run has from its journal."""
     reports: list[ProgressRequest] = field(default_factory=list)
-    ends: list[JobEnd] = field(default_factory=list)
     goodbyes: list[Goodbye] = field(default_factory=list)
     pushes: list[str] = field(default_factory=list)
     """Kinds of the files that it got."""
@@ -189,15 +158,27 @@ class Process:
     def listen(self) -> None:
         for method, handler in (
             (REPORT, self._report),
-            (JOB_END, self._end),
-            (JOB_STATUS, self._status),
             (DATA, self._data),
             (SAY_GOODBYE, self._goodbye),
         ):
             rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
         transfer.serve_pushes(self.endpoint, self._push)
+        self.tasks.endpoint = self.endpoint
+        self.tasks.listen()
 
-    async def _push(self, _peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+    @property
+    def knows_job(self) -> bool:
+        return self.tasks.refuse is None
+
+    def take_up(self) -> None:
+        """Know the job from now on."""
+        self.tasks.refuse = None
+
+    @property
+    def ends(self) -> list[TaskReport]:
+        return [report for report in self.tasks.reports if kind_of(report) in ENDS]
+
+    async def _push(self, _peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if not self.knows_job or header is None:
             self.refused += 1
             return Refusal(reason="no such job")
@@ -224,14 +205,6 @@ class Process:
             return NotFound()
         self.slices += 1
         return SliceAssigned(data_provider=self.endpoint.peer_id, index=self.slices)
-
-    async def _end(self, _peer: PeerId, end: JobEnd) -> JobEndReceived:
-        if self.knows_job:
-            self.ends.append(end)
-        return JobEndReceived()
-
-    async def _status(self, _peer: PeerId, _status: JobStatus) -> StatusReceived:
-        return StatusReceived()
 
     async def _goodbye(self, _peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
         self.goodbyes.append(goodbye)
@@ -261,7 +234,7 @@ class Site:
     network: MemoryNetwork
     worker: Worker
     terms: LeaseTerms
-    spec: JobSpec
+    spec: TaskSpec
     stack: AsyncExitStack
     jobs: list[Job]
     process: Process
@@ -290,7 +263,8 @@ class Site:
     async def start(self, *, knows_job: bool) -> Process:
         """Start the scheduler's process; it connects to the worker."""
         endpoint = await self.stack.enter_async_context(self.network.endpoint("scheduler"))
-        self.process = Process(endpoint, self.process.folder, knows_job)
+        self.process = Process(endpoint, self.process.folder, self.process.tasks)
+        self.process.tasks.refuse = None if knows_job else "no such job"
         self.process.listen()
         return self.process
 
@@ -307,13 +281,12 @@ class Site:
             assert isinstance(await self.renew(), Renewed)
             await anyio.sleep(min(3.0, end - anyio.current_time()))
 
-    async def dispatch(self, grace: float | None, *, keep_lease: bool = False, spec: JobSpec | None = None) -> None:
+    async def dispatch(self, grace: float | None, spec: TaskSpec | None = None) -> None:
         grace_ms = None if grace is None else int(grace * 1000)
-        message = DispatchJob(
-            id=LEASE, spec=spec or self.spec, orphan_grace_ms=grace_ms, attempt=0, keep_lease=keep_lease or None
-        )
-        answer = await rpc.call(self.process.endpoint, self.peer, DISPATCH_JOB, message)
-        assert type(answer).__name__ == "Dispatched"
+        tasks = self.process.tasks
+        tasks.define(LEASE, TASK, start=msgspec.structs.replace(spec or self.spec, orphan_grace_ms=grace_ms))
+        await tasks.until(lambda: tasks.of(TASK))
+        assert tasks.kinds(TASK)[0] == "started"
 
     async def seconds_until(self, condition: Callable[[], bool], bound: float = 400.0) -> float:
         begun = anyio.current_time()
@@ -323,7 +296,7 @@ class Site:
         return anyio.current_time() - begun
 
 
-def make_spec(scheduler: PeerId) -> JobSpec:
+def make_spec(scheduler: PeerId) -> TaskSpec:
     peers = PeersReference(peers=(scheduler,), strategy=All())
     config = TrainConfig(
         model=Model(task="x", artifact=HuggingFaceReference(repository="a/b", filenames=("c",)), input_names=("x",)),
@@ -333,31 +306,29 @@ def make_spec(scheduler: PeerId) -> JobSpec:
         optimizer=Adam(learning_rate=0.1),
         batch_size=8,
     )
-    return JobSpec(job_id=uuid.UUID(int=9), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))
+    return TaskSpec(executor="train/x", training=config)
 
 
-def make_server_spec(trainer: PeerId, scheduler: PeerId) -> JobSpec:
+def make_server_spec(trainer: PeerId, scheduler: PeerId) -> TaskSpec:
     config = AggregateConfig(
         updates=PeersReference(peers=(trainer,), strategy=All()),
         results=PeersReference(peers=(trainer, scheduler), strategy=All()),
         optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
         members=True,
     )
-    executor = AggregateJob(descriptor=Descriptor(name="x"), config=config)
-    return JobSpec(job_id=uuid.UUID(int=9), executor=executor)
+    return TaskSpec(executor="aggregate/x", aggregation=config)
 
 
 def make_worker(
     endpoint: Endpoint, leases: LeaseManager, tasks: anyio.abc.TaskGroup, folder: Path, script: Script, jobs: list[Job]
 ) -> Worker:
-    def execute(context: JobContext) -> Job:
+    def execute(context: TaskContext) -> Job:
         jobs.append(Job(context, script))
         return jobs[-1]
 
-    manager = JobManager(endpoint, leases, {TRAIN: execute, SERVER: ParameterServer}, folder, tasks)
-    task_manager = TaskManager(TaskHost(endpoint, leases, folder, OutputStore(folder / "outputs")), tasks)
-    methods = RUNTIME.task_methods
-    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, manager, task_manager, methods)
+    executors = {"train/x": execute, "aggregate/x": ParameterServer}
+    manager = TaskManager(TaskHost(endpoint, leases, folder, OutputStore(folder / "outputs"), executors), tasks)
+    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, manager)
 
 
 @asynccontextmanager
@@ -372,11 +343,12 @@ async def open_site(folder: Path, script: Script, terms: LeaseTerms) -> AsyncIte
         worker.listen()
         tasks.start_soon(worker.sweep_loop)
         scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
-        site = Site(network, worker, terms, make_spec(scheduler.peer_id), stack, jobs, Process(scheduler, folder, True))
+        process = Process(scheduler, folder, ScriptedTaskScheduler(scheduler))
+        site = Site(network, worker, terms, make_spec(scheduler.peer_id), stack, jobs, process)
         site.process.listen()
         allocation = MACHINE.fit(Resources(cpu=3.0))
         assert allocation is not None
-        leases.offer(LEASE, scheduler.peer_id, uuid.uuid4(), allocation, PRICE, anyio.current_time())
+        leases.offer(LEASE, scheduler.peer_id, uuid.uuid4(), allocation, PRICE, anyio.current_time(), (TRAIN, SERVER))
         await site.renew()
         yield site
         tasks.cancel_scope.cancel()
@@ -439,7 +411,7 @@ def test_a_scheduler_that_is_back_within_the_grace_finds_its_job(play: Play, cap
         after = await site.start(knows_job=False)
         await anyio.sleep(3.0)
         assert after.refused > 0, "the job reaches it before it has read its journal"
-        after.knows_job = True
+        after.take_up()
         assert isinstance(await site.renew(), Renewed)
         assert site.state is LeaseState.HELD
         await site.renew_for(30.0)
@@ -454,7 +426,7 @@ def test_a_scheduler_that_is_back_within_the_grace_finds_its_job(play: Play, cap
     with caplog.at_level(logging.INFO):
         play(case, train)
     lines = [line for line in caplog.messages if f"lease {LEASE}" in line]
-    assert [line for line in lines if "is orphaned" in line and "runs on for 120 s" in line]
+    assert [line for line in lines if "is orphaned" in line and "held for 120 s" in line]
     assert [line for line in lines if "takes its job back" in line]
 
 
@@ -540,7 +512,7 @@ def test_a_job_ends_when_the_grace_is_over(
         took = await site.seconds_until(lambda: site.free == 4.0)
         assert 10.0 <= took - expected <= 10.5
         assert job.context.scope.cancel_called
-        assert site.worker.jobs.running == ()
+        assert site.worker.tasks.running == ()
         assert site.state is None
         assert site.worker.lease_manager.owed == pytest.approx(10.0, abs=0.2), "the grace costs nothing"
         await site.start(knows_job=True)
@@ -562,7 +534,7 @@ def test_without_the_field_a_report_fails_as_before(play: Play) -> None:
         await anyio.sleep_forever()
 
     async def case(site: Site) -> None:
-        await site.dispatch(None, keep_lease=True)
+        await site.dispatch(None)
         other = site.process.endpoint
         rpc.serve(other, REPORT, _fail)
         await site.renew_for(30.0)
@@ -602,15 +574,18 @@ def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(play: Play, how
         await site.dispatch(120.0)
         await site.kill()
         await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        known = len(site.process.tasks.subscriptions)
         after = await site.start(knows_job=True)
+        await site.seconds_until(lambda: len(after.tasks.subscriptions) > known, 40.0)
         if how == "release":
             answer: Any = await rpc.call(after.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=LEASE))
+            assert answer.known
+            assert await site.seconds_until(lambda: site.free == 4.0) < 1.0
         else:
-            answer = await rpc.call(after.endpoint, site.peer, CANCEL_JOB, CancelJob(id=LEASE, reason="x", attempt=0))
-        assert answer.known
-        assert await site.seconds_until(lambda: site.free == 4.0) < 1.0
-        await site.seconds_until(lambda: bool(after.ends))
-        assert (after.ends[0].outcome, after.ends[0].attempt) == ("cancelled", 0)
+            after.tasks.define(LEASE, TASK, stop=Stop("x"))
+        await site.seconds_until(lambda: bool(after.ends), 40.0)
+        assert [kind_of(end) for end in after.ends] == ["cancelled"]
+        assert site.worker.tasks.running == ()
 
     play(case, compute)
 
@@ -630,26 +605,24 @@ def test_other_schedulers_cannot_take_an_orphaned_lease(play: Play) -> None:
     play(case, compute)
 
 
-@pytest.mark.parametrize("keep_lease", [False, True])
-def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(play: Play, keep_lease: bool) -> None:
+def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(play: Play) -> None:
     async def end_later(job: Job) -> None:
         await anyio.sleep(30.0)
 
     async def case(site: Site) -> None:
-        await site.dispatch(120.0, keep_lease=keep_lease)
+        await site.dispatch(120.0)
         await site.kill()
-        await site.seconds_until(lambda: site.free == 4.0)
-        assert site.state in (LeaseState.SPENT, None)
+        await site.seconds_until(lambda: site.worker.tasks.running == ())
         await anyio.sleep(40.0)
+        assert site.state is LeaseState.ORPHANED, "the end is still to be reported"
         after = await site.start(knows_job=False)
         await anyio.sleep(5.0)
-        after.knows_job = True
-        await site.seconds_until(lambda: bool(after.ends), 10.0)
-        assert [end.outcome for end in after.ends] == ["finished"]
-        if not keep_lease:
-            assert isinstance(await site.renew(), Renewed), "the scheduler learns of the end by the report"
+        assert after.ends == []
+        after.take_up()
+        await site.seconds_until(lambda: bool(after.ends), 40.0)
+        assert [kind_of(end) for end in after.ends] == ["finished"]
         with anyio.fail_after(20.0):
-            await site.worker.jobs.wait_until_idle()
+            await site.worker.tasks.wait_until_idle()
 
     play(case, end_later)
 
@@ -659,7 +632,7 @@ def test_a_lease_without_a_job_is_not_orphaned(play: Play) -> None:
         await anyio.sleep(1.0)
 
     async def case(site: Site) -> None:
-        await site.dispatch(120.0, keep_lease=True)
+        await site.dispatch(120.0)
         await site.renew_for(3.0)
         await site.kill()
         states: set[LeaseState | None] = set()
@@ -717,7 +690,7 @@ def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play,
     async def finish_round(job: Job) -> None:
         context = job.context
         commits = RoundCommits(
-            context.endpoint, context.scheduler, context.spec.job_id, context.lease, contact=context.contact
+            context.endpoint, context.scheduler, context.job_id, context.lease, contact=context.contact
         )
         await anyio.sleep(12.0)
         answers.append(await commits.state_contribution(1, digest, 8, None))
@@ -734,7 +707,7 @@ def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play,
         await anyio.sleep(10.0)
         assert answers == []
         assert (after.refused > 0) == knows_protocol
-        after.knows_job = True
+        after.take_up()
         after.commit_rounds()
         await site.renew_for(15.0)
         assert answers == [ContributionKnown(accepted=True), CommitStatus(committed=True)]
@@ -747,36 +720,34 @@ def test_a_parameter_server_holds_its_outer_update_and_report(play: Play, tmp_pa
 
     async def case(site: Site) -> None:
         async with site.network.endpoint("trainer") as endpoint:
-            trainer = Process(endpoint, tmp_path, True)
+            trainer = Process(endpoint, tmp_path, ScriptedTaskScheduler(endpoint))
             trainer.listen()
             spec = make_server_spec(endpoint.peer_id, site.process.endpoint.peer_id)
             await site.dispatch(120.0, spec=spec)
-            named = RoundMembers(
-                job_id=spec.job_id, round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000
-            )
-            assert (await rpc.call(site.process.endpoint, site.peer, ROUND_MEMBERS, named)).accepted
+            tasks = site.process.tasks
+            named = SetMembers(round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000)
+            assert (await tasks.command(LEASE, TASK, named)).accepted
             site.network.partition(site.peer, site.process.endpoint.peer_id)
-            await push_update(endpoint, site.peer, spec, tmp_path / "update")
+            await push_update(endpoint, site.peer, tasks, tmp_path / "update")
             await site.seconds_until(lambda: trainer.pushes == [OUTER_UPDATE], 5.0)
             await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
             await anyio.sleep(60.0)
-            site.process.knows_job = False
+            site.process.tasks.refuse = "no such job"
             site.network.heal(site.peer, site.process.endpoint.peer_id)
             await site.seconds_until(lambda: site.process.refused > 0)
-            site.process.knows_job = True
+            site.process.take_up()
             await site.renew()
             await site.seconds_until(lambda: bool(site.process.ends), 20.0)
             assert site.process.pushes == [OUTER_UPDATE]
             assert [type(report) for report in site.process.progress(OuterStepTaken)] == [OuterStepTaken]
-            assert [end.outcome for end in site.process.ends] == ["finished"]
+            assert [kind_of(end) for end in site.process.ends] == ["finished"]
 
     play(case, compute)
 
 
-async def push_update(endpoint: MemoryEndpoint, server: PeerId, spec: JobSpec, path: Path) -> None:
+async def push_update(endpoint: MemoryEndpoint, server: PeerId, tasks: ScriptedTaskScheduler, path: Path) -> None:
     write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
     size, digest = await transfer.describe(path)
-    header = PushHeader(
-        job_id=spec.job_id, round=1, kind=PSEUDO_GRADIENT, name="u", size=size, digest=digest, samples=1
-    )
+    scheduler = tasks.endpoint.peer_id
+    header = PushHeader(tasks.job_id, 1, PSEUDO_GRADIENT, "u", size, digest, samples=1, scheduler=scheduler)
     await transfer.push(endpoint, server, path, header)

@@ -1,4 +1,4 @@
-"""The parameter server as a job: rounds over the network, missing members, refused updates."""
+"""The parameter server as a task: rounds over the network, missing members, refused updates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import anyio
 import numpy as np
 import pytest
 
-from hypha_net import rpc, transfer
+from hypha_net import transfer
 from hypha_net.errors import TransferError
 from hypha_net.testing import MemoryEndpoint
-from hypha_proto.job_spec import JobSpec
+from hypha_proto.commands import CommandAnswer, SetMembers
 from hypha_proto.progress import Continue, Done, OuterStepTaken, ProgressError
-from hypha_proto.round_membership import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
+from hypha_proto.round_membership import Member
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
 
@@ -32,7 +32,7 @@ class Group:
     lab: Any
     peers: list[MemoryEndpoint]
     receivers: list[Any]
-    spec: JobSpec
+    lease: uuid.UUID
 
     def write(self, value: float, name: str = "update", shape: tuple[int, ...] = (4,)) -> Path:
         path: Path = self.lab.folder / f"{name}-{uuid.uuid4()}"
@@ -43,21 +43,24 @@ class Group:
     async def push(self, who: int, number: int, path: Path, **changes: Any) -> None:
         size, digest = await transfer.describe(path)
         fields = {
-            "job_id": self.spec.job_id,
+            "job_id": self.lab.scheduler.job_id,
             "round": number,
             "kind": PSEUDO_GRADIENT,
             "name": "update",
             "size": size,
             "digest": digest,
+            "scheduler": self.lab.scheduler.endpoint.peer_id,
         }
         await transfer.push(self.peers[who], self.lab.peer, path, PushHeader(**(fields | changes)))
 
-    async def name(self, number: int, samples: dict[int, int], deadline_ms: int = 10_000) -> MembersKnown:
+    async def name(self, number: int, samples: dict[int, int], deadline_ms: int = 10_000) -> CommandAnswer:
         members = tuple(Member(peer=self.peers[who].peer_id, samples=count) for who, count in samples.items())
-        message = RoundMembers(job_id=self.spec.job_id, round=number, members=members, deadline_ms=deadline_ms)
-        return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
+        message = SetMembers(round=number, members=members, deadline_ms=deadline_ms)
+        scheduler = self.lab.scheduler
+        answer: CommandAnswer = await scheduler.tasks.command(self.lease, scheduler.task_on(self.lease), message)
+        return answer
 
-    async def result(self, who: int, count: int) -> tuple[PushHeader | None, float]:
+    async def result(self, who: int, count: int) -> tuple[PushHeader, float]:
         """Wait until a peer has `count` outer updates; return the latest."""
         files = self.receivers[who].files
         await self.lab.scheduler.until(lambda: len(files) >= count)
@@ -80,8 +83,8 @@ async def running(lab: Any, push_receiver: Any, *, members: bool | None = True) 
             receiver.listen()
         spec = lab.aggregate_spec([p.peer_id for p in peers], [p.peer_id for p in peers], members=members)
         lease = await lab.scheduler.hire(lab.SERVER)
-        await lab.scheduler.dispatch(lab.peer, lease, spec)
-        yield Group(lab, peers, receivers, spec)
+        await lab.scheduler.dispatch(lease, spec)
+        yield Group(lab, peers, receivers, lease)
 
 
 def done_after(count: int) -> Callable[[Any], Any]:
@@ -108,8 +111,7 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab,
             for who in range(3):
                 header, value = await group.result(who, 1)
                 assert value == pytest.approx(0.7 * (mean + 0.9 * mean))
-                assert header is not None
-                assert (header.kind, header.round, header.job_id) == (OUTER_UPDATE, 1, group.spec.job_id)
+                assert (header.kind, header.round, header.job_id) == (OUTER_UPDATE, 1, lab.scheduler.job_id)
             assert (await group.name(2, {0: 1, 1: 1, 2: 1})).accepted
             for who in range(3):
                 await group.push(who, 2, group.write(1.0))
@@ -117,7 +119,7 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab,
             _, value = await group.result(0, 2)
             assert value == pytest.approx(0.7 * (1.0 + 0.9 * momentum))
             end = await lab.scheduler.ended()
-            assert (end.outcome, end.reason, end.exit_code) == ("finished", "", None)
+            assert (end.outcome, end.reason) == ("finished", "")
             assert lab.left_behind() == []
             assert all(report.lease == end.lease for report in lab.scheduler.reports)
 
@@ -161,18 +163,18 @@ def test_a_sender_removed_from_the_current_round_is_late(in_lab: InLab, push_rec
             await group.push(0, 1, group.write(2.0))
             if begun:
                 checked, go_on = anyio.Event(), anyio.Event()
-                [running_job] = lab.worker.jobs._jobs.values()
-                check = running_job.execution._check_layout
+                [running_task] = lab.worker.tasks.running
+                check = running_task.execution._check_layout
 
                 async def check_late(path: Path, size: int) -> None:
                     await check(path, size)
                     checked.set()
                     await go_on.wait()
 
-                running_job.execution._check_layout = check_late
+                running_task.execution._check_layout = check_late
                 tasks.start_soon(group.push, 2, 1, group.write(99.0))
                 await checked.wait()
-                running_job.execution._check_layout = check
+                running_task.execution._check_layout = check
                 await group.name(1, {0: 1, 1: 1})
                 go_on.set()
             else:
@@ -261,15 +263,19 @@ def test_invalid_updates_are_refused_and_reported_to_the_scheduler(in_lab: InLab
     in_lab(case)
 
 
-def test_members_of_an_unknown_job_are_refused(in_lab: InLab, push_receiver: Any) -> None:
+def test_without_announced_members_each_sender_counts_equally(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
-        async with running(lab, push_receiver) as group:
-            message = RoundMembers(job_id=uuid.uuid4(), round=1, members=(), deadline_ms=1)
-            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, ROUND_MEMBERS, message)
-            assert not answer.accepted
-            message = RoundMembers(job_id=group.spec.job_id, round=1, members=(), deadline_ms=1)
-            answer = await rpc.call(lab.data, lab.peer, ROUND_MEMBERS, message)
-            assert not answer.accepted, "only the job's own scheduler may announce members"
+        lab.scheduler.answer = done_after(2)
+        async with running(lab, push_receiver, members=None) as group:
+            for number in (1, 2):
+                for who in range(3):
+                    await group.push(who, number, group.write(float(who)))
+                for who in range(3):
+                    await group.result(who, number)
+            first, second = (await group.result(0, 1))[1], (await group.result(0, 2))[1]
+            assert first == pytest.approx(0.7 * 1.9)
+            assert second == pytest.approx(0.7 * (1.0 + 0.9 * 1.9))
+            await lab.scheduler.until(lambda: lab.scheduler.statuses == ["started", "ready", "finished"])
 
     in_lab(case)
 
@@ -281,8 +287,8 @@ def test_an_outer_step_that_exceeds_the_jobs_storage_fails_the_job(in_lab: InLab
         async with lab.network.endpoint("trainer") as trainer:
             spec = lab.aggregate_spec([trainer.peer_id], [trainer.peer_id], members=None)
             lease = await lab.scheduler.hire(lab.SERVER, cpu=1.0, storage=0.001)
-            await lab.scheduler.dispatch(lab.peer, lease, spec)
-            group = Group(lab, [trainer], [], spec)
+            await lab.scheduler.dispatch(lease, spec)
+            group = Group(lab, [trainer], [], lease)
             await group.push(0, 1, group.write(1.0, shape=(100_000,)))
             end = await lab.scheduler.ended()
             assert end.outcome == "failed"

@@ -35,7 +35,6 @@ def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.05,) * 1000)
-    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
     (tmp_path / "slice").write_bytes(b"x" * 1000)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
@@ -170,7 +169,6 @@ def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2, 0.2, 0.2, 60.0))
-    monkeypatch.setattr("hypha_net.transfer.pull_client.IDENTIFY_TIMEOUT", 0.05)
 
     async def case(nodes: Nodes) -> None:
         nodes.serve(nodes.first, WRONG)

@@ -1,4 +1,4 @@
-"""Reports of several batches: to schedulers that take them in one message, one by one to others, and in an outage."""
+"""Reports of several batches: in one message where the strategy takes them, one by one elsewhere, and in an outage."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ def test_several_batches_travel_in_one_message(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["with a grace", "without"])
-@pytest.mark.parametrize("takes_batches", [True, False], ids=["older scheduler", "another strategy"])
-def test_a_scheduler_that_takes_no_several_gets_one_report_a_batch(waits: bool, takes_batches: bool) -> None:
+def test_a_strategy_that_takes_no_several_gets_one_report_a_batch(waits: bool) -> None:
     async def case(scene: Scene) -> None:
         scene.take_single()
         scene.answers = [Continue(), ScheduleUpdate(counter=7), Continue()]
@@ -123,7 +122,7 @@ def test_a_scheduler_that_takes_no_several_gets_one_report_a_batch(waits: bool, 
         assert await report(trained(3, 1, number=5)) == BatchesCounted(counted=4, reason="no such job")
         assert len({request.id for request in scene.single}) == len(scene.single)
 
-    play(case, waits=waits, takes_batches=takes_batches)
+    play(case, waits=waits, takes_batches=False)
 
 
 def test_the_end_of_a_round_that_is_begun_anew_is_not_that_of_before() -> None:
@@ -133,7 +132,7 @@ def test_the_end_of_a_round_that_is_begun_anew_is_not_that_of_before() -> None:
         assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1, last=8)
         assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1)
 
-    play(case)
+    play(case, takes_batches=False)
 
 
 def test_batches_of_an_outage_are_reported_again_after_it() -> None:

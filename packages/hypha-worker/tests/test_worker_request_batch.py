@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import REQUEST_BATCH_SIZE, TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
 
@@ -18,7 +18,7 @@ PEERS = [PeerId.from_public_key(n.to_bytes(32, "big")) for n in range(200)]
 
 
 def received(number: int, peer: int = 0, bid: float = 100.0, received_at: float = 0.0) -> ReceivedRequest:
-    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(TrainExecutor(name="x"),))
+    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
     request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
     return ReceivedRequest(PEERS[peer], request, received_at)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from hypha_proto.commands import SetMembers
 from hypha_proto.ids import PeerId
-from hypha_proto.round_membership import Member, RoundMembers
+from hypha_proto.round_membership import Member
 from hypha_worker.executors.parameter_server.round_collector import EmptyRoundError, RoundCollector, UpdateRefusedError
 
 A, B, C, OUTSIDER = (PeerId.from_public_key(bytes([n]) * 32) for n in range(4))
 
 
-def members(number: int, samples: dict[PeerId, int], deadline_ms: int = 1000) -> RoundMembers:
+def members(number: int, samples: dict[PeerId, int], deadline_ms: int = 1000) -> SetMembers:
     listed = tuple(Member(peer=peer, samples=count) for peer, count in samples.items())
-    return RoundMembers(job_id=uuid.UUID(int=1), round=number, members=listed, deadline_ms=deadline_ms)
+    return SetMembers(round=number, members=listed, deadline_ms=deadline_ms)
 
 
-def deliver(collector: RoundCollector, peer: PeerId, number: int | None) -> Path:
+def deliver(collector: RoundCollector, peer: PeerId, number: int) -> Path:
     path = Path(f"{peer}-{number}")
     collector.add(peer, collector.admit(peer, number), path)
     return path
@@ -32,7 +32,7 @@ def test_a_round_is_complete_when_every_member_has_delivered() -> None:
     collector = RoundCollector({A, B, C}, members_announced=True)
     assert collector.seconds_until_due(0.0) is None
     first = deliver(collector, A, 1)
-    assert collector.set_round_members(members(1, {A: 40, B: 10}), 0.0)[0].accepted
+    assert collector.set_members(members(1, {A: 40, B: 10}), 0.0)[0] is None
     assert collector.seconds_until_due(0.4) == pytest.approx(0.6)
     second = deliver(collector, B, 1)
     assert collector.seconds_until_due(0.5) == 0.0
@@ -46,7 +46,7 @@ def test_a_round_is_complete_when_every_member_has_delivered() -> None:
 
 def test_late_members_are_left_out_at_the_deadline() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
-    collector.set_round_members(members(1, {A: 40, B: 10}), 5.0)
+    collector.set_members(members(1, {A: 40, B: 10}), 5.0)
     deliver(collector, A, 1)
     assert collector.seconds_until_due(5.9) == pytest.approx(0.1)
     assert collector.seconds_until_due(6.0) == 0.0
@@ -59,19 +59,18 @@ def test_late_members_are_left_out_at_the_deadline() -> None:
     assert collector.is_late(A, 1)
     assert not collector.is_late(C, 1)
     assert not collector.is_late(B, 2)
-    assert not collector.is_late(B, None)
 
 
 def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
     for number in range(1, 9):
-        collector.set_round_members(members(number, {A: 1}), 0.0)
+        collector.set_members(members(number, {A: 1}), 0.0)
         deliver(collector, A, number)
         collector.close_round()
     assert all(collector.is_late(B, number) for number in range(1, 9))
     assert not collector.is_late(B, 9)
     assert not collector.is_late(OUTSIDER, 1)
-    collector.set_round_members(members(9, {A: 1}), 0.0)
+    collector.set_members(members(9, {A: 1}), 0.0)
     assert collector.is_late(B, 9)
     assert not collector.is_late(A, 9)
     assert not collector.is_late(OUTSIDER, 9)
@@ -79,17 +78,17 @@ def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
 
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
-    collector.set_round_members(members(1, {A: 1, B: 1}), 0.0)
+    collector.set_members(members(1, {A: 1, B: 1}), 0.0)
     with pytest.raises(EmptyRoundError, match="no update of round 1 arrived"):
         collector.close_round()
 
 
 def test_a_later_message_replaces_the_members_of_a_round() -> None:
     collector = RoundCollector({A, B, C}, members_announced=True)
-    collector.set_round_members(members(1, {A: 4, B: 1, C: 2}), 0.0)
+    collector.set_members(members(1, {A: 4, B: 1, C: 2}), 0.0)
     deliver(collector, A, 1)
     lost = deliver(collector, C, 1)
-    _, dropped = collector.set_round_members(members(1, {A: 4, B: 1}), 0.1)
+    _, dropped = collector.set_members(members(1, {A: 4, B: 1}), 0.1)
     assert dropped == [lost]
     deliver(collector, B, 1)
     assert [weight for _, _, weight in collector.close_round().updates] == [4.0, 1.0]
@@ -99,9 +98,7 @@ def test_non_members_and_wrong_rounds_are_refused() -> None:
     collector = RoundCollector({A, B}, members_announced=True)
     with pytest.raises(UpdateRefusedError, match="not a member of this job"):
         deliver(collector, OUTSIDER, 1)
-    with pytest.raises(UpdateRefusedError, match="no round has begun"):
-        deliver(collector, A, None)
-    collector.set_round_members(members(3, {A: 1}), 0.0)
+    collector.set_members(members(3, {A: 1}), 0.0)
     for peer, number, why in (
         (B, 3, "not a member of round 3"),
         (A, 2, "round 2 is over"),
@@ -110,14 +107,14 @@ def test_non_members_and_wrong_rounds_are_refused() -> None:
     ):
         with pytest.raises(UpdateRefusedError, match=why):
             deliver(collector, peer, number)
-    deliver(collector, A, None)
+    deliver(collector, A, 3)
     assert collector.close_round().round == 3
 
 
 def test_a_peer_announced_later_may_send() -> None:
     collector = RoundCollector({A}, members_announced=True)
-    collector.set_round_members(members(1, {A: 1}), 0.0)
-    collector.set_round_members(members(2, {A: 1, OUTSIDER: 1}), 0.0)
+    collector.set_members(members(1, {A: 1}), 0.0)
+    collector.set_members(members(2, {A: 1, OUTSIDER: 1}), 0.0)
     deliver(collector, OUTSIDER, 2)
     deliver(collector, A, 1)
     assert collector.close_round().round == 1
@@ -133,19 +130,19 @@ def test_a_peer_announced_later_may_send() -> None:
         (members(2, {}), "at least one member"),
     ],
 )
-def test_members_of_an_invalid_round_are_refused(message: RoundMembers, reason: str) -> None:
+def test_members_of_an_invalid_round_are_refused(message: SetMembers, reason: str) -> None:
     collector = RoundCollector({A}, members_announced=True)
-    collector.set_round_members(members(1, {A: 1}), 0.0)
+    collector.set_members(members(1, {A: 1}), 0.0)
     deliver(collector, A, 1)
     collector.close_round()
-    answer, _ = collector.set_round_members(message, 0.0)
-    assert not answer.accepted
-    assert reason in answer.reason
+    found, _ = collector.set_members(message, 0.0)
+    assert found is not None
+    assert reason in found
 
 
 def test_an_update_sent_again_replaces_the_first() -> None:
     collector = RoundCollector({A}, members_announced=True)
-    collector.set_round_members(members(1, {A: 1}), 0.0)
+    collector.set_members(members(1, {A: 1}), 0.0)
     collector.add(A, 1, Path("first"))
     assert collector.add(A, 1, Path("second")) == Path("first")
     assert collector.close_round().updates == ((A, Path("second"), 1.0),)
@@ -154,11 +151,11 @@ def test_an_update_sent_again_replaces_the_first() -> None:
 def test_without_announced_members_all_senders_count_equally_and_there_is_no_deadline() -> None:
     collector = RoundCollector({A, B}, members_announced=False)
     assert collector.round == 1
-    assert not collector.set_round_members(members(1, {A: 1}), 0.0)[0].accepted
+    assert collector.set_members(members(1, {A: 1}), 0.0)[0] is not None
     for number in (1, 2):
-        deliver(collector, A, None)
+        deliver(collector, A, number)
         assert collector.seconds_until_due(1e9) is None
-        deliver(collector, B, None)
+        deliver(collector, B, number)
         assert collector.seconds_until_due(0.0) == 0.0
         done = collector.close_round()
         assert (done.round, [weight for _, _, weight in done.updates]) == (number, [1.0, 1.0])
@@ -185,16 +182,16 @@ class Rounds(RuleBasedStateMachine):
     )
     def name(self, ahead: int, samples: dict[PeerId, int], deadline: int) -> None:
         number = max(1, (self.collector.round or 1) + ahead)
-        answer, dropped = self.collector.set_round_members(members(number, samples, deadline), self.now)
-        if answer.accepted:
+        reason, dropped = self.collector.set_members(members(number, samples, deadline), self.now)
+        if reason is None:
             assert samples
             assert number > self.closed
             self.latest[number] = samples
             assert all(path not in self.used for path in dropped)
 
-    @rule(peer=st.sampled_from(everybody), ahead=st.integers(-2, 6), bare=st.booleans())
-    def push(self, peer: PeerId, ahead: int, bare: bool) -> None:
-        number = None if bare else max(1, (self.collector.round or 1) + ahead)
+    @rule(peer=st.sampled_from(everybody), ahead=st.integers(-2, 6))
+    def push(self, peer: PeerId, ahead: int) -> None:
+        number = max(1, (self.collector.round or 1) + ahead)
         self.count += 1
         try:
             admitted = self.collector.admit(peer, number)

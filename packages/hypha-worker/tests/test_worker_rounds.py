@@ -11,9 +11,8 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import httpx
-import msgspec
 import pytest
-from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, make_spec, open_rounds
+from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, make_config, open_rounds
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -22,7 +21,6 @@ from hypha_proto.codec import to_plain
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     MAX_RANGES,
-    STATE_CONTRIBUTION,
     AwaitCommit,
     CommitStatus,
     Contribution,
@@ -38,16 +36,16 @@ from hypha_proto.job_spec import (
     PeersReference,
     Reference,
     SliceAddress,
-    TrainJob,
 )
 from hypha_proto.protocols import ROUND
+from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PushHeader
 from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.errors import BridgeError
-from hypha_worker.jobs.references import job_references, reference_peers, with_secrets, without_secrets
+from hypha_worker.tasks.references import named_peers, with_secrets, without_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +154,7 @@ def test_a_contribution_that_does_not_describe_the_update_is_refused(
 def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds) -> None:
         reference = PeersReference(peers=(rounds.scheduler.peer_id,), strategy=All())
-        (rounds.backend.work_dir / "u").write_bytes(b"x")
+        (rounds.work_dir / "u").write_bytes(b"x")
         _, digest = await transfer.describe(b"x")
         stated = Contribution(
             round=1, weights=WEIGHTS, ranges=(), batches=0, batch_size=1, seed=0, optimizer="reset", update=digest
@@ -167,8 +165,7 @@ def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> No
     in_rounds(case)
 
 
-@pytest.mark.parametrize("changes", [{"term": None}, {"speaks": False}], ids=["no term", "older scheduler"])
-def test_jobs_without_commits_are_as_before(in_rounds: InRounds, changes: dict[str, Any]) -> None:
+def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds) -> None:
         await rounds.send()
         [header] = rounds.history
@@ -178,28 +175,7 @@ def test_jobs_without_commits_are_as_before(in_rounds: InRounds, changes: dict[s
         claimed = rounds.claim(await rounds.next_file())
         assert (claimed.round, claimed.weights) == (1, None)
 
-    in_rounds(case, **changes)
-
-
-def test_the_list_of_identify_may_be_older_than_the_schedulers_first_such_job(
-    in_rounds: InRounds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scheduler serves the protocol from its first such job on, to which workers may have been connected before."""
-
-    async def case(rounds: Rounds) -> None:
-        listed = rounds.worker.connected_peers()
-        rpc.serve(rounds.scheduler, STATE_CONTRIBUTION, rounds.state)
-        rpc.serve(rounds.scheduler, AWAIT_COMMIT, rounds.await_commit)
-        monkeypatch.setattr(rounds.worker, "connected_peers", lambda: listed)
-        assert ROUND not in listed[rounds.scheduler.peer_id].protocols
-        await rounds.send()
-        digest = await rounds.push()
-        await rounds.until_asked(1)
-        rounds.commit(digest, CommitStatus(committed=True))
-        rounds.claim(await rounds.next_file())
-        assert [type(message) for message in rounds.history[:2]] == [StateContribution, PushHeader]
-
-    in_rounds(case, speaks=False)
+    in_rounds(case, term=None)
 
 
 def test_a_contribution_waits_for_a_scheduler_that_is_away(
@@ -240,7 +216,7 @@ HOSTILE_FIELDS = (
 def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds) -> None:
         content = b"over http"
-        (rounds.backend.work_dir / "u").write_bytes(content)
+        (rounds.work_dir / "u").write_bytes(content)
         _, digest = await transfer.describe(content)
         stated = {
             "round": 1,
@@ -252,7 +228,7 @@ def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
             "optimizer": "reset",
             "update": digest,
         }
-        body = {"resource": to_plain(Reference, rounds.backend.spec.executor.config.updates), "path": "u", "round": 1}
+        body = {"resource": to_plain(Reference, rounds.config.updates), "path": "u", "round": 1}
         with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
             path = Path(folder) / "b.sock"
             async with (
@@ -322,7 +298,7 @@ def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: InRounds
             rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
         claimed = rounds.claim(got[0])
         assert (claimed.round, claimed.kind, claimed.weights) == (1, OUTER_UPDATE, NEW_WEIGHTS)
-        assert (rounds.backend.work_dir / claimed.path).read_bytes() == b"outer"
+        assert (rounds.work_dir / claimed.path).read_bytes() == b"outer"
         assert rounds.waiting_files() == 0
         question = rounds.got(AwaitCommit)[0]
         assert (question.job_id, question.lease, question.round, question.update) == (JOB, LEASE, 1, digest)
@@ -339,7 +315,7 @@ def test_an_outer_update_that_is_never_committed_is_deleted(
         rounds.commit(wrong, CommitStatus(committed=False, reason="round 1 has another outer update"))
         rounds.commit(right, CommitStatus(committed=True))
         claimed = rounds.claim(await rounds.next_file())
-        assert (rounds.backend.work_dir / claimed.path).read_bytes() == b"right"
+        assert (rounds.work_dir / claimed.path).read_bytes() == b"right"
         while rounds.waiting_files():
             await anyio.lowlevel.checkpoint()
         assert recorded.total("hypha.worker.outer_updates.discarded") == 1
@@ -422,13 +398,13 @@ def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRou
 
 def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
     async def case(rounds: Rounds) -> None:
-        reference = rounds.backend.spec.executor.config.weights
+        reference = rounds.config.weights
         assert reference is not None
         for content in (b"weights of round 1", b"weights of round 2"):
             rounds.served[0] = content
             [file] = await rounds.backend.fetch(Transfer(reference, "weights"))
             assert file.path == "weights/weights.safetensors"
-            assert (rounds.backend.work_dir / file.path).read_bytes() == content
+            assert (rounds.work_dir / file.path).read_bytes() == content
 
     in_rounds(case)
 
@@ -441,13 +417,12 @@ def test_weights_may_come_from_a_peer_that_no_other_reference_names() -> None:
     scheduler, server, other = (Peer(number) for number in range(3))
     address = SliceAddress(dataset="w", index=0)
     weights = PeersReference(peers=(other.peer_id,), strategy=One(), resource=address)
-    spec = make_spec(scheduler, server, weights=weights)  # type: ignore[arg-type]
-    assert other.peer_id in reference_peers(job_references(spec))
-    shown = without_secrets(spec)
-    assert isinstance(shown.executor, TrainJob)
-    assert shown.executor.config.weights == weights
-    assert isinstance(spec.executor, TrainJob)
-    assert with_secrets(spec, shown.executor.config.model.artifact) == spec.executor.config.model.artifact
+    config = make_config(scheduler, server, weights=weights)  # type: ignore[arg-type]
+    spec = TaskSpec(executor="train/x", training=config)
+    assert other.peer_id in named_peers(spec)
+    shown = without_secrets(config)
+    assert shown.weights == weights
+    assert with_secrets(spec, shown.model.artifact) == config.model.artifact
 
 
 @pytest.mark.parametrize(
@@ -465,7 +440,7 @@ def test_the_metadata_of_a_slice_has_its_positions(
             return SliceAssigned(data_provider=peer, index=3, epoch=1, digest=digest, first=first, end=end)
 
         rpc.serve(rounds.scheduler, DATA, assign)
-        [file] = await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, "slices"))
+        [file] = await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
         assert {name: file.metadata[name] for name in ("slice", "epoch")} == {"slice": "3", "epoch": "1"}
         assert {name: text for name, text in file.metadata.items() if name in ("first", "end")} == metadata
 
@@ -489,7 +464,7 @@ def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_their_as
         found: dict[str, str] = {}
 
         async def fetch(number: int) -> None:
-            [file] = await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, f"slices/{number}"))
+            [file] = await rounds.backend.fetch(Transfer(rounds.config.data, f"slices/{number}"))
             found[file.metadata[ASSIGNED]] = file.metadata["slice"]
 
         async with anyio.create_task_group() as tasks:
@@ -508,7 +483,7 @@ def test_a_slice_without_positions_to_use_is_an_error(in_rounds: InRounds) -> No
 
         rpc.serve(rounds.scheduler, DATA, assign)
         with pytest.raises(BridgeError, match="first 9 is not before end 9"):
-            await rounds.backend.fetch(Transfer(rounds.backend.spec.executor.config.data, "slices"))
+            await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
 
     in_rounds(case)
 
@@ -533,12 +508,10 @@ def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Callable[..., 
             return CommitStatus(committed=len(asked) > 1, weights=NEW_WEIGHTS)
 
         rpc.serve(lab.scheduler.endpoint, AWAIT_COMMIT, answer)
-        spec = lab.train_spec()
-        config = msgspec.structs.replace(spec.executor.config, term=1)
-        spec = msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=config))
-        await lab.start(LISTENS.replace("WEIGHTS", NEW_WEIGHTS), spec)
+        await lab.start(LISTENS.replace("WEIGHTS", NEW_WEIGHTS), lab.train_spec(term=1))
         size, digest = await transfer.describe(b"outer")
-        header = PushHeader(job_id=spec.job_id, round=1, kind=OUTER_UPDATE, name="u", size=size, digest=digest, term=1)
+        scheduler = lab.scheduler.endpoint.peer_id
+        header = PushHeader(lab.scheduler.job_id, 1, OUTER_UPDATE, "u", size, digest, scheduler, term=1)
         await transfer.push(lab.server, lab.peer, b"outer", header)
         end = await lab.scheduler.ended()
         assert end.outcome == "finished", end

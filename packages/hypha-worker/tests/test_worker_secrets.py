@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from support.fake_http_server import served
 from support.scripted_task_scheduler import ScriptedTaskScheduler
@@ -21,18 +20,15 @@ from hypha_net import instrumentation
 from hypha_proto.job_spec import (
     Adam,
     All,
-    Descriptor,
     HuggingFaceReference,
-    JobSpec,
     Model,
     PeersReference,
     Preprocessor,
     TrainConfig,
-    TrainJob,
     UriReference,
 )
-from hypha_proto.tasks import TaskResource, UriSource
-from hypha_worker.jobs.references import with_secrets, without_secrets
+from hypha_proto.tasks import TaskResource, TaskSpec, UriSource
+from hypha_worker.tasks.references import with_secrets, without_secrets
 
 USER, PASSWORD, SIGNATURE, REDIRECTED, TOKEN, BAD_TOKEN = (
     "u5er-1d",
@@ -143,14 +139,12 @@ def assert_no_secret(text: str) -> None:
         assert at < 0, text[max(0, at - 200) : at + 100]
 
 
-def with_artifacts(spec: JobSpec, model: Any, preprocessor: Any) -> JobSpec:
-    executor: Any = spec.executor
-    config = msgspec.structs.replace(
-        executor.config,
-        model=Model(task="auto", artifact=model, input_names=()),
-        preprocessor=Preprocessor(task="auto", artifact=preprocessor, input_names=()),
-    )
-    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(executor, config=config))
+def with_artifacts(model: Any, preprocessor: Any) -> dict[str, Any]:
+    """Return settings of a task that trains."""
+    return {
+        "model": Model(task="auto", artifact=model, input_names=()),
+        "preprocessor": Preprocessor(task="auto", artifact=preprocessor, input_names=()),
+    }
 
 
 def hub(token: str) -> HuggingFaceReference:
@@ -170,7 +164,7 @@ def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
     }.get(second, web.uri(second))
 
     async def case(lab: Any) -> None:
-        await lab.start(FETCHES, with_artifacts(lab.train_spec(), web.uri("/found"), other))
+        await lab.start(FETCHES, lab.train_spec(**with_artifacts(web.uri("/found"), other)))
         end = await lab.scheduler.ended()
         assert end.outcome == "failed"
         lines = "\n".join(end.last_lines)
@@ -219,25 +213,16 @@ def test_executors_name_urls_by_what_is_not_secret_of_them(web: Web) -> None:
     """Two that differ in what is hidden stay two."""
     first, second = web.uri("/get"), UriReference(value=web.url("/get") + "&id=2")
     plain = UriReference(value="https://host/model.safetensors")
-    spec = with_artifacts(make_spec(plain), first, second)
-    shown: Any = without_secrets(spec).executor
+    nobody = PeersReference(peers=(), strategy=All())
+    settings = with_artifacts(first, second)
+    config = TrainConfig(
+        data=plain, updates=nobody, results=nobody, optimizer=Adam(learning_rate=0.1), batch_size=1, **settings
+    )
+    spec = TaskSpec(executor="train/x", training=config)
+    shown: Any = without_secrets(config)
     assert_no_secret(repr(shown))
-    config = shown.config
-    assert with_secrets(spec, config.model.artifact) == first
-    assert with_secrets(spec, config.preprocessor.artifact) == second
-    assert config.data == plain
+    assert with_secrets(spec, shown.model.artifact) == first
+    assert with_secrets(spec, shown.preprocessor.artifact) == second
+    assert shown.data == plain
     chosen = UriReference(value="https://host/other?version=2")
     assert with_secrets(spec, chosen) == chosen
-
-
-def make_spec(data: UriReference) -> JobSpec:
-    nobody = PeersReference(peers=(), strategy=All())
-    config = TrainConfig(
-        model=Model(task="auto", artifact=data, input_names=()),
-        data=data,
-        updates=nobody,
-        results=nobody,
-        optimizer=Adam(learning_rate=0.1),
-        batch_size=1,
-    )
-    return JobSpec(job_id=uuid.uuid4(), executor=TrainJob(descriptor=Descriptor(name="x"), config=config))

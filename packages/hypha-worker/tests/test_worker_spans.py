@@ -86,7 +86,7 @@ def test_an_executors_spans_are_in_the_trace_of_its_job(in_lab: Any, caplog: pyt
     for bad, (status, answer) in zip(BAD, refused, strict=True):
         assert (status, answer["error"]) == (400, "bad-request"), bad
     spans = {span.name: span for span in collector.spans}
-    job, executed, outer, inner = spans["job"], spans["execute job"], spans["round"], spans["train"]
+    job, executed, outer, inner = spans["job"], spans["execute task"], spans["round"], spans["train"]
     assert {span.trace_id for span in (job, executed, outer, inner)} == {job.trace_id}
     assert outer.parent_span_id == executed.span_id
     assert inner.parent_span_id == outer.span_id

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypha_net import pubsub, rpc
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
-from hypha_proto.offers import WORKER_REQUESTS, TrainExecutor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.rejection import RejectionReason
 from hypha_worker.bidding.request_batch import ReceivedRequest
@@ -28,7 +28,7 @@ PEER = PeerId.parse("12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp")
 
 
 def received(name: str = "script") -> ReceivedRequest:
-    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(TrainExecutor(name=name),))
+    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", name),))
     request = WorkerRequest(id=uuid.uuid4(), spec=spec, bid=10.0, timeout_ms=1000)
     return ReceivedRequest(PEER, request, 0.0)
 
@@ -96,7 +96,10 @@ def test_status_shows_gateways_leases_jobs_and_requests(on_site: Any) -> None:
         assert found["requests"][-1]["price"] == 100.0
         text = (await site.command("status")).stdout
         assert "  /ip4/192.0.2.2/tcp/4001  not connected" in text
-        assert f"{job['job']}  train/script  scheduler {gateway}, since {job['since']}, price 100" in text
+        assert (
+            f"{job['job']} task {job['task']}  train/script  scheduler {gateway}, since {job['since']}, price 100"
+            in text
+        )
         assert "bid 1: no offer: the bid of 1 is below 50" in text
 
     on_site(case)

@@ -14,8 +14,7 @@ import pytest
 from support.scripted_task_scheduler import ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import NotFound
+from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.tasks import PeersSource, SlicesSource, TaskResource, TaskSpec
 from hypha_proto.transfer import TASK_RESULT, PullRequest
 

@@ -20,6 +20,7 @@ from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.task_resources import (
     PUSH_OUTPUT,
     AwaitPush,
@@ -33,16 +34,7 @@ from hypha_proto.task_resources import (
     PushOutput,
     ResourceLocation,
 )
-from hypha_proto.tasks import (
-    FileSource,
-    PeersSource,
-    ResultSource,
-    StoredOutput,
-    TaskReport,
-    TaskResource,
-    UriSource,
-    task_executor,
-)
+from hypha_proto.tasks import FileSource, PeersSource, ResultSource, StoredOutput, TaskReport, TaskResource, UriSource
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
@@ -165,7 +157,7 @@ def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_con
         await lab.scheduler.release(lab.peer, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
             lab.worker.lease_manager.close()
-            second = await lab.scheduler.hire(task_executor("python"))
+            second = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
             tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
             one = located(output, lab.peer)[1]
             single = LocatedFile(
@@ -392,7 +384,7 @@ def test_a_result_is_pushed_to_another_worker(
         output = await make_output(tasks, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
             lab.worker.lease_manager.close()
-            second = await lab.scheduler.hire(task_executor("python"))
+            second = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
             arrived = anyio.Event()
 
             def accept_early(deliveries: Deliveries, peer: PeerId, header: PushHeader) -> Any:
@@ -423,7 +415,13 @@ def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: In
         await tasks.until(lambda: tasks.questions)
 
         async def push(peer: MemoryEndpoint, content: bytes = b"right", **changes: Any) -> str:
-            fields = {"job_id": tasks.job_id, "kind": TASK_RESOURCE, "name": "0", "delivery": delivery}
+            fields = {
+                "job_id": tasks.job_id,
+                "kind": TASK_RESOURCE,
+                "name": "0",
+                "delivery": delivery,
+                "scheduler": lab.scheduler.endpoint.peer_id,
+            }
             fields |= {"size": len(content), "digest": digest(content)} | changes
             header = PushHeader(round=0, **fields)
             try:

@@ -24,7 +24,8 @@ from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import CANCEL_JOB, RENEW_LEASE, CancelJob, RenewLease
+from hypha_proto.leases import RENEW_LEASE, RenewLease
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
 from hypha_proto.tasks import (
     DrainTask,
@@ -36,7 +37,6 @@ from hypha_proto.tasks import (
     TaskResource,
     TaskSpec,
     UriSource,
-    task_executor,
 )
 from hypha_proto.transfer import PullRequest
 from hypha_worker.job_files import JobFiles
@@ -95,6 +95,7 @@ def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None
             "job_id": str(tasks.job_id),
             "task": "t[1]",
             "attempt": 4,
+            "executor": "shell/python",
             "scheduler": str(lab.scheduler.endpoint.peer_id),
             "index": 1,
             "count": 2,
@@ -165,7 +166,7 @@ def test_an_error_in_the_worker_ends_one_attempt_only(
 ) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr("hypha_worker.executors.process.task_execution.task_json", lambda _context: 1 / 0)
+            patched.setattr("hypha_worker.executors.process.execution.task_json", lambda _context: 1 / 0)
             tasks.start(lease, "t")
             failed = (await tasks.end("t")).failed
         assert failed is not None
@@ -214,7 +215,7 @@ def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None
     in_task_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
 
 
-@pytest.mark.parametrize("how", ["stop", "drain", "cancel", "release", "expiry"])
+@pytest.mark.parametrize("how", ["stop", "drain", "release", "expiry"])
 def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
     async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
         tasks.start(lease, "t", WAITS, outputs={"pid": "job.json"})
@@ -227,9 +228,6 @@ def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how
             tasks.define(lease, "t", stop=Stop("enough"))
         elif how == "drain":
             tasks.define(lease, "t", drain=DrainTask(100, "the worker drains"))
-        elif how == "cancel":
-            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, CANCEL_JOB, CancelJob(id=lease, reason="enough"))
-            assert answer.known
         elif how == "release":
             assert await lab.scheduler.release(lab.peer, lease)
         else:
@@ -237,12 +235,12 @@ def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how
             held.expires = anyio.current_time()
         report = await tasks.end("t")
         assert report.cancelled is not None
-        reasons = {"stop": "enough", "drain": "drains", "cancel": "enough", "release": "released", "expiry": "renewed"}
+        reasons = {"stop": "enough", "drain": "drains", "release": "released", "expiry": "renewed"}
         assert reasons[how] in report.cancelled.reason
         assert not [child for child in children if is_alive(child)]
         assert lab.left_behind() == []
         assert run.ended.is_set()
-        if how in ("stop", "drain", "cancel"):
+        if how in ("stop", "drain"):
             tasks.start(lease, "next")
             assert (await tasks.end("next")).finished is not None
         else:
@@ -499,7 +497,7 @@ def test_a_refused_subscription_is_tried_again_while_the_lease_lives(in_task_lab
         assert (await tasks.end("t")).finished is not None
         await lab.scheduler.release(lab.peer, lease)
         count = len(tasks.subscriptions)
-        following = await lab.scheduler.hire(task_executor("shell/python"))
+        following = await lab.scheduler.hire(ExecutorDescriptor.parse("shell/python"))
         await tasks.until(lambda: following in tasks.streams)
         assert [each.lease for each in tasks.subscriptions[count:]] == [following], "none after the lease"
 
@@ -510,7 +508,7 @@ def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None]
     async def case(lab: Any) -> None:
         tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
         tasks.listen()
-        lease = await lab.scheduler.hire(task_executor("python"))
+        lease = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
         tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"}, executor="python")
         await tasks.end("t")
         tasks.start(lease, "u", WAITS, executor="python")
@@ -572,7 +570,7 @@ def test_whatever_a_definition_holds_it_is_refused_or_stays_inside(
     )
     definition = TaskDefinition(job_id=uuid.UUID(int=1), task=task, attempt=0, start=spec)
     try:
-        check_start(definition, spec, [task_executor("x")])
+        check_start(definition, spec, [ExecutorDescriptor.parse("x")])
     except DefinitionError:
         return
     folder = Path("/work")

@@ -13,8 +13,7 @@ from support.scripted_task_scheduler import ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
 
 from hypha_net import rpc, transfer
-from hypha_proto.datasets import DATA, NO_FREE_SLICE, DataRequest, SliceAssigned
-from hypha_proto.dispatch import NotFound, WireError
+from hypha_proto.datasets import DATA, NO_FREE_SLICE, DataRequest, NotFound, SliceAssigned, WireError
 from hypha_proto.tasks import SlicesSource, TaskResource
 from hypha_proto.transfer import TASK_RESULT, PullRequest, Refusal
 

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hypha_net import rpc, transfer
+from hypha_net import transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
+from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import JOB_WORKERS, JobWorkers, JobWorkersKnown
-from hypha_proto.job_spec import JobSpec, One, PeersReference, Reference, SliceAddress, UriReference
+from hypha_proto.job_spec import One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.progress import Continue, Done, ProgressRequest, ProgressResponse
-from hypha_proto.round_membership import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
+from hypha_proto.round_membership import Member
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
 from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
@@ -50,7 +50,7 @@ class TermLab:
     trainers: list[MemoryEndpoint]
     scheduler: Any
     """`PushReceiver` of the scheduler."""
-    spec: JobSpec
+    lease: uuid.UUID
     receivers: list[Any] = field(default_factory=list)
 
     def write(self, values: Any, metadata: UpdateMetadata | None = None) -> Path:
@@ -63,13 +63,14 @@ class TermLab:
         """Push an update as a trainer; return its digest."""
         size, digest = await transfer.describe(path)
         fields = {
-            "job_id": self.spec.job_id,
+            "job_id": self.lab.scheduler.job_id,
             "round": number,
             "kind": PSEUDO_GRADIENT,
             "name": "update",
             "size": size,
             "digest": digest,
             "term": TERM,
+            "scheduler": self.lab.scheduler.endpoint.peer_id,
         }
         await transfer.push(self.trainers[who], self.lab.peer, path, PushHeader(**(fields | changes)))
         return digest
@@ -78,25 +79,25 @@ class TermLab:
         self,
         number: int,
         digests: tuple[str | None, ...] = (None, None),
-        term: int | None = TERM,
         samples: tuple[int, ...] = (1, 1),
         who: tuple[int, ...] = (0, 1),
         deadline_ms: int = 10_000,
-    ) -> MembersKnown:
+    ) -> CommandAnswer:
         members = tuple(
             Member(peer=self.trainers[number].peer_id, samples=count, update=digest)
             for number, digest, count in zip(who, digests, samples, strict=False)
         )
-        message = RoundMembers(
-            job_id=self.spec.job_id, round=number, members=members, deadline_ms=deadline_ms, term=term
-        )
-        return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, ROUND_MEMBERS, message)
+        return await self.command(SetMembers(round=number, members=members, deadline_ms=deadline_ms))
 
-    async def set_workers(self, version: int, who: tuple[int, ...], **changes: Any) -> JobWorkersKnown:
+    async def set_workers(self, *who: int) -> CommandAnswer:
         """Announce which trainers are workers of the job."""
-        workers = tuple(self.trainers[number].peer_id for number in who)
-        about = {"job_id": self.spec.job_id, "term": TERM, "version": version, "workers": workers}
-        return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, JOB_WORKERS, JobWorkers(**(about | changes)))
+        return await self.command(SetWorkers(tuple(self.trainers[number].peer_id for number in who)))
+
+    async def command(self, command: Command) -> CommandAnswer:
+        """Send a command to the parameter server; return its answer."""
+        scheduler = self.lab.scheduler
+        answer: CommandAnswer = await scheduler.tasks.command(self.lease, scheduler.task_on(self.lease), command)
+        return answer
 
     async def add_trainer(self, endpoint: MemoryEndpoint, push_receiver: Any) -> int:
         """Let a further peer send updates and receive outer updates; return its number."""
@@ -134,11 +135,10 @@ async def running(lab: Any, push_receiver: Any, **changes: Any) -> AsyncIterator
             receiver.listen()
         peers = [peer.peer_id for peer in trainers]
         spec = lab.aggregate_spec(peers, [*peers, lab.scheduler.endpoint.peer_id])
-        config = msgspec.structs.replace(spec.executor.config, **({"term": TERM} | changes))
-        spec = msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=config))
+        config = msgspec.structs.replace(spec.aggregation, **({"term": TERM} | changes))
         lease = await lab.scheduler.hire(lab.SERVER)
-        await lab.scheduler.dispatch(lab.peer, lease, spec)
-        yield TermLab(lab, trainers, scheduler, spec, receivers)
+        await lab.scheduler.dispatch(lease, msgspec.structs.replace(spec, aggregation=config))
+        yield TermLab(lab, trainers, scheduler, lease, receivers)
 
 
 def done_after(count: int) -> Callable[[ProgressRequest], ProgressResponse]:
@@ -173,12 +173,8 @@ InTerm = Callable[..., None]
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_pushes_state_the_term_and_members_of_another_one_are_refused(in_term: InTerm) -> None:
+def test_pushes_state_the_term(in_term: InTerm) -> None:
     async def case(lab: TermLab) -> None:
-        for term in (1, 3, None):
-            answer = await lab.announce(1, term=term)
-            assert not answer.accepted
-            assert answer.reason == f"term: {term} is not 2, the term of this parameter server"
         assert (await lab.announce(1)).accepted
         for who in range(2):
             await lab.push(who, 1, lab.write([1.0, 1.0]))
@@ -475,7 +471,7 @@ def refuse_pushes(lab: TermLab, reason: str, count: int) -> list[str]:
     refused: list[str] = []
     accept = lab.scheduler._accept
 
-    async def refuse(peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
+    async def refuse(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if len(refused) < count:
             refused.append(reason)
             return Refusal(reason=reason)
@@ -541,7 +537,7 @@ def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: I
             joined = await term_lab.add_trainer(joiner, push_receiver)
             await term_lab.announce(1)
             await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-            assert (await term_lab.set_workers(1, (0, joined))).accepted
+            assert (await term_lab.set_workers(0, joined)).accepted
             await term_lab.push(joined, 2, term_lab.write([4.0, 4.0]))  # before its round is announced
             await term_lab.announce(1, who=(0,))
             await term_lab.outer_update(1)
@@ -556,26 +552,6 @@ def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: I
     in_lab(case)
 
 
-def test_older_lists_of_workers_and_those_of_other_terms_are_refused(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
-        assert (await lab.set_workers(5, (0, 1))).accepted
-        assert (await lab.set_workers(5, (0, 1))).accepted, "repeated for lack of a response"
-        for version, changes, reason in (
-            (4, {}, "version: 4 is older than 5"),
-            (6, {"term": 1}, "term: 1 is not 2"),
-            (6, {"job_id": uuid.uuid4()}, "no task of job"),
-        ):
-            answer = await lab.set_workers(version, (), **changes)
-            assert not answer.accepted
-            assert reason in answer.reason
-        await lab.announce(1)
-        for who in range(2):
-            await lab.push(who, 1, lab.write([2.0, 2.0]))
-        await lab.outer_update(1)
-
-    in_term(case)
-
-
 def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
     in_lab: InLab, push_receiver: Any
 ) -> None:
@@ -583,12 +559,12 @@ def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
         lab.scheduler.answer = done_after(1)
         async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
             joined = await term_lab.add_trainer(joiner, push_receiver)
-            await term_lab.set_workers(1, (0, 1))
+            await term_lab.set_workers(0, 1)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(term_lab.push, joined, 1, term_lab.write([4.0, 4.0]))
-                [job] = lab.worker.jobs.running
-                await lab.scheduler.until(lambda: job.execution._unannounced)
-                await term_lab.set_workers(2, (0, 1, joined))
+                [run] = lab.worker.tasks.running
+                await lab.scheduler.until(lambda: run.execution._unannounced)
+                await term_lab.set_workers(0, 1, joined)
             await term_lab.announce(1, who=(joined,))
             np.testing.assert_allclose(await term_lab.outer_update(1), RATE * (1 + FACTOR) * 4.0, rtol=1e-6)
             assert (await lab.scheduler.ended()).outcome == "finished"
@@ -602,7 +578,7 @@ def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
     monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ANNOUNCEMENT_WAIT", 0.05)
 
     async def case(lab: TermLab) -> None:
-        await lab.set_workers(1, (0,))
+        await lab.set_workers(0)
         with pytest.raises(TransferRefusedError, match="is not a worker of this job"):
             await lab.push(1, 1, lab.write([9.0, 9.0]))
         await lab.announce(1, who=(0,))
@@ -637,7 +613,7 @@ def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkey
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
     stopped = anyio.Event()
 
-    async def hang(_peer: PeerId, _header: PushHeader | None) -> Refusal:
+    async def hang(_peer: PeerId, _header: PushHeader) -> Refusal:
         await stopped.wait()
         return Refusal(reason="it has been stopped")
 
@@ -648,7 +624,7 @@ def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkey
             for who in range(2 if number == 1 else 1):
                 await lab.push(who, number, lab.write([number, 2.0]))
             await lab.outer_update(number)
-        await lab.set_workers(1, (0,))  # it is released: nothing is pushed to it any more
+        await lab.set_workers(0)  # it is released: nothing is pushed to it any more
         assert [len(receiver.files) for receiver in lab.receivers] == [2, 0]
 
     in_term(case, rounds=2)

@@ -48,18 +48,19 @@ def test_a_job_is_counted_measured_and_traced(
         seen, count = time.monotonic(), len(recorded.values)
         await lab.scheduler.until(lambda: len(recorded.values) > count)
         least.append(time.monotonic() - seen)
-        (lab.worker.jobs.running[0].work_dir / "go").touch()
+        [work_dir] = lab.folder.glob("work/hypha-*")
+        (work_dir / "go").touch()
         await lab.scheduler.ended()
 
     began = time.monotonic()
     in_lab(case)
     lasted = time.monotonic() - began
-    assert recorded.total("hypha.worker.jobs.started") == recorded.total("hypha.worker.jobs.ended") == 1
-    assert recorded.total("hypha.worker.jobs.active") == recorded.total("hypha.worker.executors.active") == 0
-    assert least[0] < recorded.total("hypha.worker.job.duration", hypha_outcome="finished") < lasted
+    assert recorded.total("hypha.worker.tasks.started") == recorded.total("hypha.worker.tasks.ended") == 1
+    assert recorded.total("hypha.worker.tasks.active") == recorded.total("hypha.worker.executors.active") == 0
+    assert least[0] < recorded.total("hypha.worker.task.duration", hypha_outcome="finished") < lasted
     assert ("hypha.worker.executors.ended", 1, {"process.exit.code": "0"}) in recorded.values
     assert recorded.total("hypha.worker.executor.processes") >= 1
     assert {"process.memory.usage", "hypha.worker.prefetch.depth"} <= recorded.gone
-    assert {"evaluate", "offer", "WorkerOffer", "execute job"} <= set(recorded.spans)
+    assert {"evaluate", "offer", "WorkerOffer", "execute task"} <= set(recorded.spans)
     assert ("hypha.worker.requests", 1, {"hypha.offered": True}) in recorded.values
     assert ("hypha.worker.lease.renewals", 1, {"hypha.outcome": "renewed"}) in recorded.values

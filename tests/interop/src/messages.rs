@@ -16,15 +16,11 @@ pub enum ApiRequest {
         #[serde(with = "serde_bytes")]
         id: Vec<u8>,
     },
-    Data {
-        dataset: String,
-    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ApiResponse {
     RenewLease(Renewal),
-    Data(Slice),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -35,15 +31,4 @@ pub enum Renewal {
         timeout_ms: u64,
     },
     Failed,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-pub enum Slice {
-    Success {
-        #[serde(with = "serde_bytes")]
-        data_provider: Vec<u8>,
-        index: u64,
-    },
-    NotFound,
-    Error(String),
 }

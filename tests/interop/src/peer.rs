@@ -21,7 +21,7 @@ use serde_json::{json, Value};
 use tokio::sync::mpsc;
 
 use crate::{
-    messages::{ApiRequest, ApiResponse, HealthRequest, HealthResponse, Renewal, Slice},
+    messages::{ApiRequest, ApiResponse, HealthRequest, HealthResponse, Renewal},
     security, streams, tell,
 };
 
@@ -217,10 +217,6 @@ impl Peer {
                 let request = ApiRequest::RenewLease { id: text("lease").as_bytes().to_vec() };
                 self.asked.insert(behaviour.api.send_request(&peer?, request), id);
             }
-            "data" => {
-                let request = ApiRequest::Data { dataset: text("dataset").into() };
-                self.asked.insert(behaviour.api.send_request(&peer?, request), id);
-            }
             "send" => later(id, streams::send(control, peer?, number("size"))),
             "receive" => later(id, streams::receive(control, peer?, number("size"))),
             "many" => later(id, streams::many(control, peer?, number("count"), number("size"))),
@@ -345,22 +341,11 @@ impl Peer {
             Event::Message { message: Message::Request { request, channel, .. }, .. } => {
                 let response = match request {
                     ApiRequest::RenewLease { .. } => ApiResponse::RenewLease(Renewal::Failed),
-                    ApiRequest::Data { dataset } if dataset == "mnist" => ApiResponse::Data(Slice::Success {
-                        data_provider: self.swarm.local_peer_id().to_bytes(),
-                        index: 7,
-                    }),
-                    ApiRequest::Data { .. } => ApiResponse::Data(Slice::NotFound),
                 };
                 let _ = self.swarm.behaviour_mut().api.send_response(channel, response);
             }
             Event::Message { message: Message::Response { request_id, response }, .. } => {
-                let told = match response {
-                    ApiResponse::Data(Slice::Success { data_provider, index }) => {
-                        json!({"provider": PeerId::from_bytes(&data_provider).map_or_else(|e| e.to_string(), |p| p.to_string()), "index": index})
-                    }
-                    other => json!(format!("{other:?}")),
-                };
-                answer(self.asked.remove(&request_id).unwrap_or(0), Ok(told));
+                answer(self.asked.remove(&request_id).unwrap_or(0), Ok(json!(format!("{response:?}"))));
             }
             Event::OutboundFailure { request_id, error, .. } => {
                 answer(self.asked.remove(&request_id).unwrap_or(0), Err(error.to_string()));

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.progress import (
     Acknowledged,
     BatchDone,
@@ -30,7 +31,7 @@ from hypha_proto.progress import (
     SendingUpdate,
 )
 from hypha_proto.task_resources import LocateResource
-from hypha_proto.tasks import StoredOutput, task_executor
+from hypha_proto.tasks import StoredOutput
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import (
@@ -88,7 +89,7 @@ def a_lease(number: int = 1, role: str = "train") -> Lease:
 def choose(operator: SweepOperator, number: int = 9, attempt: int = 0) -> StartTask:
     """Give the operator a lease for the choice, and return its task."""
     [request] = operator.role_requests()
-    assert (request.role, request.spec.executor) == ("choose", (task_executor("sweep/choose-best"),))
+    assert (request.role, request.spec.executor) == ("choose", (ExecutorDescriptor.parse("sweep/choose-best"),))
     [start] = starts(operator.on_leases_acquired([a_lease(number, "choose")], 8.0))
     assert start.task == TaskRef(CHOICE, a_lease(number, "choose"), attempt)
     return start
@@ -118,7 +119,8 @@ def starts(effects: Effects) -> list[StartTask]:
 
 
 def header(operator: SweepOperator, kind: str = PSEUDO_GRADIENT) -> PushHeader:
-    return PushHeader(operator.context.job_id, 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64)
+    digest, context = "blake3:" + "0" * 64, operator.context
+    return PushHeader(context.job_id, 1, kind, "update-1.safetensors", 10, digest, context.scheduler)
 
 
 def train(operator: SweepOperator, task: TaskRef, loss: float | None) -> Effects:
@@ -155,7 +157,7 @@ def test_a_sweep_without_anything_left_to_train_begins_with_the_choice() -> None
 def test_the_next_variant_starts_on_the_lease_of_the_last() -> None:
     operator, lease = sweep(), a_lease()
     [first] = starts(operator.on_leases_acquired([lease], 0.0))
-    assert (first.task.name, first.keep_lease) == ("slow", True)
+    assert first.task.name == "slow"
     [second] = starts(train(operator, first.task, loss=2.0))
     assert (second.task.name, second.task.lease) == ("fast", lease)
 
@@ -187,7 +189,7 @@ def test_a_lease_that_is_not_wanted_any_more_takes_no_further_attempt() -> None:
 def test_each_variant_has_its_learning_rate_and_sends_its_update_to_the_scheduler() -> None:
     operator = sweep()
     tasks = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
-    configs: list[Any] = [task.spec.executor.config for task in tasks]
+    configs: list[Any] = [task.spec.training for task in tasks]
     assert [config.optimizer.learning_rate for config in configs] == [0.001, 0.1]
     for config in configs:
         assert config.updates.peers == (operator.context.scheduler,)
@@ -233,8 +235,8 @@ def test_every_variant_gets_the_same_slices() -> None:
 def test_files_of_another_kind_are_refused() -> None:
     operator = sweep()
     [start, _] = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
-    for wrong in (None, header(operator, OUTER_UPDATE)):
-        assert isinstance(operator.on_push_request(start.task, wrong, 1.0)[0], Refusal)
+    refusal, _ = operator.on_push_request(start.task, header(operator, OUTER_UPDATE), 1.0)
+    assert isinstance(refusal, Refusal)
 
 
 def test_a_variant_on_a_lost_lease_is_tried_again_on_another() -> None:

@@ -76,7 +76,7 @@ async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float =
         timeout: seconds for all pages together.
 
     Raises:
-        UnsupportedProtocolError: the gateway cannot list datasets, as those of the existing network.
+        UnsupportedProtocolError: the gateway cannot list datasets.
         UnreachableError: the gateway cannot be reached.
         RequestError: it did not answer in time, or its answer is malformed.
     """

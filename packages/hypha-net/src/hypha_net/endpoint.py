@@ -221,12 +221,11 @@ class Endpoint(Protocol):
         ...
 
     async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
-        """Connect to those subscribers of `topic` that need it to receive what this node publishes, or to answer.
+        """Connect to those subscribers of `topic` that would not receive what this node publishes otherwise.
 
-        Behind a gateway of the older network, which forwards nothing, these are all its neighbours; behind one of ours
-        the nodes of the older network, which answer connected peers only. Returns when they have been dialled, or after
-        `timeout` seconds (the rest goes on in the background); at once if that has been done lately. Raises nothing:
-        `topic_peers` tells who is there.
+        These are the neighbours of gateways that are not in the topic, and so do not forward its messages. Returns when
+        they have been dialled, or after `timeout` seconds (the rest goes on in the background); at once if that has
+        been done lately. Raises nothing: `topic_peers` tells who is there.
         """
         ...
 

@@ -23,10 +23,6 @@ class RefusedError(UnreachableError):
     """A peer was reached, but one side rejected the other: wrong CA, revoked, wrong peer id, no common protocol."""
 
 
-class StreamDroppedError(UnreachableError):
-    """A connected peer reset a stream during protocol negotiation; another attempt may succeed."""
-
-
 class UnsupportedProtocolError(NetError):
     """The peer speaks none of the offered protocols."""
 
@@ -45,10 +41,6 @@ class RequestError(NetError):
 
 class RequestTimeoutError(RequestError):
     """No answer within the deadline."""
-
-
-class UnhandledRequestError(RequestError):
-    """The peer ended the stream without an answer: nothing there handles such a request now."""
 
 
 class MessageTooLargeError(RequestError):

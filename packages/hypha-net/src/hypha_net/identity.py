@@ -1,8 +1,8 @@
 """Identity of a node: certificate, key, trust bundle and revocation lists, and the TLS contexts made from them.
 
 A node has one identity, the Ed25519 key of its certificate, from which its peer id is derived. Files may come from
-`hypha-certutil` or from the Rust network's tool, whose keys are PKCS#8 version 2 (RFC 5958) and whose trust bundles end
-at an intermediate CA. Called by every daemon at its start, and by the certificate monitor when files change.
+`hypha-certutil` or from another tool, with keys as PKCS#8 version 2 (RFC 5958) and trust bundles that end at an
+intermediate CA. Called by every daemon at its start, and by the certificate monitor when files change.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from hypha_net.errors import (
     RequestTimeoutError,
     StreamClosedError,
     StreamResetError,
-    UnhandledRequestError,
 )
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.errors import DecodeError
@@ -50,7 +49,6 @@ async def call(
         UnsupportedProtocolError: it does not speak the method's protocol.
         RequestTimeoutError: no complete response arrived in time.
         MessageTooLargeError: the request or the response exceeds the method's limit.
-        UnhandledRequestError: the response is empty, as Rust nodes answer what they have no handler for.
         RequestError: the stream was reset, or the response is malformed.
     """
     if instrumentation.current_traceparent() is None:
@@ -80,8 +78,6 @@ async def _call(endpoint: Endpoint, peer: PeerId, method: RpcMethod[Req, Resp], 
         raise RequestTimeoutError(f"{what} to {peer}: no answer within {timeout:g} s") from None
     except (StreamResetError, StreamClosedError) as error:
         raise RequestError(f"{what} to {peer}: {error or 'the stream ended before a response'}") from error
-    if not answer:
-        raise UnhandledRequestError(f"{what} to {peer}: an empty answer, nothing there handles it now")
     try:
         return method.decode_response(answer)
     except DecodeError as error:

@@ -1,8 +1,8 @@
 """Reports of several batches at once, which executors send in the background while they train on.
 
-Uses the extension ``/hypha-progress/0.1.0``; peers of the older network do not have it and get one
-`progress.BatchDone` a batch. Positions are absolute within a round, so that a message which is lost, doubled or late
-changes nothing: batches that the scheduler has counted are skipped, and others are sent again.
+Sent over ``/hypha-progress/0.1.0`` to schedulers of jobs with rounds; others get one `progress.BatchDone` a batch.
+Positions are absolute within a round, so that a message which is lost, doubled or late changes nothing: batches that
+the scheduler has counted are skipped, and others are sent again.
 """
 
 from __future__ import annotations

@@ -50,6 +50,9 @@ class ChangeServer(Message, frozen=True):
     """Where the scheduler serves it to workers that have not received it from the parameter server before."""
 
 
+Command = SetMembers | SetWorkers | ChangeServer
+
+
 class TaskCommand(Message, frozen=True, kw_only=True):
     """One command to an attempt at a task."""
 
@@ -58,6 +61,17 @@ class TaskCommand(Message, frozen=True, kw_only=True):
     members: Annotated[SetMembers | None, OMIT] = None
     workers: Annotated[SetWorkers | None, OMIT] = None
     server: Annotated[ChangeServer | None, OMIT] = None
+
+    @classmethod
+    def of(cls, number: int, command: Command) -> TaskCommand:
+        """Return a command with its number."""
+        match command:
+            case SetMembers():
+                return cls(number=number, members=command)
+            case SetWorkers():
+                return cls(number=number, workers=command)
+            case ChangeServer():
+                return cls(number=number, server=command)
 
 
 class CommandAnswer(Message, frozen=True):

@@ -1,8 +1,7 @@
 """Contributions to the rounds of a DiLoCo job: what an update was computed from, and which outer update is committed.
 
-Uses the extension ``/hypha-round/0.1.0``; peers of the older network do not have it. The worker of an executor states
-each update to the scheduler before it sends it to the parameter server, and asks the scheduler before it hands an outer
-update to its executor.
+Sent over ``/hypha-round/0.1.0``. The worker of an executor states each update to the scheduler before it sends it to
+the parameter server, and asks the scheduler before it hands an outer update to its executor.
 """
 
 from __future__ import annotations

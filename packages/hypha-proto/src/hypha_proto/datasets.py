@@ -6,10 +6,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from hypha_proto.dispatch import NotFound, WireError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import API, RpcMethod
-from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message
+from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype, Unit
 
 SAFETENSORS: Final = "safetensors"
 """Format of slices whose tensors share their first dimension, the samples."""
@@ -42,12 +41,12 @@ class DataRequest(Message, frozen=True):
     """Request of a worker to its scheduler for another slice."""
 
     dataset: str
-    job_id: Annotated[uuid.UUID | None, OMIT] = None
-    traceparent: Annotated[str | None, OMIT] = None
-    id: Annotated[uuid.UUID | None, OMIT] = None
-    """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
-    lease: Annotated[uuid.UUID | None, OMIT] = None
+    job_id: uuid.UUID
+    lease: uuid.UUID
     """Lease of the task that asks; distinguishes several tasks of a job on one peer."""
+    id: uuid.UUID
+    """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
+    traceparent: Annotated[str | None, OMIT] = None
     unusable: Annotated[UnusableSlice | None, OMIT] = None
     """Slice that was assigned before and cannot be used; this request is for one in its place."""
 
@@ -70,6 +69,16 @@ class SliceAssigned(Message, frozen=True, tag="Success"):
     """Position of the first sample to use in the slice's order; None means 0."""
     end: Annotated[U64 | None, OMIT] = None
     """Position after the last sample to use; None means all that follow."""
+
+
+class NotFound(Unit, frozen=True, tag="NotFound"):
+    """The requested item does not exist."""
+
+
+class WireError(Newtype, frozen=True, tag="Error"):
+    """Failure with a message for people."""
+
+    message: str
 
 
 DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](

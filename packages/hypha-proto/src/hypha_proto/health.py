@@ -13,7 +13,7 @@ class HealthRequest(Message, frozen=True):
 
 
 class Health(Message, frozen=True):
-    """Health of a node. Only `healthy` is always present; older peers send none of the other fields."""
+    """Health of a node. Only `healthy` is always present."""
 
     healthy: bool
     """Whether the node is ready for its work."""

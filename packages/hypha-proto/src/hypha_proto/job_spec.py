@@ -1,13 +1,11 @@
-"""Job specification: model, data, peers and optimizers of one dispatch.
+"""Settings of tasks that train or aggregate: model, data, peers and optimizers.
 
-A scheduler sends it to a worker as CBOR (`dispatch.DispatchJob`), and the worker passes it to the executor process as
-JSON. Fields marked `OMIT` extend the older network's format: they are left out when None, and peers that do not know
-them skip them.
+A scheduler sends them to a worker as CBOR (`tasks.TaskSpec`), and the worker passes those of training to the executor
+process as JSON. Fields marked `OMIT` are left out when None, and peers that do not know them skip them.
 """
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Final, get_args
 
 from hypha_proto.ids import PeerId
@@ -211,38 +209,6 @@ class AggregateConfig(Message, frozen=True):
     """Number of this parameter server among those that the job has had, from 1; its pushes state it."""
     momentum: Annotated[Reference | None, OMIT] = None
     """The outer momentum to begin with, one safetensors file in float32; None means none."""
-
-
-class Descriptor(Message, frozen=True):
-    """Name of an executor in the workers' configuration."""
-
-    name: str
-
-
-class TrainJob(Message, frozen=True, tag="train", tag_field="class"):
-    """Job of a training executor."""
-
-    descriptor: Descriptor
-    config: TrainConfig
-
-
-class AggregateJob(Message, frozen=True, tag="aggregate", tag_field="class"):
-    """Job of a parameter server."""
-
-    descriptor: Descriptor
-    config: AggregateConfig
-
-
-class JobSpec(Message, frozen=True):
-    """Specification of one dispatch; all dispatches of a job have the same `job_id`."""
-
-    job_id: uuid.UUID
-    executor: TrainJob | AggregateJob
-
-
-def executor_class(spec: JobSpec) -> str:
-    """Return the executor class of a job: ``train`` or ``aggregate``."""
-    return str(type(spec.executor).__struct_config__.tag)
 
 
 REFERENCE_KINDS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(Reference))

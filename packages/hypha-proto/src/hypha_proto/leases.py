@@ -1,6 +1,6 @@
-"""Leases: renewal and release, cancelling a job, reporting how it ended, and explaining why no offer was made.
+"""Leases: renewal and release, the goodbye of a worker that shuts down, and explaining why no offer was made.
 
-Renewals use ``/hypha-api/0.0.1``; everything else uses ``/hypha-lease/0.1.0`` and ``/hypha-goodbye/0.1.0``.
+Renewals use ``/hypha-api``, everything else ``/hypha-lease/0.1.0`` and ``/hypha-goodbye/0.1.0``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
-from hypha_proto.wire_schema import EXTERNAL, I64, OMIT, U32, U64, Amount, Message, Unit
+from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
 """Life of an offer's temporary lease in seconds."""
@@ -66,23 +66,6 @@ class LeaseReleased(Message, frozen=True):
     """False if the requesting peer holds no such lease (any more)."""
 
 
-class CancelJob(Message, frozen=True):
-    """Request to stop the job on the lease `id` and keep the lease."""
-
-    id: uuid.UUID
-    reason: str
-    traceparent: Annotated[str | None, OMIT] = None
-    attempt: Annotated[U32 | None, OMIT] = None
-    """`DispatchJob.attempt` of the job that is meant; None means whichever runs."""
-
-
-class JobCancelled(Message, frozen=True):
-    """Response to `CancelJob`."""
-
-    known: bool
-    """False if no job was running on the lease."""
-
-
 class WhyNot(Message, frozen=True):
     """Question to a worker: why would it make no offer for this request?"""
 
@@ -105,44 +88,10 @@ class Reasons(Message, frozen=True):
 
     reasons: tuple[str, ...]
     rejections: Annotated[tuple[Rejection, ...] | None, OMIT] = None
-    """The same reasons for programs; older workers send none."""
+    """The same reasons for programs."""
 
 
 Outcome = Literal["finished", "failed", "cancelled"]
-
-
-class JobEnd(Message, frozen=True):
-    """Report of a worker to its scheduler that a job has ended and its processes are gone.
-
-    Raises:
-        ValueError: `outcome` is none of the three known outcomes.
-    """
-
-    lease: uuid.UUID
-    job_id: uuid.UUID
-    outcome: str
-    """``finished``, ``failed`` or ``cancelled``."""
-    reason: str
-    """One line for people; empty if finished."""
-    exit_code: I64 | None = None
-    """Exit status of the executor, negative for a signal; None if no process ran."""
-    last_lines: tuple[str, ...] = ()
-    """Last lines of the executor's output."""
-    bytes_sent: Annotated[U64 | None, OMIT] = None
-    """Bytes of files that this worker has sent for the job; older workers do not state it."""
-    bytes_received: Annotated[U64 | None, OMIT] = None
-    """Bytes of files that this worker has received for the job."""
-    traceparent: Annotated[str | None, OMIT] = None
-    attempt: Annotated[U32 | None, OMIT] = None
-    """`DispatchJob.attempt` of the dispatch; None where it stated none."""
-
-    def __post_init__(self) -> None:
-        if self.outcome not in ("finished", "failed", "cancelled"):
-            raise ValueError(f"outcome {self.outcome[:40]!r} is not finished, failed or cancelled")
-
-
-class JobEndReceived(Message, frozen=True):
-    """Acknowledgement of `JobEnd`."""
 
 
 class Goodbye(Message, frozen=True):
@@ -161,7 +110,5 @@ RENEW_LEASE: Final = RpcMethod[RenewLease, LeaseRenewal](
     API, RenewLease, Annotated[LeaseRenewal, EXTERNAL], "RenewLease"
 )
 RELEASE_LEASE: Final = RpcMethod[ReleaseLease, LeaseReleased](LEASE, ReleaseLease, LeaseReleased, "ReleaseLease")
-CANCEL_JOB: Final = RpcMethod[CancelJob, JobCancelled](LEASE, CancelJob, JobCancelled, "CancelJob")
 WHY_NOT: Final = RpcMethod[WhyNot, Reasons](LEASE, WhyNot, Reasons, "WhyNot")
-JOB_END: Final = RpcMethod[JobEnd, JobEndReceived](LEASE, JobEnd, JobEndReceived, "JobEnd")
 SAY_GOODBYE: Final = RpcMethod[Goodbye, GoodbyeReceived](GOODBYE, Goodbye, GoodbyeReceived)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from hypha_proto.protocols import API, WORKER_REQUESTS_TOPIC, RpcMethod, Topic
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import OMIT, U64, Message, Price
 
-ExecutorClass = Literal["train", "aggregate"]
 
+class ExecutorDescriptor(Message, frozen=True, rename={"kind": "class"}):
+    """Executor, named as in the workers' configuration (for example ``train`` and ``diloco-transformer``)."""
 
-class TrainExecutor(Message, frozen=True, tag="train", tag_field="class"):
-    """Training executor, named as in the workers' configuration (for example ``diloco-transformer``)."""
-
+    kind: str
+    """Its class; empty where one of any class with this name will do."""
     name: str
 
+    @classmethod
+    def parse(cls, text: str) -> ExecutorDescriptor:
+        """Return the executor of a text ``class/name``, or ``name`` for one of any class."""
+        kind, _, name = text.rpartition("/")
+        return cls(kind, name)
 
-class AggregateExecutor(Message, frozen=True, tag="aggregate", tag_field="class"):
-    """Aggregating executor, named as in the workers' configuration (for example ``parameter-server``)."""
-
-    name: str
-
-
-ExecutorDescriptor = TrainExecutor | AggregateExecutor
+    def __str__(self) -> str:
+        return f"{self.kind[:80]}/{self.name[:80]}" if self.kind else self.name[:80]
 
 
 class WorkerSpec(Message, frozen=True):
@@ -41,10 +41,10 @@ class WorkerRequest(Message, frozen=True):
 
     id: uuid.UUID
     spec: WorkerSpec
-    timeout_ms: U64
-    """Length of the offer window in milliseconds from receipt."""
     bid: Price
     """Price in tokens per lease-hour."""
+    timeout_ms: U64
+    """Length of the offer window in milliseconds from receipt."""
     traceparent: Annotated[str | None, OMIT] = None
 
 

@@ -67,12 +67,12 @@ ProgressValue = Annotated[Progress, EXTERNAL]
 
 
 class ProgressRequest(Message, frozen=True):
-    """Progress report from the peer that runs a dispatch of the job."""
+    """Progress report from the peer that runs a task of the job."""
 
     job_id: uuid.UUID
     progress: ProgressValue
-    lease: Annotated[uuid.UUID | None, OMIT] = None
-    """Lease of the dispatch; distinguishes several dispatches of a job on one peer."""
+    lease: uuid.UUID
+    """Lease of the task; distinguishes several tasks of a job on one peer."""
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""

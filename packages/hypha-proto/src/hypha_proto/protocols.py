@@ -1,6 +1,6 @@
 """RPC methods and gossip topics: protocol ids, message types, size limits, and the roles that may send each message.
 
-`hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`, `dispatch`,
+`hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`,
 `datasets`, `dataset_listing`, `progress`, `batch_reports`, `round_membership`, `contributions`, `job_membership`,
 `drain`, `job_logs` and `health` define one `RpcMethod` per exchange.
 """
@@ -178,19 +178,12 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     "WorkerOffer": _WORKER,
     "RenewLease": _SCHEDULER,
     "ReleaseLease": _SCHEDULER,
-    "CancelJob": _SCHEDULER,
     "WhyNot": _SCHEDULER,
-    "JobEnd": _WORKER,
-    "DispatchJob": _SCHEDULER,
-    "JobStatus": _WORKER,
     "Data": _WORKER,
-    "RoundMembers": _SCHEDULER,
     "UpdateRefused": _WORKER,
     "StateContribution": _WORKER,
     "AwaitCommit": _WORKER,
     "JoinRound": _WORKER,
-    "ServerChanged": _SCHEDULER,
-    "JobWorkers": _SCHEDULER,
     PROGRESS: _WORKER,
     "ReportBatches": _WORKER,
     GOODBYE: _WORKER,

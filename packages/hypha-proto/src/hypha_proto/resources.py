@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypha_proto.wire_schema import U32, U64, Amount, Message
+from hypha_proto.wire_schema import Amount, Message
 
 _FIELDS = ("gpu", "cpu", "storage", "memory")
 _SLACK = 1e-9  # tolerance for rounding: releasing 0.1 + 0.2 must make 0.3 available again
@@ -34,21 +34,3 @@ class Resources(Message, frozen=True):
     def __sub__(self, other: Resources) -> Resources:
         """Return the remaining amounts, each at least zero."""
         return Resources(**{name: max(0.0, getattr(self, name) - getattr(other, name)) for name in _FIELDS})
-
-
-class Timestamp(Message, frozen=True):
-    """Wall-clock time in serde's format of `SystemTime`.
-
-    Sent for peers of the older network; never compared with a local clock, since clocks of machines differ.
-    """
-
-    secs_since_epoch: U64
-    """Whole seconds since the Unix epoch."""
-    nanos_since_epoch: U32
-    """Nanoseconds beyond the whole second."""
-
-    @classmethod
-    def of(cls, seconds: float) -> Timestamp:
-        """Create a timestamp from `seconds` since the Unix epoch."""
-        whole = int(max(0.0, seconds))
-        return cls(secs_since_epoch=whole, nanos_since_epoch=min(999_999_999, int((max(0.0, seconds) - whole) * 1e9)))

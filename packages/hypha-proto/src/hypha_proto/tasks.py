@@ -1,8 +1,8 @@
 """Tasks of any executor: what a scheduler asks for, and what workers report, over one stream for each lease.
 
-A worker opens a stream of the protocol `TASKS` for a lease that was requested under a name of `task_executor`. It
-sends `Subscribe` and gets `Subscribed`; then `SchedulerFrame` comes down and `WorkerFrame` goes up, each behind its
-length (u32, little endian), at most `MAX_FRAME` bytes. Both directions number their messages from 0 and acknowledge
+A worker opens a stream of the protocol `TASKS` for each lease that it holds. It sends `Subscribe` and gets
+`Subscribed`; then `SchedulerFrame` comes down and `WorkerFrame` goes up, each behind its length (u32, little endian),
+at most `MAX_FRAME` bytes. Both directions number their messages from 0 and acknowledge
 the other's, so that a stream that breaks is continued by the next one without loss or repetition.
 
 Alternatives are optional fields of one message, of which exactly one is set: a peer that does not know a new one skips
@@ -17,7 +17,6 @@ from typing import Annotated, Final
 from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateConfig, HuggingFaceReference, TrainConfig
-from hypha_proto.offers import TrainExecutor
 from hypha_proto.task_resources import PullFiles
 from hypha_proto.wire_schema import I64, OMIT, U32, U64, Amount, Digest, Message
 
@@ -27,21 +26,6 @@ MAX_OUTPUT_FILES: Final = 2000
 """Largest number of files in all outputs of one attempt at a task."""
 MAX_PATH: Final = 255
 """Largest number of bytes in the path of a file of an output."""
-TASK_EXECUTOR_PREFIX: Final = "hypha.task:"
-"""Beginning of the reserved names under which executors are announced that run tasks."""
-
-
-def task_executor(kind: str) -> TrainExecutor:
-    """Return the descriptor by which an executor is requested for tasks.
-
-    It is of the class ``train``, which peers of the older network decode; they have none of this name, and so make no
-    offer.
-
-    Args:
-        kind: class and name, such as ``inference/llm``.
-    """
-    return TrainExecutor(name=f"{TASK_EXECUTOR_PREFIX}{kind}")
-
 
 # ------------------------------------------------------------------------------------------------- what tasks work with
 
@@ -134,7 +118,7 @@ class TaskSpec(Message, frozen=True, kw_only=True):
     """What to run."""
 
     executor: str
-    """Class and name of the executor, such as ``shell/bash``; one that the lease was requested for."""
+    """The executor, as the lease was requested for it: ``class/name``, such as ``shell/bash``, or the name alone."""
     settings: str = "{}"
     """Settings of the executor: a JSON object. A text that equals a resource's name stands for its path."""
     training: Annotated[TrainConfig | None, OMIT] = None
@@ -153,6 +137,8 @@ class TaskSpec(Message, frozen=True, kw_only=True):
     orphan_grace_ms: Annotated[U64 | None, OMIT] = None
     """Milliseconds for which the attempt may run on, and its lease is held, after the lease was last renewed in time;
     the worker's owner may allow less. None means that it ends with its lease."""
+    traceparent: Annotated[str | None, OMIT] = None
+    """Span of the scheduler that the attempt's spans belong to."""
 
 
 # ------------------------------------------------------------------------------------------ definitions: scheduler down

@@ -70,19 +70,17 @@ class PushHeader(Message, frozen=True):
     size: U64
     """Size in bytes."""
     digest: Digest
+    scheduler: PeerId
+    """Scheduler of the job: ids of jobs are its own, and another one may have the same."""
     codec: str = "fp32"
     """Encoding of the numbers in the file."""
     samples: U64 = 0
     """Number of samples that a pseudo-gradient was computed from."""
-    attempt: U32 = 0
-    """Number of earlier attempts; senders leave it 0 so far."""
     traceparent: Annotated[str | None, OMIT] = None
     lease: Annotated[uuid.UUID | None, OMIT] = None
     """Lease of the task that sends the file; distinguishes several tasks of a job on one peer."""
     delivery: Annotated[uuid.UUID | None, OMIT] = None
     """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
-    scheduler: Annotated[PeerId | None, OMIT] = None
-    """Scheduler of the job: ids of jobs are its own, and another one may have the same."""
     term: Annotated[U32 | None, OMIT] = None
     """Term of the parameter server that sends an outer update, or that a pseudo-gradient is meant for."""
     contribution: Annotated[Contribution | None, OMIT] = None

@@ -22,11 +22,10 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
-from hypha_proto.dispatch import JOB_STATUS, JobStatus, NotFound, StatusReceived, WireError
+from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned, WireError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import JOB_END, SAY_GOODBYE, Goodbye, GoodbyeReceived, JobEnd, JobEndReceived
+from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, ResourceLocation
@@ -284,10 +283,8 @@ class SchedulerService:
         rpc.serve(endpoint, OFFER, self._unless_stopping(self._offer))
         rpc.serve(endpoint, DATA, self._unless_stopping(self._data))
         rpc.serve(endpoint, REPORT, self._unless_stopping(self._report))
-        rpc.serve(endpoint, JOB_END, self._unless_stopping(self._job_end))
         rpc.serve(endpoint, SAY_GOODBYE, self._unless_stopping(self._goodbye))
         rpc.serve(endpoint, ANNOUNCE_DRAIN, self._unless_stopping(self._drain))
-        rpc.serve(endpoint, JOB_STATUS, self._unless_stopping(self._job_status))
         rpc.serve(endpoint, LOCATE_RESOURCE, self._unless_stopping(self._locate))
         serve_task_streams(endpoint, self._find_streams)
         transfer.serve_pulls(endpoint, self._unless_stopping(self._pull))
@@ -433,13 +430,6 @@ class SchedulerService:
         run = await self._find_job(message.job_id)
         return method.unknown_job if run is None else await run.on_message(peer, method, message)
 
-    async def _of_peer(self, peer: PeerId, job_id: uuid.UUID | None = None) -> JobRunner | None:
-        """Return the job a message belongs to: by its id, or for older peers, which send none, the job they work on."""
-        if job_id is not None:
-            return await self._find_job(job_id)
-        involved = [run for run in await self._all_jobs() if run.involves(peer)]
-        return next((run for run in involved if run.runs_on(peer)), involved[0] if involved else None)
-
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         _OFFERS.add()
         for run in self._runs.values():
@@ -447,7 +437,7 @@ class SchedulerService:
         return OfferReceived()
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
-        run = await self._of_peer(peer, request.job_id)
+        run = await self._find_job(request.job_id)
         answer = NotFound() if run is None else await run.on_data(peer, request)
         is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
         if not isinstance(answer, SliceAssigned) and not is_over:
@@ -487,17 +477,6 @@ class SchedulerService:
             run.on_drain(peer, drain)
         return DrainReceived()
 
-    async def _job_end(self, peer: PeerId, end: JobEnd) -> JobEndReceived:
-        run = await self._find_job(end.job_id)
-        if run is not None:
-            run.on_job_end(peer, end)
-        return JobEndReceived()
-
-    async def _job_status(self, peer: PeerId, status: JobStatus) -> StatusReceived:
-        for run in await self._all_jobs():
-            run.on_job_status(peer, status)
-        return StatusReceived()
-
     async def _find_streams(self, peer: PeerId, lease: uuid.UUID) -> TaskStreams | None:
         """Return the streams of the job that holds a lease.
 
@@ -522,6 +501,6 @@ class SchedulerService:
                 return run.on_pull(peer, request)
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
-    async def _push(self, peer: PeerId, header: PushHeader | None) -> transfer.FilePushTarget | Refusal:
-        run = await self._of_peer(peer, None if header is None else header.job_id)
+    async def _push(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
+        run = await self._find_job(header.job_id)
         return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)

@@ -18,9 +18,8 @@ from hypha_net.node.config.s3_service import S3ServiceSection
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
-from hypha_proto.offers import AggregateExecutor, ExecutorDescriptor, TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import TASK_EXECUTOR_PREFIX, task_executor
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
@@ -62,15 +61,6 @@ def _runtime(name: str) -> str:
     return name
 
 
-def _executor_name(name: str) -> str:
-    if name.startswith(TASK_EXECUTOR_PREFIX):
-        raise ValueError(
-            f"names that begin with {TASK_EXECUTOR_PREFIX} are reserved for announcing executors that run tasks: "
-            "choose another name"
-        )
-    return name
-
-
 def _executor_class(name: str) -> str:
     if not _EXECUTOR_CLASS.fullmatch(name):
         raise ValueError("no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter")
@@ -87,7 +77,7 @@ PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 RuntimeName = Annotated[str, AfterValidator(_runtime)]
-ExecutorName = Annotated[str, Field(min_length=1), AfterValidator(_executor_name)]
+ExecutorName = Annotated[str, Field(min_length=1)]
 ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]
 
 
@@ -207,16 +197,13 @@ class OfferSection(Section):
         return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
-_DESCRIPTORS: Final[Mapping[str, type[ExecutorDescriptor]]] = {"train": TrainExecutor, "aggregate": AggregateExecutor}
-
-
 class ExecutorSection(Section):
     """``[[executors]]``."""
 
     job_class: ExecutorClassName = Field(
         alias="class",
-        description="What it runs: train for training jobs (and tasks), aggregate for the parameter server, inference "
-        "for batch inference; any other name, such as shell, for tasks of jobs that ask for it.",
+        description="What it runs: train for training, aggregate for the parameter server, inference for batch "
+        "inference; any other name, such as shell, for tasks of jobs that ask for it.",
     )
     name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
     runtime: RuntimeName = Field(
@@ -276,17 +263,9 @@ class ExecutorSection(Section):
         return f"{self.job_class}/{self.name}"
 
     @property
-    def descriptor(self) -> ExecutorDescriptor | None:
-        """The descriptor of the jobs that it runs, or None if it runs tasks only."""
-        made = _DESCRIPTORS.get(self.job_class)
-        return None if made is None else made(name=self.name)
-
-    @property
-    def task_descriptors(self) -> tuple[ExecutorDescriptor, ...]:
-        """The descriptors by which it is requested for tasks: with its class and without; none if it runs none."""
-        if not find_runtime(self.runtime).runs_tasks:
-            return ()
-        return task_executor(self.kind), task_executor(self.name)
+    def descriptors(self) -> tuple[ExecutorDescriptor, ...]:
+        """The descriptors by which it is requested: with its class and without."""
+        return ExecutorDescriptor(self.job_class, self.name), ExecutorDescriptor("", self.name)
 
 
 def not_installed(number: int, executor: ExecutorSection) -> str:
@@ -437,9 +416,8 @@ class WorkerConfig(NodeConfig):
         defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
         sharded: dict[ExecutorDescriptor, bool] = {}
         for entry in self.executors:
-            for descriptor in (entry.descriptor, *entry.task_descriptors):
-                if descriptor is not None:
-                    sharded.setdefault(descriptor, entry.sharded)  # the first of a name runs its tasks
+            for descriptor in entry.descriptors:
+                sharded.setdefault(descriptor, entry.sharded)  # the first of a name runs its tasks
         spreading = frozenset(descriptor for descriptor, is_sharded in sharded.items() if is_sharded)
         return Capabilities(Capacity(amounts, self.listed_devices()), frozenset(sharded), defaults, spreading)
 

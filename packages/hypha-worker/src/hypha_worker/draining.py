@@ -1,4 +1,4 @@
-"""Draining: ends a worker when its running jobs and tasks have ended, or its time is over, and tells its schedulers so.
+"""Draining: ends a worker when its running tasks have ended, or its time is over, and tells its schedulers so.
 
 Called by `service`, which requests it at SIGTERM, and by `control.server` for the command ``hypha-worker drain``. The
 leases refuse everything new (`leasing.lease_manager.LeaseManager.close`); what runs is renewed and served as before.
@@ -19,14 +19,12 @@ from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.ids import PeerId
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
-from hypha_worker.jobs.job_manager import Job, JobManager
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskRun
 
 _log = logging.getLogger(__name__)
 
-Work = Job | TaskRun
 OUTPUT_GRACE: Final = 10.0
 """Seconds for which outputs are held when no work is left, unless their lease ends or they are released."""
 ANNOUNCEMENT_TIMEOUT: Final = 5.0
@@ -36,10 +34,9 @@ ANNOUNCEMENT_TIMEOUT: Final = 5.0
 class Draining:
     """The drain of one worker: `request` begins it, `run` returns when it is over."""
 
-    def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, jobs: JobManager, tasks: TaskManager) -> None:
+    def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, tasks: TaskManager) -> None:
         self._endpoint = endpoint
         self._lease_manager = lease_manager
-        self._jobs = jobs
         self._tasks = tasks
         self._time = anyio.CancelScope()
         self._reason = ""
@@ -52,15 +49,15 @@ class Draining:
         return max(0.0, self._time.deadline - anyio.current_time())
 
     @property
-    def running(self) -> tuple[Work, ...]:
-        """Jobs and attempts at tasks that still have processes."""
-        return (*self._jobs.running, *self._tasks.running)
+    def running(self) -> tuple[TaskRun, ...]:
+        """Attempts at tasks that still have processes."""
+        return self._tasks.running
 
     def request(self, timeout: float, reason: str) -> None:
         """Begin the drain; if it has begun, it may end earlier now, but not later.
 
         Args:
-            timeout: seconds after which the worker ends although jobs run.
+            timeout: seconds after which the worker ends although tasks run.
             reason: one line for the schedulers; only the first one counts.
         """
         self._time.deadline = min(self._time.deadline, anyio.current_time() + timeout)
@@ -69,19 +66,18 @@ class Draining:
             self._lease_manager.close()
             self.requested.set()
 
-    async def run(self) -> tuple[Work, ...]:
+    async def run(self) -> tuple[TaskRun, ...]:
         """Wait for the request, then for the end of all work; return what still runs when the time is over.
 
         Outputs of tasks that a lease still needs are held a little longer, so that they can be fetched from here.
         """
         await self.requested.wait()
         if running := self.running:
-            _log.info("draining: %s; %d jobs or tasks have %.0f s to end", self._reason, len(running), self.left)
+            _log.info("draining: %s; %d tasks have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
             for scheduler, leases in self._held_leases().items():
                 tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
-                await self._jobs.wait_until_idle()
                 await self._tasks.wait_until_idle()
                 with anyio.move_on_after(OUTPUT_GRACE):
                     await self._tasks.wait_until_fetched()
@@ -105,6 +101,6 @@ class Draining:
         try:
             await retry(f"announcing the drain to {scheduler}", tell, RETRY_DELAYS)
         except UnsupportedProtocolError:
-            _log.debug("%s hears of a drain by the ends of its jobs only", scheduler)
+            _log.debug("%s hears of a drain by the ends of its tasks only", scheduler)
         except NetError as error:
             _log.warning("scheduler %s could not be told of the drain: %s", scheduler, error)

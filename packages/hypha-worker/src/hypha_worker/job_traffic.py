@@ -1,6 +1,6 @@
-"""Traffic of one job: the bytes of its files, whichever way they come or go.
+"""Traffic of one task: the bytes of its files, whichever way they come or go.
 
-Counted by `connectors.peer_files`, `bridge.backend` and `jobs.job_manager`, which reports it at the end of the job.
+Counted by `connectors.peer_files`, `bridge.backend` and `tasks.task_run`, which reports it at the end.
 """
 
 from __future__ import annotations

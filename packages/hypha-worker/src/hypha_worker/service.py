@@ -1,7 +1,7 @@
 """The running worker: builds its parts, answers schedulers' requests about leases, and ends what has expired.
 
 Called by `cli`. The decisions are in pure modules (`bidding.arbiter`, `leasing.lease_manager`), bidding itself is in
-`bidding.bidder`, and dispatched jobs go to `jobs.job_manager`.
+`bidding.bidder`, and tasks are run by `tasks.task_manager`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.to_thread
@@ -25,21 +25,15 @@ from hypha_net.connectors.s3_client import S3Client
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_net.log_throttle import LogThrottle
-from hypha_net.transfer import FilePushTarget
-from hypha_proto.contributions import AWAIT_COMMIT, AwaitCommit, CommitStatus
-from hypha_proto.dispatch import DISPATCH_JOB
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG
 from hypha_proto.leases import (
-    CANCEL_JOB,
     LEASE_SWEEP,
     RELEASE_LEASE,
     RENEW_LEASE,
     SAY_GOODBYE,
     WHY_NOT,
-    CancelJob,
     Goodbye,
-    JobCancelled,
     LeaseReleased,
     LeaseRenewal,
     Reasons,
@@ -51,7 +45,6 @@ from hypha_proto.leases import (
 )
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
 from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS
-from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.accounts.book import AccountBook
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
@@ -64,15 +57,13 @@ from hypha_worker.control.drain_command import DrainCommand
 from hypha_worker.control.pause import PauseCommands, load_pause
 from hypha_worker.control.server import Command, ControlServer
 from hypha_worker.control.status import StatusCommand, WorkerView
-from hypha_worker.draining import Draining, Work
+from hypha_worker.draining import Draining
 from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.hardware.devices import find_devices
-from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
-from hypha_worker.jobs.job_manager import JobManager
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import (
     Lease,
@@ -85,10 +76,10 @@ from hypha_worker.leasing.lease_manager import (
 from hypha_worker.logs.redaction import LogRedaction, secret_values
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.logs.server import LogServer
-from hypha_worker.tasks.execution import TaskExecutionFactory
+from hypha_worker.tasks.execution import ExecutionFactory
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
-from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.tasks.task_run import TaskHost, TaskRun
 from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_work_dir, remove_folder
 
 if TYPE_CHECKING:
@@ -139,8 +130,8 @@ def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainComm
     return {"drain": drain.run, "pause": pause.pause, "resume": pause.resume, "status": StatusCommand(view).run}
 
 
-async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[Work]:
-    """Become ready, and drain when it is requested; return the jobs that still run at its end."""
+async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[TaskRun]:
+    """Become ready, and drain when it is requested; return the tasks that still run at its end."""
     terminated = node.drain_on_sigterm(config.drain_timeout)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_drain_after, terminated, config.drain_timeout, worker.draining)
@@ -206,15 +197,6 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             starts = {executor.kind: ExecutorStarts(executor.kind) for executor in config.executors}
             lease_manager.on_held = book.add
             lease_manager.is_paused = await anyio.to_thread.run_sync(load_pause, config.work_dir)
-            jobs = JobManager(
-                endpoint,
-                lease_manager,
-                make_factories(config, settings, starts),
-                config.work_dir,
-                tasks,
-                default_storage=config.resources.default.storage,
-                cache=cache,
-            )
             outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
             stack.callback(remove_folder, outputs.folder)
             host = TaskHost(
@@ -222,19 +204,16 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_task_factories(config, settings, starts),
+                make_factories(config, settings, starts),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
                 cache=cache,
             )
-            task_methods = [method for runtime in _runtimes(config) for method in runtime.task_methods]
             worker = Worker(
                 endpoint,
                 Arbiter(config.offer.policy(), capabilities, _starts_by_descriptor(config, starts)),
                 lease_manager,
-                jobs,
                 TaskManager(host, tasks),
-                tuple(task_methods),
                 executor_starts=tuple(starts.values()),
             )
             worker.listen()
@@ -347,42 +326,25 @@ def _starts_by_descriptor(
     """Return the starts of each executor by the descriptors that it is requested by; the first of a name counts."""
     found: dict[ExecutorDescriptor, ExecutorStarts] = {}
     for executor in config.executors:
-        for descriptor in (executor.descriptor, *executor.task_descriptors):
-            if descriptor is not None:
-                found.setdefault(descriptor, starts[executor.kind])
+        for descriptor in executor.descriptors:
+            found.setdefault(descriptor, starts[executor.kind])
     return found
 
 
-def make_task_factories(
+def make_factories(
     config: WorkerConfig, host: HostSettings, starts: Mapping[str, ExecutorStarts] = MappingProxyType({})
-) -> Mapping[str, TaskExecutionFactory]:
+) -> Mapping[str, ExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts.
 
     Args:
         starts: what notes how an executor has started, by ``class/name``.
     """
-    made: dict[str, TaskExecutionFactory] = {}
+    made: dict[str, ExecutionFactory] = {}
     for executor in config.executors:
-        runtime = find_runtime(executor.runtime)
-        if runtime.runs_tasks:
-            made[executor.kind] = runtime.make_task_factory(
-                executor.settings, replace(host, starts=starts.get(executor.kind))
-            )
-            made.setdefault(executor.name, made[executor.kind])
+        own = replace(host, starts=starts.get(executor.kind))
+        made[executor.kind] = find_runtime(executor.runtime).make_factory(executor.settings, own)
+        made.setdefault(executor.name, made[executor.kind])
     return made
-
-
-def make_factories(
-    config: WorkerConfig, host: HostSettings, starts: Mapping[str, ExecutorStarts] = MappingProxyType({})
-) -> Mapping[ExecutorDescriptor, ExecutionFactory]:
-    """Return, for each configured executor, the function that makes an execution of a job; `starts` as for tasks."""
-    return {
-        descriptor: find_runtime(executor.runtime).make_factory(
-            executor.settings, replace(host, starts=starts.get(executor.kind))
-        )
-        for executor in config.executors
-        if (descriptor := executor.descriptor) is not None
-    }
 
 
 @dataclass(slots=True)
@@ -392,10 +354,7 @@ class Worker:
     endpoint: Endpoint
     arbiter: Arbiter
     lease_manager: LeaseManager
-    jobs: JobManager
     tasks: TaskManager
-    task_methods: tuple[TaskMethod[Any, Any], ...] = ()
-    """RPC methods that executions serve."""
     executor_starts: Sequence[ExecutorStarts] = ()
     """How each executor has started."""
     history: RequestHistory = field(default_factory=RequestHistory)
@@ -405,37 +364,22 @@ class Worker:
     _recorded_owed: float = 0.0
 
     def __post_init__(self) -> None:
-        self.draining = Draining(self.endpoint, self.lease_manager, self.jobs, self.tasks)
+        self.draining = Draining(self.endpoint, self.lease_manager, self.tasks)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""
         rpc.serve(self.endpoint, RENEW_LEASE, self.renew)
         rpc.serve(self.endpoint, RELEASE_LEASE, self.release)
-        rpc.serve(self.endpoint, CANCEL_JOB, self.cancel)
         rpc.serve(self.endpoint, WHY_NOT, self.explain)
-        rpc.serve(self.endpoint, DISPATCH_JOB, self.jobs.dispatch)
-        for served in self.task_methods:
-            rpc.serve(self.endpoint, served.method, self.jobs.message_handler(served))
-        rpc.serve(self.endpoint, AWAIT_COMMIT, self.commit_nothing)  # so that schedulers know that it states updates
         rpc.serve(self.endpoint, PUSH_OUTPUT, self.tasks.push_output)
         rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.tasks.release_outputs)
-        transfer.serve_pushes(self.endpoint, self._accept_push)
+        transfer.serve_pushes(self.endpoint, self.tasks.accept_push)
         transfer.serve_pulls(self.endpoint, self.tasks.resolve_pull)
 
     def restore_executors(self) -> None:
         """Offer the executors again that failed at their start."""
         for starts in self.executor_starts:
             starts.reset()
-
-    async def commit_nothing(self, _peer: PeerId, _question: AwaitCommit) -> CommitStatus:
-        """Refuse a question that only schedulers answer."""
-        return CommitStatus(committed=False, reason="a worker commits no rounds")
-
-    async def _accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
-        """Return where to store a file for a job, or for a task that waits for a delivery."""
-        if header is not None and header.delivery is not None:
-            return await self.tasks.accept_push(peer, header)
-        return await self.jobs.accept_push(peer, header)
 
     async def sweep_loop(self) -> None:
         """Sweep leases regularly, until cancelled."""
@@ -467,16 +411,15 @@ class Worker:
         """End leases that have expired or are idle, and cancel the jobs of the former; keep those that may run on."""
         open_leases = [lease for lease in self.lease_manager.leases if lease.end is None]
         orphans = {lease.id for lease in open_leases if lease.state is LeaseState.ORPHANED}
-        for lease in self.lease_manager.sweep(now):
-            self.jobs.cancel(lease.id, lease.scheduler, _why_expired(lease))
+        self.lease_manager.sweep(now)
         for lease in open_leases:
             if lease.state is LeaseState.ORPHANED and lease.id not in orphans:
-                self.jobs.on_orphaned(lease.id)
+                self.tasks.on_orphaned(lease.id)
                 _log_orphaned(lease, now)
         ended = [lease for lease in open_leases if lease.end is not None]
         for lease in ended:
             assert lease.end is not None
-            self.tasks.end_lease(lease.id, f"the lease is over: {lease.end.reason}")
+            self.tasks.end_lease(lease.id, f"the lease is over: {_why_ended(lease)}")
             if lease.end is LeaseEnd.IDLE or lease.id in orphans:
                 _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, _why_ended(lease))
         if instrumentation.enabled():
@@ -500,12 +443,11 @@ class Worker:
         _RENEWALS.add(1, {"hypha.outcome": "taken-back" if is_orphan else "renewed"})
         if is_orphan:
             _log.info("lease %s: scheduler %s has renewed it again and takes its job back", lease.id, scheduler)
-        self.jobs.on_renewed(lease.id)
         self.tasks.on_renewed(lease)
         return Renewed(id=lease.id, timeout_ms=int(lease.remaining(now) * 1000))
 
     async def release(self, scheduler: PeerId, message: ReleaseLease) -> LeaseReleased:
-        """End a lease, and cancel its job."""
+        """End a lease, and cancel its task."""
         try:
             lease = self.lease_manager.release(message.id, scheduler)
         except LeaseError as error:
@@ -515,7 +457,6 @@ class Worker:
             return LeaseReleased(known=False)
         _ENDS.add(1, {"hypha.outcome": "released"})
         reason = f"the scheduler released the lease: {message.reason}" if message.reason else "the lease was released"
-        self.jobs.cancel(lease.id, scheduler, reason)
         self.tasks.end_lease(lease.id, reason)
         return LeaseReleased(known=True)
 
@@ -526,13 +467,6 @@ class Worker:
             more = f" ({suppressed} more since it was last logged)" if suppressed else ""
             _log.info("%s refused: %s%s", what, error, more)
 
-    async def cancel(self, scheduler: PeerId, message: CancelJob) -> JobCancelled:
-        """Cancel the job on a lease; the lease stays."""
-        known = self.jobs.cancel(message.id, scheduler, message.reason, message.attempt)
-        if not known and message.attempt is None:
-            known = self.tasks.cancel(message.id, scheduler, message.reason)
-        return JobCancelled(known=known)
-
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""
         received = ReceivedRequest(scheduler, message.request, anyio.current_time())
@@ -541,11 +475,6 @@ class Worker:
             reasons=tuple(reason.text for reason in reasons),
             rejections=tuple(reason.rejection for reason in reasons),
         )
-
-
-def _why_expired(lease: Lease) -> str:
-    """Return why the job of an expired lease is cancelled."""
-    return f"the lease was not renewed in time{_grace_text(lease)}"
 
 
 def _why_ended(lease: Lease) -> str:
@@ -559,7 +488,7 @@ def _grace_text(lease: Lease) -> str:
 
 def _log_orphaned(lease: Lease, now: float) -> None:
     _log.warning(
-        "lease %s is orphaned: scheduler %s does not renew it; its job runs on for %.0f s, not charged",
+        "lease %s is orphaned: scheduler %s does not renew it; it is held for %.0f s, not charged",
         lease.id,
         lease.scheduler,
         lease.ends - now,
@@ -570,14 +499,14 @@ def _record_leases(ended: Sequence[Lease], orphans: Container[uuid.UUID], after:
     """Record how many leases there are, and which ones a sweep ended.
 
     Args:
-        ended: those that the sweep ended; spent ones have ended with their job and do not count.
+        ended: those that the sweep ended.
         orphans: those that were orphaned before it.
         after: all leases after the sweep.
     """
     for state in LeaseState:
         _LEASES.set(sum(lease.state is state for lease in after), {"hypha.lease.state": state.value})
     for lease in ended:
-        if lease.end is not None and lease.state is not LeaseState.SPENT:
+        if lease.end is not None:
             held = "orphaned" if lease.id in orphans else "held"
             state_before = "offered" if lease.state is LeaseState.OFFERED else held
             _ENDS.add(1, {"hypha.outcome": lease.end.value, "hypha.lease.state": state_before})

@@ -61,12 +61,12 @@ class SweepOperator(base.Operator):
 
     @property
     def role(self) -> str:
-        """Variants are trained first; what is left then is the choice."""
-        return "choose" if len(self.results) == len(self.job.variants) else "train"
+        return "choose" if len(self.results) == len(self.job.variants) else "train"  # the choice comes last
 
     def role_requests(self) -> Sequence[base.RoleRequest]:
-        choice = offers.WorkerSpec(resources.Resources(cpu=0.1), (tasks.task_executor(CHOOSER),))
-        spec = choice if self.role == "choose" else specs.worker_spec(self.job.worker, offers.TrainExecutor(EXECUTOR))
+        trainer, chooser = offers.ExecutorDescriptor("train", EXECUTOR), offers.ExecutorDescriptor.parse(CHOOSER)
+        choice = offers.WorkerSpec(resources.Resources(cpu=0.1), (chooser,))
+        spec = choice if self.role == "choose" else specs.worker_spec(self.job.worker, trainer)
         price, unfinished = self.job.worker_price, len(self.waiting) + len(self.running)
         count = min(unfinished, self.job.workers if self.leases else 1)  # begin with the first that is found
         return (base.RoleRequest(self.role, spec, price.bid, price.max, count, min(1, count), distinct_peers=False),)
@@ -85,23 +85,23 @@ class SweepOperator(base.Operator):
         begun = [base.TaskRef(name, lease, attempt) for lease, (name, attempt) in zip(free, self.waiting, strict=False)]
         del self.waiting[: len(begun)]
         self.leases = {lease.id: lease for lease in self.leases.values() if lease not in free[len(begun) :]}  # released
-        return tuple(base.StartTask(task, self.begin(task, now), keep_lease=True) for task in begun)
+        return tuple(base.StartTask(task, self.begin(task, now)) for task in begun)
 
-    def begin(self, task: base.TaskRef, now: float) -> job_spec.JobSpec | tasks.TaskSpec:
+    def begin(self, task: base.TaskRef, now: float) -> tasks.TaskSpec:
         """Record an attempt at a task, and return what is to run."""
         job, path = self.job, self.context.directory / "updates" / f"{task.name}-{task.attempt}.safetensors"
         attempt = training.Training(job.samples, job.batch_size, base.PushTarget(path, MAX_UPDATE), now + job.timeout)
         self.running[task] = attempt
         if task.name == CHOICE:
             return CHOICE_SPEC
-        executor, model = specs.descriptor_of(job.worker, EXECUTOR), specs.model_spec(job.model, self.start)
+        executor, model = specs.executor_of(job.worker, "train", EXECUTOR), specs.model_spec(job.model, self.start)
         return attempt.spec(self.context, executor, model, job.dataset.dataset, job.variants[task.name])
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
         if isinstance(update, base.TaskStarted):
             return ()
         attempt, failure = self.running.pop(task), update.reason
-        if isinstance(update, base.TaskNotStarted) or update.state is base.TaskState.CANCELLED:
+        if isinstance(update, base.TaskNotStarted):
             self.leases.pop(task.lease.id, None)  # the runner has released it
         elif task.name == CHOICE and update.state is base.TaskState.FINISHED:
             return (base.RunInBackground(partial(self.apply, update.outputs[0], task.lease.peer), "model"),)
@@ -118,10 +118,9 @@ class SweepOperator(base.Operator):
         loss = None if failure else attempt.loss
         self.results[name] = {"name": name, "loss": loss, "update": attempt.update, "failure": failure}
         effects = (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
-        if self.role == "choose":
-            self.waiting = [(CHOICE, 0)]
-            if all(result["failure"] for result in self.results.values()):
-                return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
+        self.waiting = [(CHOICE, 0)] if self.role == "choose" else self.waiting
+        if self.role == "choose" and all(result["failure"] for result in self.results.values()):
+            return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
         return effects
 
     def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
@@ -133,12 +132,12 @@ class SweepOperator(base.Operator):
         return self.running[task].on_progress(report), ()
 
     def on_push_request(
-        self, task: base.TaskRef, header: transfer.PushHeader | None, now: float
+        self, task: base.TaskRef, header: transfer.PushHeader, now: float
     ) -> tuple[base.PushTarget | transfer.Refusal, base.Effects]:
         return self.running[task].on_push_request(header), ()
 
     def on_push_complete(
-        self, task: base.TaskRef, header: transfer.PushHeader | None, path: Path, digest: str, now: float
+        self, task: base.TaskRef, header: transfer.PushHeader, path: Path, digest: str, now: float
     ) -> base.Effects:
         self.running[task].update = path.name
         return ()
@@ -147,7 +146,8 @@ class SweepOperator(base.Operator):
         return min((attempt.deadline for attempt in self.running.values()), default=None)
 
     def on_deadline(self, now: float) -> base.Effects:
-        late = (task for task, attempt in self.running.items() if attempt.deadline <= now)
+        late = {task: task.lease.id for task, attempt in self.running.items() if attempt.deadline <= now}
+        self.leases = {key: lease for key, lease in self.leases.items() if key not in late.values()}  # released
         return tuple(base.StopTask(task, f"no result within {self.job.timeout:g} s") for task in late)
 
     def choice_files(self) -> resource_locations.ServedFiles:

@@ -1,6 +1,6 @@
 """Train for one job: the process that a worker starts, `python -m hypha.accelerate_executor.training`.
 
-Started by the worker's process executor with a socket, a work directory and the job. It connects to the job bridge,
+Started by the worker's process executor with a socket, a work directory and the task. It connects to the job bridge,
 fetches the model while torch is being imported, and runs `diloco.loop`. Exits with 0 when the job is done, otherwise
 with a code of `exit_codes` and a reason of one line.
 """
@@ -35,10 +35,11 @@ from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked_files
 from hypha.accelerate_executor.modeling.hf import import_library, model_directory
-from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
-from hypha_proto.codec import from_json
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, parse_task
+from hypha_proto.codec import from_plain
 from hypha_proto.errors import DecodeError
-from hypha_proto.job_spec import JobSpec, SchedulerReference, TrainConfig, TrainJob
+from hypha_proto.job_spec import SchedulerReference, TrainConfig
+from hypha_proto.wire_schema import Message
 
 logger = logging.getLogger("hypha.accelerate_executor.training")
 
@@ -48,7 +49,6 @@ _DEFAULT_TIMEOUT: Final = 86_400.0
 What the worker answers depends on others: on sizes and rates of files, on a parameter server that is replaced, on a
 scheduler that is started again. The job bounds all of it, and its worker closes the bridge or ends the executor; this
 is the last bound."""
-_JOB_LIMIT: Final = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,26 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_job(text: str) -> TrainConfig:
-    """Read the job from JSON, or from the file that `@path` names.
+class _Task(Message, frozen=True):
+    """What is read of a task."""
+
+    settings: TrainConfig
+
+
+def read_settings(text: str) -> TrainConfig:
+    """Read the settings of the task that `--job` has or names.
 
     Raises:
-        JobError: it is not a training job, or is not supported.
+        JobError: it is not a task that trains, or is not supported.
     """
     try:
-        content = Path(text[1:]).read_text() if text.startswith("@") else text
-        spec: JobSpec = from_json(JobSpec, content, _JOB_LIMIT)
-    except OSError as error:
-        raise JobError(f"--job {text[:200]}: {error.strerror}") from None
+        task: _Task = from_plain(_Task, parse_task(text))
     except DecodeError as error:
         raise JobError(f"--job: {error}") from None
-    if not isinstance(spec.executor, TrainJob):
-        raise JobError("--job: expected a job of class 'train'")
-    config = spec.executor.config
+    config = task.settings
     if config.batch_size < 1:
-        raise JobError("--job: batch_size must be at least 1")
+        raise JobError("--job: settings.batch_size must be at least 1")
     if config.micro_batch is not None and config.micro_batch < 1:
-        raise JobError("--job: micro_batch must be at least 1")
+        raise JobError("--job: settings.micro_batch must be at least 1")
     return config
 
 
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hypha.accelerate_executor.training", description="Train for one Hypha job.")
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
     parser.add_argument("--work-dir", type=Path, required=True, help="directory of this job")
-    parser.add_argument("--job", required=True, help="job specification as JSON, or @FILE")
+    parser.add_argument("--job", required=True, help="the task as JSON, or @FILE")
     parser.add_argument(
         "--allow-module",
         action="append",
@@ -128,7 +129,7 @@ def _timeout(options: argparse.Namespace) -> float:
 
 
 def _train(options: argparse.Namespace, started: float) -> None:
-    config = read_job(options.job)
+    config = read_settings(options.job)
     timeout = _timeout(options)
     delay = read_seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))

@@ -17,7 +17,6 @@ from hypha_net._libp2p.dial.upgrade import tls_connection_of
 from hypha_net._libp2p.gossipsub.setup import PROTOCOLS as GOSSIP_PROTOCOLS
 from hypha_net._libp2p.identify.peer_metadata import (
     agent_version,
-    is_ours,
     listen_addresses,
     observed_host,
     supported_protocols,
@@ -64,10 +63,6 @@ class ConnectedPeers:
     def observed_host(self, peer: PeerId) -> str | None:
         """Return this node's own host as `peer` sees it, such as ``/ip4/203.0.113.7``."""
         return observed_host(self._host.peerstore, ID(peer.raw))
-
-    def is_ours(self, peer: PeerId) -> bool:
-        """Return whether a peer runs this implementation; False before identify."""
-        return is_ours(self._host.peerstore, ID(peer.raw))
 
     def may_speak_gossip(self, peer: ID) -> bool:
         """Return whether a peer speaks gossipsub, or has not identified yet."""

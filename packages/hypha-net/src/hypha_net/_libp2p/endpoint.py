@@ -256,10 +256,7 @@ class Libp2pEndpoint:
 
     def _known_peers(self) -> list[KnownPeer]:
         """Return the connected peers for the DHT server."""
-        return [
-            KnownPeer(peer, partial(self._shared_addresses, peer), partial(self._peers.is_ours, peer))
-            for peer in self._peers.ids()
-        ]
+        return [KnownPeer(peer, partial(self._shared_addresses, peer)) for peer in self._peers.ids()]
 
     def _shared_addresses(self, peer: PeerId) -> tuple[bytes, ...]:
         """Return a peer's addresses for others, with circuits through this node if it has a reservation here."""

@@ -174,7 +174,7 @@ class _Pull:
             self.restart = True  # the peer's file may now be shorter than what was received
             raise TransferInterruptedError(f"{self.what} cannot go on at byte {offset}: {refusal_error(answer)}")
         self._check(answer, offset)
-        return await self._receive(stream, answer.size, answer.digest, offset)
+        return await self._receive(stream, answer, offset)
 
     def _check(self, answer: PullStart, offset: int) -> None:
         if answer.size > self.max_bytes:
@@ -187,13 +187,13 @@ class _Pull:
                 f"{self.what}: the peer's file has changed since {offset} bytes of it were received"
             )
 
-    async def _receive(self, stream: Stream, size: int, digest: str, offset: int) -> PullResult:
-        async with self.sink.open(size, digest) as content:
+    async def _receive(self, stream: Stream, announced: PullStart, offset: int) -> PullResult:
+        async with self.sink.open(announced.size, announced.digest) as content:
             if content.received != offset:
                 self.restart = content.received == 0
                 raise TransferInterruptedError(f"{self.what} can go on at byte {content.received}, not {offset}")
-            self.progress.begin(offset, size)
-            return PullResult(*await receive_and_verify(stream, content, self.max_bytes, self.progress))
+            self.progress.begin(offset, announced.size)
+            return PullResult(*await receive_and_verify(stream, content, self.progress))
 
 
 def _with_offset(request: PullRequest, offset: int) -> PullRequest:

@@ -95,7 +95,7 @@ async def _receive_content(
     async with open_target(target, header) as content:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=content.received)))
         progress.begin(content.received, header.size)
-        size, digest = await receive_and_verify(stream, content, target.max_bytes, progress)
+        size, digest = await receive_and_verify(stream, content, progress)
     release()
     await target.on_complete(size, digest)
     return size

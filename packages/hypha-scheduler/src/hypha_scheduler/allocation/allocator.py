@@ -24,9 +24,9 @@ from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER_WINDOW, WORKER_REQUESTS, WorkerOffer, WorkerRequest
-from hypha_scheduler.allocation.attempts import Attempts
 from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
+from hypha_scheduler.allocation.search_pacing import SearchPacing
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.allocation.shortage_report import ShortageReport, all_candidates
 from hypha_scheduler.errors import AllocationError
@@ -59,7 +59,7 @@ _DEFAULT_SETTINGS: Final = AuctionSettings()
 
 
 def lease_life(timeout_ms: int) -> float:
-    """Return the life of a renewed lease in seconds, at most an hour."""
+    """Return the life of a renewed lease in seconds."""
     return min(timeout_ms / 1000, _MAX_LEASE_LIFE)
 
 
@@ -73,8 +73,8 @@ def make_request(role_request: RoleRequest, window: float = OFFER_WINDOW) -> Wor
     return WorkerRequest(
         id=uuid.uuid4(),
         spec=role_request.spec,
-        timeout_ms=int(window * 1000),
         bid=role_request.bid,
+        timeout_ms=int(window * 1000),
     )
 
 
@@ -113,7 +113,7 @@ class Allocator:
     """Time from the first published request until all leases were held."""
     auction: Auction = field(init=False)
     _shortage: ShortageReport = field(init=False)
-    _attempts: Attempts = field(init=False)
+    _attempts: SearchPacing = field(init=False)
     _began: float = 0.0
     _deadline: float = 0.0
     """End of the search; infinite once the job has settled and goes on without the others."""
@@ -163,7 +163,7 @@ class Allocator:
         self._deadline = anyio.current_time() + self.timeout
         await self._wait_for_peers()
         self._began = self._next_publish = anyio.current_time()
-        self._attempts = Attempts(self._deadline, self.random)
+        self._attempts = SearchPacing(self._deadline, self.random)
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._shortage.watch)
             await self._search(watching)
@@ -292,7 +292,7 @@ class Allocator:
         self.tasks.start_soon(release, self.endpoint, offer.peer, offer.lease, reason)
 
     async def _wait_for_peers(self) -> None:
-        await self.endpoint.connect_subscribers(WORKER_REQUESTS.name)  # a Rust gateway forwards no request to them
+        await self.endpoint.connect_subscribers(WORKER_REQUESTS.name)
         logged = False
         while not self.endpoint.topic_peers(WORKER_REQUESTS.name) and anyio.current_time() < self._deadline:
             if not logged:

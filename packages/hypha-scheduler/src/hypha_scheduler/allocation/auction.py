@@ -151,8 +151,7 @@ def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEI
 class Auction:
     """State of one job's search for workers.
 
-    Leases of roles with `distinct_peers` are on different peers, since reports of older executors name only the peer:
-    two executors of one job on the same peer could not be told apart. A peer has at most one live offer for each role.
+    Leases of roles with `distinct_peers` are on different peers. A peer has at most one live offer for each role.
     """
 
     role_requests: tuple[RoleRequest, ...]

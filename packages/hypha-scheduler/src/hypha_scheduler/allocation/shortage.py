@@ -19,7 +19,7 @@ from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 TAKEN: Final = "taken"
 """Code of a peer that already has another role of this job."""
 UNKNOWN: Final = "unknown"
-"""Code of a worker that gives its reasons in words only, as older ones do."""
+"""Code of a worker that gives its reasons in words only."""
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _ORDER: Final = (
     "draining",

@@ -31,22 +31,12 @@ _RENEWAL_TIMEOUT: Final = 5.0
 _RETRY_PAUSE: Final = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class RunningTask:
-    """Task that its worker has confirmed and whose end is not known."""
-
-    task: TaskRef
-    dispatch: int
-    """Number of earlier dispatches on its lease."""
-    keep_lease: bool
-
-
 @dataclass(slots=True)
 class HeldAtEnd:
     """What a job held when its scheduler ended."""
 
-    tasks: dict[uuid.UUID, RunningTask] = field(default_factory=dict)
-    """By lease."""
+    tasks: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
+    """Tasks that their workers have confirmed and whose ends are not known, by lease."""
     leases: dict[uuid.UUID, Lease] = field(default_factory=dict)
     """All leases that may still be held."""
 
@@ -84,7 +74,7 @@ def _apply(held: HeldAtEnd, record: Mapping[str, Any]) -> None:
             _add(held, record.get("leases", ()), record.get("tasks", ()))
         case "placed" | "leased":
             _add(held, record["leases"], ())
-        case "dispatched":
+        case "started":
             _add(held, (), [record])
         case "interrupted" if not record["tasks_run_on"]:
             held.tasks.clear()
@@ -92,7 +82,7 @@ def _apply(held: HeldAtEnd, record: Mapping[str, Any]) -> None:
         case "finished" | "failed":
             held.tasks.clear()
             held.leases.clear()
-        case "ended" if "lease" in record:
+        case "ended":
             held.tasks.pop(uuid.UUID(record["lease"]), None)
 
 
@@ -104,21 +94,20 @@ def _add(held: HeldAtEnd, leases: Sequence[Mapping[str, Any]], tasks: Sequence[M
         held.leases[lease.id] = lease
     for entry in tasks:
         lease = held.leases[uuid.UUID(entry["lease"])]
-        task = TaskRef(str(entry["task"]), lease, int(entry["attempt"]))
-        held.tasks[lease.id] = RunningTask(task, int(entry["dispatch"]), bool(entry["keep_lease"]))
+        held.tasks[lease.id] = TaskRef(str(entry["task"]), lease, int(entry["attempt"]))
 
 
-async def take_leases_back(endpoint: Endpoint, tasks: Iterable[RunningTask], on_renewed: OnRenewed) -> None:
+async def take_leases_back(endpoint: Endpoint, tasks: Iterable[TaskRef], on_renewed: OnRenewed) -> None:
     """Renew the leases of tasks; return when each was renewed or refused, or after `ADOPTION_TIMEOUT` seconds."""
     with anyio.move_on_after(ADOPTION_TIMEOUT):
         async with anyio.create_task_group() as renewals:
-            for running in tasks:
-                renewals.start_soon(_renew, endpoint, running, on_renewed)
+            for task in tasks:
+                renewals.start_soon(_renew, endpoint, task, on_renewed)
 
 
-async def _renew(endpoint: Endpoint, running: RunningTask, on_renewed: OnRenewed) -> None:
+async def _renew(endpoint: Endpoint, task: TaskRef, on_renewed: OnRenewed) -> None:
     """Renew a lease; try again until its worker answers."""
-    lease = running.task.lease
+    lease = task.lease
     while True:
         asked_at = anyio.current_time()
         try:
@@ -132,5 +121,5 @@ async def _renew(endpoint: Endpoint, running: RunningTask, on_renewed: OnRenewed
         if isinstance(answer, Renewed):
             on_renewed(lease, asked_at, lease_life(answer.timeout_ms))
         else:
-            _log.warning("%s no longer has the lease of task %s", lease.peer, running.task.name)
+            _log.warning("%s no longer has the lease of task %s", lease.peer, task.name)
         return

@@ -132,7 +132,7 @@ class JobTable(Table):
 
     @property
     def orphan_grace_seconds(self) -> float:
-        """Seconds for which tasks of a `JobSpec` run on when this scheduler is gone; 0 if they end with their leases.
+        """Seconds for which tasks run on when this scheduler is gone; 0 if they end with their leases.
 
         If it is started again within this time, it takes the job up with these tasks (`Operator.on_tasks_adopted`).
         """

@@ -62,11 +62,6 @@ class RunnerContext:
         """This scheduler."""
         return self.endpoint.peer_id
 
-    def supports(self, peer: PeerId, protocol: str) -> bool:
-        """Return whether a peer has stated that it speaks a protocol; False while it is not connected."""
-        about = self.endpoint.connected_peers().get(peer)
-        return about is not None and protocol in about.protocols
-
     def reaches(self, dataset: str) -> bool:
         """Return whether a data node of an opened dataset is connected."""
         return self._datasets[dataset][1].is_reachable

@@ -16,7 +16,6 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.adoption import RunningTask
 from hypha_scheduler.jobs.end_record import EndRecord
 from hypha_scheduler.jobs.event_file import EVENTS, EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
@@ -79,10 +78,10 @@ class JobEvents:
         known = {key: value for key, value in about.items() if value is not None}
         self.emit("accepted", job_id=self._job_id, directory=str(self._directory), **known)
 
-    def resumed(self, adopted: Sequence[RunningTask] = ()) -> None:
+    def resumed(self, adopted: Sequence[TaskRef] = ()) -> None:
         """Report that the job is continued, with these tasks of its earlier run."""
-        tasks = [_recorded_task(running.task, running.dispatch, running.keep_lease) for running in adopted]
-        fields = {"leases": _recorded([running.task.lease for running in adopted]), "tasks": tasks} if tasks else {}
+        tasks = [_recorded_task(task) for task in adopted]
+        fields = {"leases": _recorded([task.lease for task in adopted]), "tasks": tasks} if tasks else {}
         self.journal.record("resumed", job_id=self._job_id, **fields)
         about = {"adopted": len(tasks)} if tasks else {}
         self.emit("resumed", job_id=self._job_id, directory=str(self._directory), **about)
@@ -126,23 +125,19 @@ class JobEvents:
         )
 
     @staticmethod
-    def dispatched(task: TaskRef, dispatch: int, *, keep_lease: bool) -> tuple[str, Mapping[str, object]]:
-        """Return the record that a worker has confirmed a task of a `JobSpec`, after `dispatch` others on its lease."""
-        return "dispatched", _recorded_task(task, dispatch, keep_lease)
+    def started(task: TaskRef) -> tuple[str, Mapping[str, object]]:
+        """Return the record that a worker has confirmed a task, which the next scheduler may take up."""
+        return "started", _recorded_task(task)
 
     def task_started(self, task: TaskRef) -> None:
         """Report that a worker has confirmed an attempt at a task."""
         self.emit("task_started", task=task.name, attempt=task.attempt, worker=str(task.lease.peer))
 
-    def task_ended(self, task: TaskRef, end: TaskEnded) -> None:
-        """Record the end of a task."""
-        fields = {"task": task.name, "lease": str(task.lease.id), "outcome": end.state.value}
-        self.journal.record_async("ended", **fields, exit_code=end.exit_code)
-
-    def attempt_ended(self, task: TaskRef, end: TaskEnded) -> None:
-        """Report the end of an attempt at one of many tasks; its operator records what it needs."""
+    def task_ended(self, task: TaskRef, end: TaskEnded, *, is_recorded: bool) -> None:
+        """Report the end of an attempt at a task; `is_recorded`: the next scheduler would take it up otherwise."""
         fields = {"task": task.name, "attempt": task.attempt, "outcome": end.state.value}
-        self.journal.record_lazily("ended", **fields, exit_code=end.exit_code)
+        record = self.journal.record_async if is_recorded else self.journal.record_lazily
+        record("ended", **fields, lease=str(task.lease.id), exit_code=end.exit_code)
         self.emit("task_ended", **fields, worker=str(task.lease.peer), **_details(end))
 
     def failed(self, error: str, *, is_cancelled: bool = False) -> EndRecord:
@@ -178,11 +173,5 @@ def _recorded(leases: Sequence[Lease]) -> list[dict[str, object]]:
     ]
 
 
-def _recorded_task(task: TaskRef, dispatch: int, keep_lease: bool) -> dict[str, object]:
-    return {
-        "task": task.name,
-        "attempt": task.attempt,
-        "lease": str(task.lease.id),
-        "dispatch": dispatch,
-        "keep_lease": keep_lease,
-    }
+def _recorded_task(task: TaskRef) -> dict[str, object]:
+    return {"task": task.name, "attempt": task.attempt, "lease": str(task.lease.id)}

@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 JOURNAL: Final = "journal.jsonl"
 """Name of the journal in a job's directory."""
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the format; written to the first record."""
 RUNNER_KINDS: Final = frozenset(
-    {"accepted", "resumed", "placed", "leased", "dispatched", "ended", "interrupted", "finished", "failed"}
+    {"accepted", "resumed", "placed", "leased", "started", "ended", "interrupted", "finished", "failed"}
 )
 """Kinds of records that only the runner writes."""
 _RUNNER_FIELDS: Final = frozenset({"record", "format"})

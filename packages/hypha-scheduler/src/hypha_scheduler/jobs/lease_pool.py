@@ -82,8 +82,6 @@ class LeasePool:
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
     _renewed: HeldLeases = field(init=False)
-    _spent: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
-    """Leases whose task has ended: no longer renewed, and released at the end of the job if they exist then."""
     _taken_back: set[uuid.UUID] = field(default_factory=set)
     """Leases of an earlier run that are renewed and not yet held."""
     _adopted: frozenset[uuid.UUID] = frozenset()
@@ -372,13 +370,6 @@ class LeasePool:
             self._is_stale = True
             self._drop(lease, held.peer, reason)
 
-    def spend(self, lease: uuid.UUID) -> None:
-        """Renew a lease no longer: its task has ended, and its worker has freed what the lease reserved."""
-        if self._held.pop(lease, None) is not None and (renewed := self._renewed.drop(lease)) is not None:
-            now = anyio.current_time()
-            self._spent = {id: held for id, held in self._spent.items() if held.expires > now} | {lease: renewed}
-            self._is_stale = True
-
     def _drop(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
         self._renewed.drop(lease)
         self.tasks.start_soon(release, self.endpoint, peer, lease, reason)
@@ -398,8 +389,7 @@ class LeasePool:
         """End the search and release all leases; return when their workers have answered or cannot be reached."""
         self._closed = True
         search, self._search = self._search, None
-        leases = {held.lease: held.peer for held in (*self._renewed.held(), *self._spent.values())}
-        self._spent.clear()
+        leases = {held.lease: held.peer for held in self._renewed.held()}
         if search is not None:
             search.scope.cancel()
             search.allocator.close()

@@ -1,6 +1,6 @@
 """The job runner: carries out what a strategy's operator asks for, and tells it what happens. Knows no strategy.
 
-Holds the job's leases, dispatches tasks, and checks who speaks before an operator hears of a message. `service` creates
+Holds the job's leases, starts tasks, and checks who speaks before an operator hears of a message. `service` creates
 one `JobRunner` per job and passes it the messages of peers; background work runs in the job's own task group.
 """
 
@@ -19,24 +19,36 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import leaf_errors
-from hypha_net.errors import NetError, TransferError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import (
+    NetError,
+    RequestTimeoutError,
+    TransferError,
+    TransferRefusedError,
+    UnsupportedProtocolError,
+)
 from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource
-from hypha_proto.datasets import NO_FREE_SLICE, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
-from hypha_proto.dispatch import Failed, Finished, JobStatus, NotFound, WireError
+from hypha_proto.datasets import (
+    NO_FREE_SLICE,
+    DataRequest,
+    NotFound,
+    ProviderFailure,
+    SliceAssigned,
+    UnusableSlice,
+    WireError,
+)
 from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec
-from hypha_proto.leases import CANCEL_JOB, RENEWED_LEASE, CancelJob, Goodbye, JobEnd
+from hypha_proto.leases import RENEWED_LEASE, Goodbye
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
-from hypha_proto.protocols import LEASE
 from hypha_proto.task_resources import LocateResource, ResourceLocation
-from hypha_proto.tasks import TaskResource, TaskSpec
+from hypha_proto.tasks import TaskResource
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
@@ -49,11 +61,11 @@ from hypha_scheduler.errors import (
     files_unusable,
     waits_for_room,
 )
-from hypha_scheduler.jobs.adoption import HeldAtEnd, RunningTask, held_at_end, take_leases_back
+from hypha_scheduler.jobs.adoption import HeldAtEnd, held_at_end, take_leases_back
 from hypha_scheduler.jobs.artifacts import write_result
+from hypha_scheduler.jobs.attempts import Attempt, Attempts
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
-from hypha_scheduler.jobs.dispatcher import dispatch
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.end_record import EndRecord, EndRecorder
 from hypha_scheduler.jobs.events import JobEvents, printable
@@ -63,7 +75,6 @@ from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
 from hypha_scheduler.jobs.source_download import SourceAccess
 from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.jobs.task_register import TaskRegister
 from hypha_scheduler.jobs.task_reports import TaskNews
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
@@ -80,6 +91,7 @@ from hypha_scheduler.strategies.base import (
     PushTarget,
     RetryAfter,
     RunInBackground,
+    SendCommand,
     SendMessage,
     SliceRefusedError,
     StartTask,
@@ -97,11 +109,8 @@ _log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT: Final = 3.0
 """Seconds to release leases when a job ends."""
-_JOB_END_GRACE: Final = 2.0
-"""Seconds to wait for a `JobEnd` with details after a `JobStatus` reported the end of an executor."""
 _MARK_INTERVAL: Final = 5.0
 """Seconds between marks that the job is running."""
-_CANCEL_TIMEOUT: Final = 2.5
 _CANCEL_LIMIT: Final = 3.0
 """Seconds for the strategy of a cancelled job to end it."""
 _BUDGET_CHECK: Final = 1.0
@@ -110,16 +119,15 @@ _BUDGET_MARGIN: Final = RENEWED_LEASE + 5.0
 CANCELLED: Final = "its owner cancelled it"
 WAITS_AGAIN: Final = "the scheduler was stopped while the job waited; it waits again when the scheduler is started"
 _START_TIMEOUT: Final = 30.0
-"""Seconds for the worker of a task stream to confirm a task; after that the lease is released."""
+"""Seconds for a worker to confirm a task; after that the lease is released."""
 _STOP_TIMEOUT: Final = 60.0
 """Seconds for a cancelled task on a kept lease to end; after that the lease is released."""
+_COMMAND_TIMEOUT: Final = 60.0
+"""Seconds for a running task to answer a command."""
 _CHECK_INTERVAL: Final = 0.5
 """Seconds between looks at a deadline that stays due."""
 _MIN_RETRY: Final = 0.05
 """Shortest time in seconds after which an operator is asked again for a slice."""
-_MAX_LINE: Final = 500
-_MAX_LINES: Final = 50
-_MAX_REASON: Final = 1000
 _MAX_TEXT: Final = 400
 """Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
@@ -196,14 +204,12 @@ class JobRunner:
         self._access = access or SourceAccess()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         """Records of the journal of an interrupted run."""
-        self.task_streams = TaskStreams(self.job_id, observer=self)
+        self._attempts = Attempts()
+        self.task_streams = TaskStreams(self.job_id, self._attempts, observer=self)
         self._auction_settings = auction
         self._operator: Operator | None = None
-        self._register = TaskRegister()
         self._early_notices: list[tuple[str, object]] = []
         """Notices of background work before there is an operator."""
-        self._stopping: set[TaskRef] = set()
-        """Tasks that were cancelled and whose leases stay."""
         self._progress_responses: ResponseCache[tuple[ProgressResponse, int]] = ResponseCache()
         """Answers, and the tickets of the effects that precede them."""
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
@@ -445,7 +451,7 @@ class JobRunner:
 
     def _has_task(self, lease: uuid.UUID) -> bool:
         """Return whether a task runs on a lease, or is about to start."""
-        return self._register.has_task(lease) or self._effects.will_start_on(lease)
+        return self._attempts.on(lease) is not None or self._effects.will_start_on(lease)
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
@@ -489,12 +495,12 @@ class JobRunner:
             raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
 
     @staticmethod
-    def _begin(operator: Operator, adopted: Sequence[RunningTask]) -> Effects:
+    def _begin(operator: Operator, adopted: Sequence[TaskRef]) -> Effects:
         """Tell the operator to begin, and with which tasks, before it is asked for the leases that it wants."""
         now = anyio.current_time()
         effects = operator.on_start(now)
         if adopted:
-            effects += operator.on_tasks_adopted([running.task for running in adopted], now)
+            effects += operator.on_tasks_adopted(adopted, now)
         return effects
 
     async def _take_leases_back(self) -> None:
@@ -504,14 +510,14 @@ class JobRunner:
         await take_leases_back(self._endpoint, self._held_before.tasks.values(), self._pool.take_back)
         self._leases_back.set()
 
-    async def _adopt(self) -> Sequence[RunningTask]:
+    async def _adopt(self) -> Sequence[TaskRef]:
         """Take over the tasks of the earlier run whose leases are renewed, and return them."""
         await self._leases_back.wait()
         tasks = self._held_before.tasks
-        held = self._pool.adopt([running.task.lease for running in tasks.values()])
+        held = self._pool.adopt([task.lease for task in tasks.values()])
         adopted = [tasks[lease.id] for lease in held]
-        for running in adopted:
-            self._register.adopt(running.task, running.dispatch, keep_lease=running.keep_lease)
+        for task in adopted:
+            self._attempts.adopt(task)
         if adopted:
             self._placement_seconds = 0.0  # nothing was searched for
         _log.info("job %s: %d of %d tasks of its earlier run are continued", self.job_id, len(adopted), len(tasks))
@@ -643,6 +649,8 @@ class JobRunner:
                 self._start_task(effect)
             case StopTask():
                 self._stop_task(effect)
+            case SendCommand():
+                self._send_command(effect)
             case SendMessage():
                 self._tasks.start_soon(self._send, effect)
             case RunInBackground():
@@ -677,51 +685,30 @@ class JobRunner:
         self._tell(self._running_operator.on_suspended, seconds, now)
 
     def _start_task(self, effect: StartTask) -> None:
-        task, spec = effect.task, effect.spec
+        task = effect.task
         if task.lease.id not in self._pool:  # it was lost before this effect's turn
             self._tell_not_started(task, "its lease is no longer held")
             return
-        self._register.start(task, keep_lease=effect.keep_lease, is_streamed=isinstance(spec, TaskSpec))
-        if isinstance(spec, TaskSpec):
-            self._start_by_stream(task, spec)
-        else:
-            self._start_background(partial(self._dispatch, effect, spec, self._register.dispatch_of(task)))
-
-    async def _dispatch(self, effect: StartTask, spec: JobSpec, number: int | None) -> None:
-        task = effect.task
-        why = await dispatch(
-            self._endpoint, effect, spec, number, is_running=partial(self._register.runs, task),
-            orphan_grace=self._job.orphan_grace_seconds,
-        )  # fmt: skip
-        if why is None:
-            if self._register.runs(task):
-                self._record_dispatch(effect)
-                self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
-        else:
-            self._task_not_started(task, why)
-
-    def _record_dispatch(self, effect: StartTask) -> None:
-        """Record a task that its worker has confirmed, if it may outlive this scheduler."""
-        if self._job.orphan_grace_seconds > 0:
-            earlier = self._register.dispatches_before(effect.task)
-            self._effects.note(*self._events.dispatched(effect.task, earlier, keep_lease=effect.keep_lease))
-
-    def _start_by_stream(self, task: TaskRef, spec: TaskSpec) -> None:
+        grace_ms = int(self._job.orphan_grace_seconds * 1000) or None
+        attempt = self._attempts.start(task, msgspec.structs.replace(effect.spec, orphan_grace_ms=grace_ms))
+        about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
         try:
-            self.task_streams.start(task, spec)
+            with instrumentation.span("dispatch", about, parent=self._trace):
+                self.task_streams.start(attempt)
         except ChannelError as error:
             self._task_not_started(task, f"worker {task.lease.peer}: {error}")
         else:
-            self._start_background(partial(self._expect_confirmation, task))
+            self._start_background(partial(self._expect_confirmation, attempt))
 
-    async def _expect_confirmation(self, task: TaskRef) -> None:
-        if not await self.task_streams.wait_until_confirmed(task, _START_TIMEOUT):
+    async def _expect_confirmation(self, attempt: Attempt) -> None:
+        task = attempt.task
+        if not await _happens(attempt.confirmed, _START_TIMEOUT):
             why = f"did not confirm task {task.name} within {_START_TIMEOUT:g} s; its log says why"
             self._task_not_started(task, f"worker {task.lease.peer} {why}")
 
     def _task_not_started(self, task: TaskRef, why: str) -> None:
         """Release the lease of a task that its worker did not take; nothing if it is over."""
-        if self._register.end(task):
+        if self._attempts.end(task):
             self._pool.release(task.lease.id, "its task did not start")
             self._tell_not_started(task, why)
 
@@ -730,13 +717,11 @@ class JobRunner:
 
     def _stop_task(self, effect: StopTask) -> None:
         """Stop a task; one that has ended by now is left alone, its lease may have the next."""
-        if not self._register.runs(effect.task):
+        attempt = self._attempts.get(effect.task)
+        if attempt is None:
             return
-        if self._register.is_streamed(effect.task) and (effect.keep_lease or effect.drain_seconds > 0):
-            self._stop_by_stream(effect)
-        elif effect.keep_lease:
-            self._stopping.add(effect.task)
-            self._start_background(partial(self._cancel, effect, self._register.dispatch_of(effect.task)))
+        if effect.keep_lease or effect.drain_seconds > 0:
+            self._stop_and_keep_lease(effect, attempt)
         else:
             self._release_and_end(effect)
 
@@ -744,25 +729,24 @@ class JobRunner:
         self._pool.release(effect.task.lease.id, effect.reason)
         self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
 
-    def _stop_by_stream(self, effect: StopTask) -> None:
+    def _stop_and_keep_lease(self, effect: StopTask, attempt: Attempt) -> None:
         """Let a task stop, or drain first; its lease stays unless the worker does not report the end."""
         try:
             if effect.drain_seconds > 0:
-                self.task_streams.drain(effect.task, effect.reason, effect.drain_seconds)
+                self.task_streams.drain(attempt, effect.reason, effect.drain_seconds)
             else:
-                self.task_streams.stop(effect.task, effect.reason)
+                self.task_streams.stop(attempt, effect.reason)
         except ChannelError as error:
             self._give_up_stop(effect, str(error))
         else:
-            self._start_background(partial(self._expect_end, effect))
+            self._start_background(partial(self._expect_end, effect, attempt))
 
-    async def _expect_end(self, effect: StopTask) -> None:
+    async def _expect_end(self, effect: StopTask, attempt: Attempt) -> None:
         """Wait for the end of a task that was told to drain or to stop."""
-        streams, task = self.task_streams, effect.task
         try:
-            if effect.drain_seconds > 0 and not await streams.wait_until_over(task, effect.drain_seconds):
-                streams.stop(task, effect.reason)
-            if not await streams.wait_until_over(task, _STOP_TIMEOUT):
+            if effect.drain_seconds > 0 and not await _happens(attempt.over, effect.drain_seconds):
+                self.task_streams.stop(attempt, effect.reason)
+            if not await _happens(attempt.over, _STOP_TIMEOUT):
                 self._give_up_stop(effect, "its end was not reported")
         except ChannelError as error:
             self._give_up_stop(effect, str(error))
@@ -770,23 +754,34 @@ class JobRunner:
     def _give_up_stop(self, effect: StopTask, why: str) -> None:
         """Release the lease of a task that its worker does not end; nothing if it is over."""
         task = effect.task
-        if self._register.runs(task):
+        if self._attempts.runs(task):
             _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
             self._release_and_end(effect)
 
-    async def _cancel(self, effect: StopTask, dispatch: int | None) -> None:
-        """Cancel a task on a lease that is kept, and wait for the worker to report its end."""
-        task = effect.task
+    def _send_command(self, effect: SendCommand) -> None:
+        """Send a command to a task; nothing if it is over."""
+        attempt = self._attempts.get(effect.task)
+        if attempt is None:
+            return
         try:
-            message = CancelJob(id=task.lease.id, reason=effect.reason, attempt=dispatch)
-            await rpc.call(self._endpoint, task.lease.peer, CANCEL_JOB, message, timeout=_CANCEL_TIMEOUT)
-            with anyio.move_on_after(_STOP_TIMEOUT):
-                while self._register.runs(task):
-                    await self._changed.wait()
-            why = "its end was not reported"
-        except NetError as error:
-            why = str(error)
-        self._give_up_stop(effect, why)
+            number = self.task_streams.command(attempt, effect.command)
+        except ChannelError as error:
+            self._tell(self._running_operator.on_effect_result, effect.tag, error, anyio.current_time())
+        else:
+            self._start_background(partial(self._expect_answer, effect, attempt, number))
+
+    async def _expect_answer(self, effect: SendCommand, attempt: Attempt, number: int) -> None:
+        """Tell the operator of the answer to a command, or that there is none; nothing once the task is over."""
+        with instrumentation.span(effect.span, effect.about, parent=self._trace):
+            with anyio.move_on_after(_COMMAND_TIMEOUT):
+                while number not in attempt.answers and not attempt.over.is_set():
+                    await attempt.answered.wait()
+        outcome: object = attempt.answers.pop(number, None)
+        if attempt.over.is_set():
+            return
+        if outcome is None:
+            outcome = RequestTimeoutError(f"{effect.task.lease.peer} did not answer within {_COMMAND_TIMEOUT:g} s")
+        self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
 
     async def _send(self, effect: SendMessage) -> None:
         def on_failure(error: NetError, _pause: float) -> None:
@@ -846,10 +841,10 @@ class JobRunner:
     def on_lost(self, lease: Lease, reason: str) -> None:
         """Tell the operator of a lost lease, and of the end of the task on it."""
         now = anyio.current_time()
-        task = self._register.on(lease)
+        attempt = self._attempts.on(lease.id)
         self._tell(self._running_operator.on_lease_lost, lease, reason, now)
-        if task is not None:
-            self._task_over(task, TaskEnded(TaskState.FAILED, reason))
+        if attempt is not None:
+            self._task_over(attempt.task, TaskEnded(TaskState.FAILED, reason))
 
     def on_timeout(self, roles: Sequence[str], reasons: str) -> None:
         """Tell the operator that roles lack workers."""
@@ -871,18 +866,18 @@ class JobRunner:
 
     def involves(self, peer: PeerId) -> bool:
         """Return whether a task of this job runs or ran on `peer`."""
-        return self._register.involves(peer)
+        return self._attempts.involves(peer)
 
     def runs_on(self, peer: PeerId) -> bool:
         """Return whether a task of this job runs on `peer`."""
-        return self._register.runs_on(peer)
+        return self._attempts.runs_on(peer)
 
     async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
         unusable = request.unusable
         while True:
-            task = self._register.of_peer(peer, request.lease)
+            task = self._attempts.of_peer(peer, request.lease)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
@@ -938,7 +933,7 @@ class JobRunner:
 
     async def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """Handle a progress report of an executor."""
-        task = self._register.of_peer(peer, request.lease)
+        task = self._attempts.of_peer(peer, request.lease)
         if task is None:
             return ProgressError(reason="no task of the job runs on this peer under this lease")
         told = self._progress_responses.get(peer, request.id) or self._report(task, request)
@@ -965,7 +960,7 @@ class JobRunner:
 
     async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
         """Tell the operator what the worker of a running task has reported; return when its effects are carried out."""
-        if not self._register.runs(task):
+        if not self._attempts.runs(task):
             return
         if traffic is not None:
             self._traffic[task.lease.peer] += traffic
@@ -979,6 +974,8 @@ class JobRunner:
             await self._effects.wait(ticket)
 
     def _task_started(self, task: TaskRef) -> int | None:
+        if self._job.orphan_grace_seconds > 0:
+            self._effects.note(*self._events.started(task))
         try:
             self._events.task_started(task)
         except OSError as error:
@@ -987,12 +984,13 @@ class JobRunner:
 
     async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
         """Handle a worker's question where a resource of its task is."""
-        task = self._register.of_peer(peer, request.lease)
-        spec = None if task is None else self.task_streams.spec_of(task)
-        if task is None or spec is None or (task.name, task.attempt) != (request.task, request.attempt):
+        attempt = self._attempts.on(request.lease)
+        task = self._attempts.of_peer(peer, request.lease)
+        if attempt is None or task is None or (task.name, task.attempt) != (request.task, request.attempt):
             _REFUSED_QUESTIONS.add()
             return gone("this attempt at the task does not run on this lease")
-        resource = next((entry for entry in spec.resources if entry.name == request.resource), None)
+        known = () if attempt.spec is None else attempt.spec.resources
+        resource = next((entry for entry in known if entry.name == request.resource), None)
         if resource is None:
             return gone(f"the task has no resource {request.resource[:80]!r}")
         return await self._locate(task, resource, with_bounded_failures(request))
@@ -1009,7 +1007,7 @@ class JobRunner:
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
         """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
         deadline, name = anyio.current_time() + _MAX_ANSWER_WAIT, method.method.name
-        while (task := self._register.of_peer(peer, getattr(message, "lease", None))) is not None:
+        while (task := self._attempts.of_peer(peer, getattr(message, "lease", None))) is not None:
             answer = await self._ask_and_wait(partial(self._ask_message, task, name, message))
             if answer is None:
                 await self._leave_unanswered()
@@ -1047,19 +1045,18 @@ class JobRunner:
         """Handle a worker's pull of a file of this job."""
         if self._context.serves(request.dataset):
             return self._context.resolve(request)
-        task = self._register.of_peer(peer) or self._register.streamed_on(peer)
+        task = self._attempts.any_on(peer)
         if task is None:
             return Refusal(reason=_NO_TASK)
         found = self._call(lambda: self._running_operator.on_pull_request(task, request))
         return Refusal(reason=_JOB_OVER) if found is None else found
 
-    async def on_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+    async def on_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
-        lease = None if header is None else header.lease
         deadline = anyio.current_time() + _MAX_ANSWER_WAIT
         while True:
-            running = self._register.of_peer(peer, lease)
-            task = running or self._register.former(peer, lease)
+            running = self._attempts.of_peer(peer, header.lease)
+            task = running or self._attempts.former(peer, header.lease)
             if task is None or self._operator is None:
                 return Refusal(reason=_NO_TASK)
             ask = self._operator.on_late_push if running is None else self._operator.on_push_request
@@ -1078,7 +1075,7 @@ class JobRunner:
         return FilePushTarget(target.path, target.max_bytes, on_complete, slot=slot)
 
     async def _push_complete(
-        self, task: TaskRef, header: PushHeader | None, target: PushTarget, _size: int, digest: str
+        self, task: TaskRef, header: PushHeader, target: PushTarget, _size: int, digest: str
     ) -> None:
         """Tell the operator of a complete file; the sender gets its receipt when this returns.
 
@@ -1096,7 +1093,7 @@ class JobRunner:
         now, operator = anyio.current_time(), self._running_operator
 
         def tell() -> tuple[bool, Effects]:
-            if self._register.runs(task):
+            if self._attempts.runs(task):
                 return True, operator.on_push_complete(task, header, path, digest, now)
             effects = operator.on_late_push_complete(task, header, path, now)
             return effects is not None, effects or ()
@@ -1125,50 +1122,23 @@ class JobRunner:
             self._events.draining(lease, seconds, reason)
             self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())
 
-    def on_job_end(self, peer: PeerId, end: JobEnd) -> None:
-        """Handle a worker's report on how an executor ended."""
-        task = self._register.dispatched(end.lease, peer, end.attempt)
-        if task is None:
-            return
-        self._traffic[peer] += TrafficCounts(end.bytes_sent, end.bytes_received)
-        states = {"finished": TaskState.FINISHED, "cancelled": TaskState.CANCELLED}
-        state = states.get(end.outcome, TaskState.FAILED)
-        lines = tuple(line[:_MAX_LINE] for line in end.last_lines[-_MAX_LINES:])
-        ended = TaskEnded(state, end.reason[:_MAX_REASON], end.exit_code, lines)
-        was_stopped = task in self._stopping  # by `CancelJob`, which leaves its lease
-        self._task_over(task, ended)
-        if state is TaskState.CANCELLED and not was_stopped:
-            self._pool.drop(task.lease.id, ended.reason or "its worker cancelled the task")
-
-    def on_job_status(self, peer: PeerId, status: JobStatus) -> None:
-        """Handle a worker's status report; older workers send only this, newer ones also `JobEnd` with details."""
-        task = self._register.dispatched(status.task_id, peer, status.attempt)
-        if task is not None and isinstance(status.status, Finished | Failed):
-            self._start_background(partial(self._wait_for_job_end, task, isinstance(status.status, Finished)))
-
-    async def _wait_for_job_end(self, task: TaskRef, finished: bool) -> None:
-        about = self._endpoint.connected_peers().get(task.lease.peer)
-        if about is None or not about.protocols or LEASE in about.protocols:
-            await anyio.sleep(_JOB_END_GRACE)
-        state = TaskState.FINISHED if finished else TaskState.FAILED
-        self._task_over(task, TaskEnded(state, "" if finished else "its worker gave no reason; its log says why"))
-
     def _task_over(self, task: TaskRef, end: TaskEnded) -> int | None:
         """Tell the operator of the end of a task, once; return the ticket of its effects."""
-        is_streamed = self._register.is_streamed(task)
-        keeps_lease = self._register.keeps_lease(task) or end.state is TaskState.CANCELLED
-        if not self._register.end(task) or self._closed:
+        if not self._attempts.end(task) or self._closed:
             return None
-        self._stopping.discard(task)
-        self.task_streams.end(task)
-        if not keeps_lease:
-            self._pool.spend(task.lease.id)
         self._pool.task_ended()
         try:
-            (self._events.attempt_ended if is_streamed else self._events.task_ended)(task, end)
+            self._events.task_ended(task, end, is_recorded=self._job.orphan_grace_seconds > 0)
         except OSError as error:
             self._on_file_error(error)
         return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
+
+
+async def _happens(event: anyio.Event, seconds: float) -> bool:
+    """Wait for an event, for at most so many seconds; return whether it has come."""
+    with anyio.move_on_after(seconds):
+        await event.wait()
+    return event.is_set()
 
 
 def _one_line(text: str) -> str:

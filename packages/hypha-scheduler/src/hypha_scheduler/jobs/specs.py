@@ -12,7 +12,6 @@ from typing import Final
 from hypha_proto.job_spec import (
     Adam,
     CosineWithWarmup,
-    Descriptor,
     LearningRateSchedule,
     LinearWithWarmup,
     Model,
@@ -28,13 +27,13 @@ _DECAY_SHARE: Final = 10  # a wsd schedule without decay_steps decays in the las
 
 def worker_spec(requirements: tuple[Requirement, ...], default: ExecutorDescriptor) -> WorkerSpec:
     """Return the requirements on a worker; `default` is its executor unless they name one."""
-    executors = tuple(type(default)(name=name) for name in kinds(requirements, default.name))
+    executors = tuple(ExecutorDescriptor(default.kind, name) for name in kinds(requirements, default.name))
     return WorkerSpec(resources=amounts(requirements), executor=executors)
 
 
-def descriptor_of(requirements: tuple[Requirement, ...], default: str) -> Descriptor:
-    """Return the executor that runs a task on a worker with these requirements."""
-    return Descriptor(name=kinds(requirements, default)[0])
+def executor_of(requirements: tuple[Requirement, ...], kind: str, default: str) -> str:
+    """Return the executor, as ``class/name``, that runs a task of a class on a worker with these requirements."""
+    return f"{kind}/{kinds(requirements, default)[0]}"
 
 
 def model_spec(table: ModelTable, artifact: Reference) -> Model:

@@ -51,13 +51,15 @@ class UnusableReportError(Exception):
     """A report contradicts the task's specification; the message continues ``its worker reported``."""
 
 
-def read_report(report: TaskReport, spec: TaskSpec) -> TaskNews | None:
+def read_report(report: TaskReport, spec: TaskSpec | None) -> TaskNews | None:
     """Return what a report about an attempt at `spec` says, with texts cut to their limits; None if nothing known.
+
+    Without a specification the attempt has neither resources nor outputs.
 
     Raises:
         UnusableReportError: it contradicts the specification.
     """
-    kinds = (report.started, report.ready, report.progress, report.draining)
+    kinds = (report.started, report.ready, report.progress, report.draining, report.answered)
     ends = (report.finished, report.failed, report.cancelled)
     if sum(kind is not None for kind in (*kinds, *ends)) > 1:
         raise UnusableReportError("several things in one message")
@@ -72,7 +74,7 @@ def read_report(report: TaskReport, spec: TaskSpec) -> TaskNews | None:
     return _read_end(report, spec)
 
 
-def _read_end(report: TaskReport, spec: TaskSpec) -> TaskEnded | None:
+def _read_end(report: TaskReport, spec: TaskSpec | None) -> TaskEnded | None:
     if report.finished is not None:
         return TaskEnded(TaskState.FINISHED, exit_code=0, outputs=_checked_outputs(report.finished, spec))
     if report.failed is not None:
@@ -82,8 +84,9 @@ def _read_end(report: TaskReport, spec: TaskSpec) -> TaskEnded | None:
     return None
 
 
-def _failed(failed: TaskFailed, spec: TaskSpec) -> TaskEnded:
-    if failed.resource is not None and all(failed.resource != resource.name for resource in spec.resources):
+def _failed(failed: TaskFailed, spec: TaskSpec | None) -> TaskEnded:
+    known = () if spec is None else spec.resources
+    if failed.resource is not None and all(failed.resource != resource.name for resource in known):
         raise UnusableReportError(f"that it lacks the resource {failed.resource[:80]!r}, which the task does not have")
     lines = tuple(line[:MAX_LINE] for line in failed.last_lines[-MAX_LINES:])
     reason = failed.reason[:MAX_REASON]
@@ -110,10 +113,10 @@ def _checked_progress(progress: TaskProgress) -> TaskProgress:
 # ------------------------------------------------------------------------------------------------------------- outputs
 
 
-def _checked_outputs(finished: TaskFinished, spec: TaskSpec) -> tuple[StoredOutput, ...]:
+def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[StoredOutput, ...]:
     """Return the outputs in the order of the specification."""
     made = {output.name: output for output in finished.outputs}
-    wanted = [output.name for output in spec.outputs]
+    wanted = [] if spec is None else [output.name for output in spec.outputs]
     if len(made) < len(finished.outputs):
         raise UnusableReportError("an output twice")
     if unwanted := made.keys() - set(wanted):

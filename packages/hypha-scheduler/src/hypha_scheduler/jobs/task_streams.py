@@ -1,8 +1,8 @@
 """Streams of tasks to workers: one for each lease, with definitions down and reports up (`hypha_proto.tasks`).
 
-Definitions and reports outlive a stream: the worker opens the next one, which continues. What it reports is looked up
-here, and checked by `task_reports`, before the job hears of it. `service` calls `serve_task_streams`; each job's
-`runner` has a `TaskStreams`.
+Definitions and reports outlive a stream: the worker opens the next one, which continues, also with a scheduler that was
+started again. What it reports is looked up in `attempts`, and checked by `task_reports`, before the job hears of it.
+`service` calls `serve_task_streams`; each job's `runner` has a `TaskStreams`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import anyio
+from msgspec.structs import replace
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
@@ -23,6 +24,7 @@ from hypha_net.errors import NetError, RequestError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.message_channel import ChannelError, MessageChannel, receive_frame, send_frame
 from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.commands import Command, TaskCommand
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import TASKS
@@ -35,9 +37,9 @@ from hypha_proto.tasks import (
     Subscribed,
     TaskDefinition,
     TaskReport,
-    TaskSpec,
     WorkerFrame,
 )
+from hypha_scheduler.jobs.attempts import Attempt, Attempts
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_reports import TaskNews, UnusableReportError, read_report, traffic_of
 from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TrafficCounts
@@ -88,115 +90,72 @@ class SchedulerCodec:
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """Attempt at a task that runs on a lease, or is about to."""
-
-    task: TaskRef
-    spec: TaskSpec
-    is_stopping: bool = False
-    confirmed: anyio.Event = field(default_factory=anyio.Event)
-    """Set when its worker has confirmed the start, or it is over."""
-    over: anyio.Event = field(default_factory=anyio.Event)
-
-
-@dataclass(slots=True)
 class _LeaseStream:
     """Messages about the tasks of one lease."""
 
     channel: MessageChannel[TaskDefinition, TaskReport]
     scope: anyio.CancelScope | None = None
-    """Of the newest stream."""
-    attempt: _Attempt | None = None
+    """Of the newest stream; None before the first."""
 
 
 @dataclass(slots=True)
 class TaskStreams:
-    """Streams of one job's leases, and the attempts that run there."""
+    """Streams of one job's leases."""
 
     job_id: uuid.UUID
+    attempts: Attempts
+    """What runs on the leases."""
     observer: StreamObserver
     _leases: dict[uuid.UUID, _LeaseStream] = field(default_factory=dict)
     _refusals: LogThrottle = field(default_factory=LogThrottle)
 
     # --------------------------------------------------------------------------------------------------- for the runner
 
-    def start(self, task: TaskRef, spec: TaskSpec) -> None:
-        """Queue the start of an attempt on a lease where none runs.
+    def start(self, attempt: Attempt) -> None:
+        """Tell the worker to start an attempt.
 
         Raises:
             ChannelError: the worker does not acknowledge what it gets.
         """
-        lease = self._lease(task.lease.id)
-        self._send(task, start=spec)
-        lease.attempt = _Attempt(task, spec)
+        assert attempt.spec is not None
+        start = replace(attempt.spec, traceparent=instrumentation.current_traceparent())
+        self._send(attempt.task, start=start)
 
-    async def wait_until_confirmed(self, task: TaskRef, seconds: float) -> bool:
-        """Wait until a worker has confirmed an attempt, for at most `seconds`; return whether it has, or it is over."""
-        attempt = self._attempt(task)
-        if attempt is None:
-            return True
-        with anyio.move_on_after(seconds):
-            await attempt.confirmed.wait()
-        return attempt.confirmed.is_set()
-
-    async def wait_until_over(self, task: TaskRef, seconds: float) -> bool:
-        """Wait until an attempt is over, for at most `seconds`; return whether it is."""
-        attempt = self._attempt(task)
-        if attempt is None:
-            return True
-        with anyio.move_on_after(seconds):
-            await attempt.over.wait()
-        return attempt.over.is_set()
-
-    def stop(self, task: TaskRef, reason: str) -> None:
+    def stop(self, attempt: Attempt, reason: str) -> None:
         """Tell the worker once to end an attempt.
 
         Raises:
             ChannelError: it does not acknowledge what it gets.
         """
-        attempt = self._attempt(task)
-        if attempt is not None and not attempt.is_stopping:
+        if not attempt.is_stopping:
             attempt.is_stopping = True
-            self._send(task, stop=Stop(reason=reason))
+            self._send(attempt.task, stop=Stop(reason=reason))
 
-    def drain(self, task: TaskRef, reason: str, seconds: float) -> None:
+    def drain(self, attempt: Attempt, reason: str, seconds: float) -> None:
         """Tell the worker to let an attempt finish within some seconds.
 
         Raises:
             ChannelError: it does not acknowledge what it gets.
         """
-        attempt = self._attempt(task)
-        if attempt is not None and not attempt.is_stopping:
-            self._send(task, drain=DrainTask(left_ms=round(seconds * 1000), reason=reason))
+        if not attempt.is_stopping:
+            self._send(attempt.task, drain=DrainTask(left_ms=round(seconds * 1000), reason=reason))
 
-    def end(self, task: TaskRef) -> None:
-        """Record that an attempt is over."""
-        attempt = self._attempt(task)
-        if attempt is not None:
-            attempt.over.set()
-            attempt.confirmed.set()
-            self._leases[task.lease.id].attempt = None
+    def command(self, attempt: Attempt, command: Command) -> int:
+        """Send a command to an attempt; return its number, which the answer repeats.
 
-    def spec_of(self, task: TaskRef) -> TaskSpec | None:
-        """Return the specification of a running attempt; None if it does not run, or not by a stream."""
-        attempt = self._attempt(task)
-        return None if attempt is None else attempt.spec
+        Raises:
+            ChannelError: the worker does not acknowledge what it gets.
+        """
+        number = attempt.commands
+        self._send(attempt.task, command=TaskCommand.of(number, command))
+        attempt.commands += 1
+        return number
 
     def drop(self, lease: uuid.UUID) -> None:
         """Forget a lease that is gone, and close its stream."""
         found = self._leases.pop(lease, None)
-        if found is None:
-            return
-        if found.attempt is not None:
-            found.attempt.over.set()
-            found.attempt.confirmed.set()
-        if found.scope is not None:
+        if found is not None and found.scope is not None:
             found.scope.cancel()
-
-    def _attempt(self, task: TaskRef) -> _Attempt | None:
-        lease = self._leases.get(task.lease.id)
-        attempt = None if lease is None else lease.attempt
-        return attempt if attempt is not None and attempt.task == task else None
 
     def _lease(self, lease: uuid.UUID) -> _LeaseStream:
         if lease not in self._leases:
@@ -206,27 +165,19 @@ class TaskStreams:
             self._leases[lease] = _LeaseStream(channel)
         return self._leases[lease]
 
-    def _send(
-        self,
-        task: TaskRef,
-        *,
-        start: TaskSpec | None = None,
-        stop: Stop | None = None,
-        drain: DrainTask | None = None,
-    ) -> None:
-        definition = TaskDefinition(
-            job_id=self.job_id, task=task.name, attempt=task.attempt, start=start, stop=stop, drain=drain
-        )
+    def _send(self, task: TaskRef, **what: Any) -> None:
+        definition = TaskDefinition(job_id=self.job_id, task=task.name, attempt=task.attempt, **what)
         self._lease(task.lease.id).channel.send(definition)
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
     async def _handle(self, lease: uuid.UUID, report: TaskReport) -> None:
-        found = self._leases.get(lease)
-        attempt = None if found is None else found.attempt
+        attempt = self.attempts.on(lease)
         if attempt is None or not self._is_about(report, attempt.task):
             self._count_refusal(lease, report, _OTHER_ATTEMPT)
             return
+        if report.answered is not None:
+            attempt.add_answer(report.answered)
         try:
             news = read_report(report, attempt.spec)
         except UnusableReportError as error:
@@ -240,7 +191,7 @@ class TaskStreams:
     def _is_about(self, report: TaskReport, task: TaskRef) -> bool:
         return (report.job_id, report.task, report.attempt) == (self.job_id, task.name, task.attempt)
 
-    async def _notice(self, attempt: _Attempt, news: TaskNews) -> None:
+    async def _notice(self, attempt: Attempt, news: TaskNews) -> None:
         if not attempt.confirmed.is_set():
             attempt.confirmed.set()
             if not isinstance(news, TaskStarted):  # what runs has been started
@@ -248,12 +199,12 @@ class TaskStreams:
         if not attempt.over.is_set():
             await self.observer.on_task_news(attempt.task, news, None)
 
-    def _failed(self, attempt: _Attempt, report: TaskReport, error: UnusableReportError) -> TaskEnded:
+    def _failed(self, attempt: Attempt, report: TaskReport, error: UnusableReportError) -> TaskEnded:
         """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
         reason = f"its worker reported {error}"
         if traffic_of(report) is None:
             with suppress(ChannelError):  # then the next start fails, and the lease is released
-                self.stop(attempt.task, reason)
+                self.stop(attempt, reason)
         return TaskEnded(TaskState.FAILED, reason)
 
     def _count_refusal(self, lease: uuid.UUID, report: TaskReport, reason: str) -> None:
@@ -274,6 +225,8 @@ class TaskStreams:
             StreamResetError: the stream broke.
         """
         lease = self._lease(subscribe.lease)
+        if lease.scope is None:  # an earlier run of this scheduler may have begun the exchange
+            lease.channel.take_over(subscribe.next, subscribe.first)
         with anyio.CancelScope() as scope:
             lease.scope = scope
             await _answer(stream, Subscribed(job_id=self.job_id, next=lease.channel.next_wanted))

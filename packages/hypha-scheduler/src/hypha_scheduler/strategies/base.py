@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from hypha_net.transfer import PullSource
+from hypha_proto.commands import Command
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec
 from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
@@ -46,6 +46,7 @@ __all__ = [
     "RetryAfter",
     "RoleRequest",
     "RunInBackground",
+    "SendCommand",
     "SendMessage",
     "SliceRefusedError",
     "SliceToUse",
@@ -90,7 +91,7 @@ class TaskRef:
     name: str
     lease: Lease
     attempt: int = 0
-    """Chosen by the operator; differs for each dispatch of the task on one lease, and grows if it is a `TaskSpec`."""
+    """Chosen by the operator; grows with each start of the task on one lease."""
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -98,17 +99,10 @@ class TaskRef:
 
 @dataclass(frozen=True, slots=True)
 class StartTask:
-    """Effect: dispatch a task; the outcome is `TaskStarted` or `TaskNotStarted`."""
+    """Effect: start a task; the outcome is `TaskStarted` or `TaskNotStarted`. Its lease stays when it ends."""
 
     task: TaskRef
-    spec: JobSpec | TaskSpec
-    """A `TaskSpec` needs a lease that was requested by `hypha_proto.tasks.task_executor`; it always keeps its lease."""
-    keep_lease: bool = False
-    """Whether the lease stays for a further task when this one has ended by itself.
-
-    Otherwise its worker ends it, which `Operator.on_lease_lost` hears of at the next renewal unless fewer leases are
-    wanted by then.
-    """
+    spec: TaskSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +114,23 @@ class StopTask:
     keep_lease: bool = False
     """Whether the lease stays for a further task; otherwise it is released."""
     drain_seconds: float = 0.0
-    """Seconds for which a task of a `TaskSpec` may finish what it has begun; then it is cancelled. Keeps the lease."""
+    """Seconds for which a task may finish what it has begun; then it is cancelled. Keeps the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommand:
+    """Effect: send a command to a running task; its `CommandAnswer`, or an error, reaches `on_effect_result`.
+
+    Commands to a task arrive in their order. Nothing is heard of one whose task ends first.
+    """
+
+    task: TaskRef
+    command: Command
+    tag: str
+    span: str = "send command"
+    """Name of the span, in the trace of the job."""
+    about: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Attributes of the span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +199,9 @@ class EndJob:
     failure: str | None = None
 
 
-Effect = StartTask | StopTask | SendMessage | RunInBackground | WriteJournal | EmitEvent | PostMetric | EndJob
+Effect = (
+    StartTask | StopTask | SendCommand | SendMessage | RunInBackground | WriteJournal | EmitEvent | PostMetric | EndJob
+)
 Effects = tuple[Effect, ...]
 
 
@@ -210,19 +222,19 @@ class TaskNotStarted:
 
 @dataclass(frozen=True, slots=True)
 class TaskReady:
-    """The resources of a `TaskSpec` are there, and its executor runs."""
+    """The resources of a task are there, and its executor runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgressed:
-    """The executor of a `TaskSpec` has reported progress."""
+    """The executor of a task has reported progress."""
 
     progress: TaskProgress
 
 
 @dataclass(frozen=True, slots=True)
 class TaskDraining:
-    """A task of a `TaskSpec` drains: it ends by itself, or is cancelled when its time is over."""
+    """A task drains: it ends by itself, or is cancelled when its time is over."""
 
     seconds: float
 
@@ -237,9 +249,9 @@ class TaskEnded:
     last_lines: tuple[str, ...] = ()
     """Last lines of its output, oldest first."""
     outputs: tuple[StoredOutput, ...] = ()
-    """What a `TaskSpec` that finished has made; its worker keeps it until `ReleaseOutputs`."""
+    """What a task that finished has made; its worker keeps it until `ReleaseOutputs`."""
     resource: str | None = None
-    """Name of the resource that a `TaskSpec` could not be given, where that is why it failed."""
+    """Name of the resource that it could not be given, where that is why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,10 +366,6 @@ class JobContext(Protocol):
         """This scheduler."""
         ...
 
-    def supports(self, peer: PeerId, protocol: str) -> bool:
-        """Return whether a peer has stated that it speaks a protocol; False while it is not connected."""
-        ...
-
     def reaches(self, dataset: str) -> bool:
         """Return whether a data node of an opened dataset is connected; tasks wait for one meanwhile."""
         ...
@@ -449,7 +457,7 @@ class Operator(Protocol):
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Handle a lost lease, before the end of the task on it is reported.
 
-        A lease that goes with its task, which was stopped, did not start or has ended, is not reported here.
+        A lease that goes with its task, which was stopped or did not start, is not reported here.
         """
         return ()
 
@@ -469,7 +477,7 @@ class Operator(Protocol):
         ...
 
     def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
-        """Handle what is heard of a running `TaskSpec` between its start and its end."""
+        """Handle what is heard of a running task between its start and its end."""
         return ()
 
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
@@ -497,27 +505,20 @@ class Operator(Protocol):
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     def on_push_request(
-        self, task: TaskRef, header: PushHeader | None, now: float
+        self, task: TaskRef, header: PushHeader, now: float
     ) -> tuple[PushTarget | Refusal | RetryAfter, Effects]:
-        """Return where a file may be written that is about to arrive, or when to ask again.
-
-        The header says what it is. Peers of the older network send none.
-        """
+        """Return where a file may be written that is about to arrive, or when to ask again."""
         return Refusal(reason="this job takes no files"), ()
 
-    def on_push_complete(
-        self, task: TaskRef, header: PushHeader | None, path: Path, digest: str, now: float
-    ) -> Effects:
+    def on_push_complete(self, task: TaskRef, header: PushHeader, path: Path, digest: str, now: float) -> Effects:
         """Handle a complete file; the sender gets its receipt once journal records among the effects are on disk."""
         return ()
 
-    def on_late_push(
-        self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
+    def on_late_push(self, task: TaskRef, header: PushHeader, now: float) -> tuple[PushTarget | Refusal, Effects]:
         """Return where a file may be written whose task has ended: for its sender's receipt, as it cannot count."""
         return Refusal(reason="no task of this job runs there"), ()
 
-    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Path, now: float) -> Effects | None:
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader, path: Path, now: float) -> Effects | None:
         """Handle a complete file whose task has ended, which may have been before it arrived; None refuses it."""
         return None
 

@@ -47,7 +47,7 @@ class LogRelay:
         except InvalidIdError as error:
             return {"error": f"worker: {error}", "code": "invalid"}
         except UnsupportedProtocolError:
-            remedy = "its owner updates hypha-worker to 0.2, or reads them there with `hypha-worker logs`"
+            remedy = "its owner updates hypha-worker, or reads them there with `hypha-worker logs`"
             return {"error": f"it gives no logs to schedulers: {remedy}", "code": "unsupported"}
         except NetError as error:
             return {"error": str(error), "code": "unreachable"}

@@ -27,7 +27,7 @@ async def list_names(endpoint: Endpoint, timeout: float) -> set[str] | None:
         try:
             names.update(dataset.name for dataset in await list_datasets(endpoint, gateway, timeout=timeout))
             answered = True
-        except NetError:  # such as one of the existing network: the error then names no datasets
+        except NetError:  # it may not answer: the error then names no datasets
             return
 
     async with anyio.create_task_group() as tasks:

@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from hypha_net.log_throttle import LogThrottle
 from hypha_worker.accounts.storage import RUNNING, AccountFiles, LeaseAccount
-from hypha_worker.leasing.lease_manager import Lease, LeaseState
+from hypha_worker.leasing.lease_manager import Lease
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _HeldLease:
     @property
     def is_over(self) -> bool:
         """Whether it earns nothing more, and its job has ended."""
-        return self.lease.state is LeaseState.SPENT or (self.lease.end is not None and not self.lease.has_job)
+        return self.lease.end is not None and not self.lease.has_job
 
     def account(self, now: float, outcome: str) -> LeaseAccount:
         """Return its account at a time since the epoch."""

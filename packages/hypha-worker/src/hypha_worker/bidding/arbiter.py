@@ -2,7 +2,7 @@
 
 Pure. Called by `bidding.bidder` with the requests of a batch window, and by `service` when a scheduler asks why it got
 no offer. What is offered is reserved in `leasing.lease_manager` for a moment; a renewal by the scheduler turns the
-offer into a lease that it can dispatch a job to.
+offer into a lease on which it can start tasks.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
-from hypha_proto.tasks import TASK_EXECUTOR_PREFIX
+from hypha_proto.offers import WorkerRequest
 from hypha_worker.leasing.terms import NO_QUOTA, Quota
 
 Strategy = Literal["flexible", "whole"]
@@ -48,13 +47,5 @@ class OfferPolicy:
 
     def preference(self, scheduler: PeerId, request: WorkerRequest) -> int:
         """Return the position of a request in `prefer`, 0 for the most preferred."""
-        names = {scheduler, *(_configured_name(executor) for executor in request.spec.executor)}
+        names = {scheduler, *(executor.name for executor in request.spec.executor)}
         return next((place for place, preferred in enumerate(self.prefer) if preferred in names), len(self.prefer))
-
-
-def _configured_name(executor: ExecutorDescriptor) -> str:
-    """Return the name of an executor in the configuration, also where it is requested for tasks."""
-    if executor.name.startswith(TASK_EXECUTOR_PREFIX):
-        kind = executor.name.removeprefix(TASK_EXECUTOR_PREFIX)
-        return kind.partition("/")[2] or kind
-    return executor.name

@@ -15,7 +15,7 @@ from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.executor_starts import ExecutorStarts
-from hypha_worker.leasing.capacity import Capabilities, Capacity, executor_text
+from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
 MAX_EXECUTORS: Final = 8
@@ -53,9 +53,9 @@ def quota_reasons(quota: Quota, usage: LeaseUsage) -> Iterator[RejectionReason]:
 
 def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescriptor, ...]) -> Iterator[RejectionReason]:
     """Yield the executors of a request that this worker lacks, at most `MAX_EXECUTORS`."""
-    configured = ", ".join(sorted(map(executor_text, capabilities.executors))) or "none"
+    configured = ", ".join(sorted(map(str, capabilities.executors))) or "none"
     for executor in capabilities.missing_executors(wanted)[:MAX_EXECUTORS]:
-        text = f"executor {executor_text(executor)} is not configured; configured: {configured}"
+        text = f"executor {executor!s} is not configured; configured: {configured}"
         yield RejectionReason(text, Rejection(code="executor"))
 
 
@@ -92,7 +92,7 @@ def resource_reasons(
 
 
 def _single_gpu_text(wanted: Resources, single: Resources, executors: Sequence[ExecutorDescriptor]) -> str:
-    named = ", ".join(executor_text(executor) for executor in executors[:MAX_EXECUTORS])
+    named = ", ".join(str(executor) for executor in executors[:MAX_EXECUTORS])
     return (
         f"gpu: {wanted.gpu:g} requested, and the largest GPU of this worker has {single.gpu:g}; it gives several to "
         f"executors with sharded = true only, which distribute a model over them, not to {named or 'others'}"

@@ -20,7 +20,6 @@ from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.rejection import DRAINING, MAX_EXECUTORS, PAUSED, RejectionReason
 from hypha_worker.bidding.request_batch import ReceivedRequest
-from hypha_worker.leasing.capacity import executor_text
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.leasing.terms import LeaseUsage
 
@@ -91,7 +90,7 @@ class RequestHistory:
                 self.wall_clock(),
                 received.scheduler,
                 str(request.id),
-                tuple(map(executor_text, request.spec.executor[:MAX_EXECUTORS])),
+                tuple(map(str, request.spec.executor[:MAX_EXECUTORS])),
                 request.spec.resources,
                 request.bid,
                 price,

@@ -1,6 +1,6 @@
 """The parameter server of a training job: which peer it is now, and under which term.
 
-The job's specification names the first one; `server_changes` replaces it when the scheduler says so. Used by `backend`
+The task's settings name the first one; `server_changes` replaces it when the scheduler says so. Used by `training`
 and `update_sender`, which push to it, and by `delivery_queue`, which accepts outer updates from it.
 """
 
@@ -13,20 +13,19 @@ import anyio
 import msgspec
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec, PeersReference, TrainJob
-from hypha_worker.jobs.references import reference_peers
+from hypha_proto.job_spec import PeersReference, TrainConfig
+from hypha_worker.tasks.references import reference_peers
 
 
 class CurrentServer:
-    """Translates the parameter server that a job's specification names into the current one."""
+    """Translates the parameter server that a task's settings name into the current one."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        config = spec.executor.config
+    def __init__(self, config: TrainConfig) -> None:
         self._named = reference_peers([config.updates])
         self._results = reference_peers([config.results])
         self._replacement: PeerId | None = None
         self._under_way: set[anyio.CancelScope] = set()
-        self.term = config.term if isinstance(spec.executor, TrainJob) else None
+        self.term = config.term
         """Term of the current parameter server; None if the job has no terms."""
 
     @property
@@ -35,11 +34,11 @@ class CurrentServer:
         return self.translate(self._results)
 
     def translate(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
-        """Return `peers` with the current parameter server in place of the one that the specification names."""
+        """Return `peers` with the current parameter server in place of the one that the settings name."""
         return frozenset(self._translate(peer) for peer in peers)
 
     def translate_reference(self, reference: PeersReference) -> PeersReference:
-        """Return a reference with the current parameter server in place of the one that the specification names."""
+        """Return a reference with the current parameter server in place of the one that the settings name."""
         peers = tuple(dict.fromkeys(map(self._translate, reference.peers)))
         return msgspec.structs.replace(reference, peers=peers)
 

@@ -1,14 +1,13 @@
-"""Files that peers pushed to a job, queued until its executor asks for them. Each file is delivered once.
+"""Files that peers pushed to a task, queued until its executor asks for them. Each file is delivered once.
 
-Called by `hypha_net.transfer`, through `jobs.job_manager`, when a peer pushes; and by `backend`, which turns each file
-into an event of ``/resources/receive``. Outer updates of a job whose scheduler commits its rounds are queued when they
-are committed (`uncommitted_updates`).
+Called by `tasks.task_manager` when a peer pushes, and by `backend`, which turns each file into an event of
+``/resources/receive``. Outer updates of a job whose scheduler commits its rounds are queued when they are committed
+(`uncommitted_updates`).
 """
 
 from __future__ import annotations
 
 import sys
-import uuid
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -32,10 +31,9 @@ QUEUE_LIMIT: Final = 64
 class DeliveryQueue:
     """The pushed files of one job."""
 
-    job_id: uuid.UUID
     work_dir: Path
     senders: Set[PeerId]
-    """Peers that may push files of `kind`, or without a header."""
+    """Peers that may push files of `kind`."""
     storage: JobStorage
     kind: str
     """The kind of file that the job is made for, as named in a header."""
@@ -52,7 +50,7 @@ class DeliveryQueue:
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _closed: bool = False
 
-    def accept(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+    def accept(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """Return where to store a file that `peer` is about to push, or a refusal."""
         reason = self._reason_against(peer, header)
         if reason is not None:
@@ -100,12 +98,11 @@ class DeliveryQueue:
 
     def _drop_unwanted(self, uncommitted: UncommittedUpdates) -> None:
         for file in list(self._pending):
-            header = file.header
-            if header is not None and self._is_own_kind(header) and not uncommitted.is_wanted(header.round):
+            if self._is_own_kind(file.header) and not uncommitted.is_wanted(file.header.round):
                 self._pending.remove(file)
                 file.path.unlink(missing_ok=True)
 
-    def _reason_against(self, peer: PeerId, header: PushHeader | None) -> str | None:
+    def _reason_against(self, peer: PeerId, header: PushHeader) -> str | None:
         """Return why a push is refused, or None if it is accepted."""
         if self._closed:
             return "the job is ending"
@@ -121,8 +118,8 @@ class DeliveryQueue:
         waiting += 0 if uncommitted is None else uncommitted.count
         return f"the queue is full: {QUEUE_LIMIT} files wait for the executor" if waiting >= QUEUE_LIMIT else None
 
-    def _is_own_kind(self, header: PushHeader | None) -> bool:
-        return header is None or header.kind == self.kind
+    def _is_own_kind(self, header: PushHeader) -> bool:
+        return header.kind == self.kind
 
     def _add(self, file: PendingFile, digest: str) -> None:
         if self._closed or not self._keep(file, digest):
@@ -151,8 +148,6 @@ class DeliveryQueue:
     def _is_repeated(self, file: PendingFile, digest: str) -> bool:
         """Return whether a peer whose receipt was lost has pushed a file again: the executor gets it once."""
         header = file.header
-        if header is None:
-            return False
         key = (file.peer, header.kind, header.round, header.name, digest)
         repeated = key in self._seen
         self._seen.add(key)
@@ -189,8 +184,8 @@ class DeliveryQueue:
             size=file.size,
             from_peer=file.peer,
             sequence=file.sequence,
-            round=header.round if header else None,
-            kind=header.kind if header else None,
+            round=header.round,
+            kind=header.kind,
             weights=file.weights,
         )
 

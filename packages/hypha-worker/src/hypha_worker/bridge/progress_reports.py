@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from hypha_net import rpc
-from hypha_net.errors import NetError, UnsupportedProtocolError
+from hypha_net.errors import NetError
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches, report_of
 from hypha_proto.progress import (
     REPORT,
@@ -53,7 +53,7 @@ class ProgressReports:
     lease: uuid.UUID
     contact: SchedulerContact
     takes_batches: bool = False
-    """Whether the scheduler may take several batches in one message."""
+    """Whether the scheduler takes several batches in one message."""
     _last: tuple[int, int | None] = (0, None)
     """A round whose batches are reported one by one, and the number of its last batch if it is known."""
     _unreported: Counter[str] = field(default_factory=Counter)
@@ -92,8 +92,6 @@ class ProgressReports:
         if self.takes_batches:
             try:
                 return await self._report_at_once(trained)
-            except UnsupportedProtocolError:
-                self.takes_batches = False
             except NetError as error:
                 raise to_bridge_error(error) from error
         return await self._report_one_by_one(trained)
@@ -123,19 +121,13 @@ class ProgressReports:
         return BatchesCounted(counted=trained.first + len(trained.batches), last=self._last[1])
 
     async def _try(self, method: RpcMethod[Req, Resp], request: Req) -> Resp | None:
-        """Call the scheduler if it is there; return None if it does not answer soon.
-
-        Raises:
-            UnsupportedProtocolError: it does not take several batches in one message.
-        """
+        """Call the scheduler if it is there; return None if it does not answer soon."""
         contact = self.contact
         if not (contact.is_confirmed and contact.is_connected):
             return None
         try:
             return await rpc.call(contact.endpoint, contact.scheduler, method, request, timeout=BATCH_TIMEOUT)
         except NetError as error:
-            if isinstance(error, UnsupportedProtocolError) and method.protocol == REPORT_BATCHES.protocol:
-                raise
             _log.info("batches were not reported, the executor goes on: %s", error)
             contact.on_silence()
             return None

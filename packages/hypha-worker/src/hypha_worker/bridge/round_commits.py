@@ -1,5 +1,5 @@
-"""A training job's questions to its scheduler about rounds: which one to begin with, may this update be sent, is this
-outer update committed?
+"""What a task that trains asks its scheduler about rounds: which one to begin with, whether an update may be sent, and
+whether an outer update is committed.
 
 Called by `backend` before an executor begins and before it pushes an update, and by `delivery_queue` before it hands an
 outer update to the executor, for jobs whose `TrainConfig` has a `term`. Calls `hypha_net.rpc`.
@@ -17,7 +17,7 @@ import anyio
 
 from hypha_net import backoff, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import MessageTooLargeError, NetError, UnsupportedProtocolError
+from hypha_net.errors import MessageTooLargeError, NetError
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     MAX_RANGES,
@@ -56,15 +56,15 @@ class RoundCommits:
     scheduler: PeerId
     job_id: uuid.UUID
     lease: uuid.UUID
-    contact: SchedulerContact | None = None
-    """Knows whether the scheduler, if it was started again, has taken up the job; by default it always has."""
+    contact: SchedulerContact
+    """Knows whether the scheduler, if it was started again, has taken up the job."""
 
     async def state_contribution(
         self, round_number: int, update: str, samples: int, contribution: Contribution | None
-    ) -> ContributionKnown | None:
+    ) -> ContributionKnown:
         """Tell the scheduler that an update is about to be sent; return its answer.
 
-        Waits while it cannot be reached, for as long as the job runs. None if it does not speak the protocol.
+        Waits while it cannot be reached, for as long as the task runs.
 
         Args:
             round_number: round of the update.
@@ -87,46 +87,30 @@ class RoundCommits:
         return await self._ask(STATE_CONTRIBUTION, statement)
 
     async def wait(self, round_number: int, update: str) -> CommitStatus:
-        """Wait until the scheduler has committed an outer update, or never will; return its answer.
-
-        A scheduler that does not speak the protocol commits nothing: every outer update counts as committed.
-        """
+        """Wait until the scheduler has committed an outer update, or never will; return its answer."""
         question = AwaitCommit(job_id=self.job_id, lease=self.lease, round=round_number, update=update)
-        status = await self._ask_until(AWAIT_COMMIT, question, lambda answer: answer.committed or bool(answer.reason))
-        return CommitStatus(committed=True) if status is None else status
+        return await self._ask_until(AWAIT_COMMIT, question, lambda answer: answer.committed or bool(answer.reason))
 
-    async def join(self) -> RoundToJoin | None:
-        """Wait until the scheduler says with which round the executor begins, or that it never will.
-
-        None if it does not speak the protocol.
-        """
+    async def join(self) -> RoundToJoin:
+        """Wait until the scheduler says with which round the executor begins, or that it never will."""
         question = JoinRound(job_id=self.job_id, lease=self.lease)
         return await self._ask_until(
             JOIN_ROUND, question, lambda answer: answer.round is not None or bool(answer.reason)
         )
 
-    async def _ask_until(
-        self, method: RpcMethod[Req, Resp], question: Req, is_decided: Callable[[Resp], bool]
-    ) -> Resp | None:
-        """Ask, with pauses, until the answer is a decision; return None as `_ask` does."""
+    async def _ask_until(self, method: RpcMethod[Req, Resp], question: Req, is_decided: Callable[[Resp], bool]) -> Resp:
+        """Ask, with pauses, until the answer is a decision."""
         asked = 0
-        while (answer := await self._ask(method, question)) is not None and not is_decided(answer):
+        while not is_decided(answer := await self._ask(method, question)):
             await anyio.sleep(backoff.jittered(PAUSES, asked))
             asked += 1
         return answer
 
-    @property
-    def _is_confirmed(self) -> bool:
-        return self.contact is None or self.contact.is_confirmed
-
-    async def _ask(self, method: RpcMethod[Req, Resp], request: Req) -> Resp | None:
-        """Repeat a request until it is answered; return None if the scheduler does not speak its protocol.
-
-        It says so itself: what identify has listed may be older than its first job with rounds to commit.
-        """
+    async def _ask(self, method: RpcMethod[Req, Resp], request: Req) -> Resp:
+        """Repeat a request until it is answered."""
         failures = 0
         while True:
-            is_confirmed = self._is_confirmed  # as it is asked
+            is_confirmed = self.contact.is_confirmed  # as it is asked
             try:
                 answer = await rpc.call(self.endpoint, self.scheduler, method, request, timeout=TIMEOUT)
                 if is_confirmed or not _is_refusal(answer):
@@ -134,10 +118,6 @@ class RoundCommits:
                 why = "the scheduler has not taken up the job yet"
             except MessageTooLargeError as error:
                 raise to_bridge_error(error) from error
-            except UnsupportedProtocolError as error:
-                if is_confirmed:
-                    return None
-                why = str(error)
             except NetError as error:
                 why = str(error)
             pause = backoff.jittered(PAUSES, failures)

@@ -23,8 +23,6 @@ from hypha_worker.paths import safe_name
 
 _log = logging.getLogger(__name__)
 
-_UNNAMED: Final = "pushed.safetensors"
-"""Name of a file that was pushed without a header."""
 _DISCARDED: Final = instrumentation.Counter(
     "hypha.worker.outer_updates.discarded", "{file}", "Outer updates that the scheduler does not commit."
 )
@@ -37,7 +35,7 @@ class PendingFile:
     sequence: int
     """Number of the file among those of its job, from 0 on."""
     peer: PeerId
-    header: PushHeader | None
+    header: PushHeader
     path: Path
     size: int
     weights: str | None = None
@@ -46,24 +44,22 @@ class PendingFile:
     @property
     def name(self) -> str:
         """The name that its sender gave it, made safe."""
-        return safe_name(self.header.name) if self.header else _UNNAMED
+        return safe_name(self.header.name)
 
 
 class UncommittedUpdates:
     """Keeps outer updates until the scheduler has committed them, or never will."""
 
-    def __init__(self, commits: RoundCommits, term: int, first_round: int = 1, *, joins: bool = False) -> None:
+    def __init__(self, commits: RoundCommits, term: int, *, joins: bool = False) -> None:
         """Prepare; `run` asks the scheduler.
 
         Args:
             commits: asks about the job's rounds.
             term: term of the parameter server when the job began; older ones are refused.
-            first_round: round of the first update, for files without a header.
             joins: whether the executor has yet to join the rounds; until then it takes no updates.
         """
         self._commits = commits
         self._term = term
-        self._next_round = first_round
         self._begins: int | None = None if joins else 0
         """Round from which on the executor takes updates; None while it has not joined."""
         self._known: set[tuple[int, str]] = set()
@@ -76,16 +72,13 @@ class UncommittedUpdates:
         """Number of files that wait."""
         return len(self._waiting)
 
-    def reason_against(self, header: PushHeader | None) -> str | None:
+    def reason_against(self, header: PushHeader) -> str | None:
         """Return why an update that is about to come is refused, or None if it is accepted."""
-        if header is not None and header.term is not None and header.term < self._term:
+        if header.term is not None and header.term < self._term:
             return f"term: {header.term} is over, the parameter server of term {self._term} has taken its place"
-        if not self.is_wanted(self._round_of(header)):
-            return f"the executor does not take part in round {self._round_of(header)}"
+        if not self.is_wanted(header.round):
+            return f"the executor does not take part in round {header.round}"
         return None
-
-    def _round_of(self, header: PushHeader | None) -> int:
-        return self._next_round if header is None else header.round
 
     def is_wanted(self, number: int) -> bool:
         """Return whether the executor takes the update of a round."""
@@ -114,10 +107,9 @@ class UncommittedUpdates:
 
     def add(self, file: PendingFile, digest: str) -> bool:
         """Keep a file that has arrived until it is committed; return False if it is known already, or the job ends."""
-        header = file.header
-        if header is not None and header.term is not None:
-            self.raise_term(header.term)
-        key = (self._round_of(header), digest)
+        if file.header.term is not None:
+            self.raise_term(file.header.term)
+        key = (file.header.round, digest)
         if key in self._known or not self.is_wanted(key[0]):
             return False
         try:
@@ -148,7 +140,6 @@ class UncommittedUpdates:
             file.path.unlink(missing_ok=True)
             return
         if status.committed:
-            self._next_round = max(self._next_round, number + 1)
             deliver(replace(file, weights=status.weights))
             return
         self._known.discard((number, digest))  # a later parameter server may compute the same again

@@ -1,6 +1,6 @@
 """Slices that a scheduler assigns one by one: asks for the next, pulls it, and reports those that cannot be used.
 
-Called by the bridges of training jobs and of tasks.
+Called by the bridge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import anyio
 from hypha_net import instrumentation
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
-from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 MAX_ALTERNATIVES: Final = 8
 """Largest number of alternative providers of a slice that are tried."""
 MAX_UNUSABLE: Final = 32
-"""Unusable slices in a row after which a fetch fails; schedulers of the older network skip the report of them."""
+"""Unusable slices in a row after which a fetch fails."""
 _SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
 _SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
 _UNUSABLE: Final = instrumentation.Counter(
@@ -66,14 +65,13 @@ class AssignmentOrder:
 class AssignedSlices:
     """Fetches the slices that one lease is assigned."""
 
-    scheduler: PeerId
     job_id: uuid.UUID
     lease: uuid.UUID
     files: PeerFiles
+    contact: SchedulerContact
+    """Waits for the scheduler as long as the job may run on without it."""
     timeout: float = 10.0
     """Seconds that one attempt at asking for a slice may take."""
-    contact: SchedulerContact | None = None
-    """Waits for the scheduler as long as the job may run on without it; by default not longer than other requests."""
     order: AssignmentOrder | None = None
     """That of all fetches of the lease; None states no number of an assignment."""
 
@@ -107,15 +105,11 @@ class AssignedSlices:
                 return fetched
         raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
 
-    @property
-    def _contact(self) -> SchedulerContact:
-        return self.contact or SchedulerContact(self.files.endpoint, self.scheduler)
-
     async def _request(self, request: DataRequest) -> tuple[SliceAssigned, Mapping[str, str]]:
         """Ask for a slice; return it, and its number as metadata."""
         if self.order is None:
-            return await request_slice(self._contact, request, self.timeout), {}
-        assigned, number = await self.order.request(self._contact, request, self.timeout)
+            return await request_slice(self.contact, request, self.timeout), {}
+        assigned, number = await self.order.request(self.contact, request, self.timeout)
         return assigned, {ASSIGNED: str(number)}
 
     async def _pull(

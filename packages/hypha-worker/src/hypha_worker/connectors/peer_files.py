@@ -21,8 +21,16 @@ import anyio
 from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
-from hypha_proto.datasets import DATA, NO_FREE_SLICE, SAFETENSORS, SLICE_SUFFIXES, DataRequest, SliceAssigned
-from hypha_proto.dispatch import NotFound, WireError
+from hypha_proto.datasets import (
+    DATA,
+    NO_FREE_SLICE,
+    SAFETENSORS,
+    SLICE_SUFFIXES,
+    DataRequest,
+    NotFound,
+    SliceAssigned,
+    WireError,
+)
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress

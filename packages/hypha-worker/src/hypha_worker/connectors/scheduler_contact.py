@@ -1,7 +1,7 @@
 """A job's contact with its scheduler, which may be gone for a while: requests that wait for it, and redials.
 
-Made by `jobs.job_manager` for each job, and used by whatever a job asks its scheduler: `bridge.backend` and the
-parameter server. A job that was dispatched without a grace waits as long as `rpc_retry.REPORT_DELAYS`.
+Made by `tasks.task_run` for each attempt, and used by whatever a task asks its scheduler: `bridge.training` and the
+parameter server. A task that was started without a grace waits as long as `rpc_retry.REPORT_DELAYS`.
 """
 
 from __future__ import annotations

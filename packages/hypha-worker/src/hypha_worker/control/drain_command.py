@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import anyio
 
-from hypha_proto.job_spec import executor_class
 from hypha_worker.control.server import Answer
-from hypha_worker.draining import Draining, Work
+from hypha_worker.draining import Draining
 from hypha_worker.leasing.terms import MAX_DRAIN
 from hypha_worker.tasks.task_run import TaskRun
 
@@ -31,8 +30,8 @@ class DrainCommand:
     drain_timeout: float
     """Seconds of a drain whose client names none."""
     _ended: anyio.Event = field(default_factory=anyio.Event)
-    _cancelled: Sequence[Work] = ()
-    """Jobs that the end of the drain cancelled."""
+    _cancelled: Sequence[TaskRun] = ()
+    """Tasks that the end of the drain cancelled."""
     _waiting: int = 0
     """Clients that wait for the end of the drain."""
     _answered: anyio.Event = field(default_factory=anyio.Event)
@@ -52,11 +51,11 @@ class DrainCommand:
             self._answered.set()
             self._answered = anyio.Event()
 
-    async def report_end(self, cancelled: Sequence[Work]) -> None:
+    async def report_end(self, cancelled: Sequence[TaskRun]) -> None:
         """Tell the clients that the drain is over.
 
         Args:
-            cancelled: jobs and tasks that ran longer than the drain.
+            cancelled: tasks that ran longer than the drain.
         """
         self._cancelled = cancelled
         self._ended.set()
@@ -79,18 +78,11 @@ def parse_timeout(arguments: Mapping[str, Any]) -> float | None:
     return float(timeout)
 
 
-def _describe(job: Work) -> dict[str, str]:
-    if isinstance(job, TaskRun):
-        return {
-            "job_id": str(job.definition.job_id),
-            "task": job.definition.task,
-            "executor": job.spec.executor,
-            "lease": str(job.lease.id),
-            "scheduler": str(job.lease.scheduler),
-        }
+def _describe(run: TaskRun) -> dict[str, str]:
     return {
-        "job_id": str(job.spec.job_id),
-        "class": executor_class(job.spec),
-        "lease": str(job.lease),
-        "scheduler": str(job.scheduler),
+        "job_id": str(run.definition.job_id),
+        "task": run.definition.task,
+        "executor": run.spec.executor,
+        "lease": str(run.lease.id),
+        "scheduler": str(run.lease.scheduler),
     }

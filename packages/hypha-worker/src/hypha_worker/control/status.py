@@ -6,7 +6,6 @@ Called by `server`; `display` shows the answer to people.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,14 +15,11 @@ import anyio
 from msgspec.structs import asdict
 
 from hypha_net.endpoint import Endpoint
-from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import executor_class
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
-from hypha_worker.draining import Draining, Work
+from hypha_worker.draining import Draining
 from hypha_worker.executor_starts import ExecutorStarts
-from hypha_worker.jobs.job_manager import Job
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.tasks.task_run import TaskRun
 
@@ -77,7 +73,7 @@ def describe_worker(view: WorkerView) -> dict[str, Any]:
         ],
         "free": _amounts(leases.free.resources),
         "leases": [_describe_lease(lease, now) for lease in leases.leases],
-        "jobs": [_describe_work(work, leases, since_epoch) for work in view.draining.running],
+        "jobs": [_describe_task(run, since_epoch) for run in view.draining.running],
         "requests": [_describe_request(request) for request in reversed(view.history.decided)],
     }
 
@@ -96,28 +92,17 @@ def _describe_lease(lease: Lease, now: float) -> dict[str, Any]:
     }
 
 
-def _describe_work(work: Work, leases: LeaseManager, since_epoch: float) -> dict[str, Any]:
-    lease = work.lease if isinstance(work, TaskRun) else leases.find(work.lease, work.scheduler)
-    began = None if lease is None else lease.job_began
+def _describe_task(run: TaskRun, since_epoch: float) -> dict[str, Any]:
+    about, lease = run.definition, run.lease
     return {
-        **(_describe_task(work) if isinstance(work, TaskRun) else _describe_job(work)),
-        "since": None if began is None else utc_text(since_epoch + began),
-        "price": None if lease is None else lease.price,
+        "job": str(about.job_id),
+        "task": about.task,
+        "executor": run.spec.executor,
+        "scheduler": str(lease.scheduler),
+        "lease": str(lease.id),
+        "since": None if lease.job_began is None else utc_text(since_epoch + lease.job_began),
+        "price": lease.price,
     }
-
-
-def _describe_job(job: Job) -> dict[str, Any]:
-    executor = f"{executor_class(job.spec)}/{job.spec.executor.descriptor.name}"
-    return _identify(job.spec.job_id, None, executor, job.scheduler, job.lease)
-
-
-def _describe_task(run: TaskRun) -> dict[str, Any]:
-    about = run.definition
-    return _identify(about.job_id, about.task, run.spec.executor, run.lease.scheduler, run.lease.id)
-
-
-def _identify(job: uuid.UUID, task: str | None, executor: str, scheduler: PeerId, lease: uuid.UUID) -> dict[str, Any]:
-    return {"job": str(job), "task": task, "executor": executor, "scheduler": str(scheduler), "lease": str(lease)}
 
 
 def _describe_request(request: DecidedRequest) -> dict[str, Any]:

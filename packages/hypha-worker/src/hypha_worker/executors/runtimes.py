@@ -8,21 +8,18 @@ runs no code of third parties. Called by `config`, which checks the tables ``[[e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, get_args
-
-from hypha_proto.offers import ExecutorClass
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.executor_starts import ExecutorStarts
     from hypha_worker.executors.isolation.stack import IsolationStack
     from hypha_worker.executors.process.fork_server_client import ForkServer
-    from hypha_worker.jobs.execution import ExecutionFactory, TaskMethod
     from hypha_worker.logs.run_log import LogFolder
-    from hypha_worker.tasks.execution import TaskExecutionFactory
+    from hypha_worker.tasks.execution import ExecutionFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +54,10 @@ class HostSettings:
 
 
 class Runtime(Protocol):
-    """One way of running jobs and tasks."""
+    """One way of running tasks."""
 
-    @property
-    def job_class(self) -> ExecutorClass:
-        """The class of the jobs that it runs."""
-        ...
-
-    @property
-    def runs_tasks(self) -> bool:
-        """Whether its executors run tasks; then they may also be of a class that no job has."""
-        ...
-
-    @property
-    def task_methods(self) -> Sequence[TaskMethod[Any, Any]]:
-        """RPC methods that its executions may serve; the worker registers them."""
+    def suits(self, kind: str) -> bool:
+        """Return whether its executors may be of a class."""
         ...
 
     def check(self, settings: ExecutorSettings) -> None:
@@ -83,15 +69,11 @@ class Runtime(Protocol):
         ...
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
-        """Return the function that makes an execution of a job by an executor with these settings."""
-        ...
-
-    def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
-        """Return the function that makes an execution of a task; called only where `runs_tasks`."""
+        """Return the function that makes an execution of a task by an executor with these settings."""
         ...
 
     def preload(self) -> None:
-        """Import what jobs will need, so that the first one does not wait. Called in a thread."""
+        """Import what tasks will need, so that the first one does not wait. Called in a thread."""
         ...
 
 
@@ -124,27 +106,21 @@ def find_runtime(name: str) -> Runtime:
     return found
 
 
-def check_executor(name: str, job_class: str, settings: ExecutorSettings) -> None:
+def check_executor(name: str, kind: str, settings: ExecutorSettings) -> None:
     """Check that an executor's class and settings fit its runtime.
 
     Args:
         name: the runtime.
-        job_class: class that the executor is configured for: that of jobs, or another one for tasks only.
+        kind: class of the executor.
         settings: its other keys.
 
     Raises:
         ValueError: they do not.
     """
     runtime = find_runtime(name)
-    if not _is_suitable(runtime, job_class):
-        suitable = [f'"{other}"' for other in RUNTIMES if _is_suitable(find_runtime(other), job_class)]
+    if not runtime.suits(kind):
+        suitable = [f'"{other}"' for other in RUNTIMES if find_runtime(other).suits(kind)]
         raise ValueError(
-            f'runtime = "{name}" cannot run what is of class "{job_class}", only jobs of class "{runtime.job_class}"'
-            f"{' and tasks' if runtime.runs_tasks else ''}: set runtime = {' or '.join(suitable)}"
+            f'runtime = "{name}" cannot run what is of class "{kind}": set runtime = {" or ".join(suitable)}'
         )
     runtime.check(settings)
-
-
-def _is_suitable(runtime: Runtime, job_class: str) -> bool:
-    """Return whether a runtime runs jobs of a class, or tasks of a class that no job has."""
-    return job_class == runtime.job_class or (runtime.runs_tasks and job_class not in get_args(ExecutorClass))

@@ -155,8 +155,3 @@ class Capabilities:
     def missing_executors(self, wanted: Sequence[ExecutorDescriptor]) -> tuple[ExecutorDescriptor, ...]:
         """Return those of `wanted` that are not configured here."""
         return tuple(executor for executor in wanted if executor not in self.executors)
-
-
-def executor_text(executor: ExecutorDescriptor) -> str:
-    """Return an executor's class and name for people: ``train/diloco-transformer``."""
-    return f"{executor.__struct_config__.tag}/{executor.name[:80]}"

@@ -1,7 +1,7 @@
 """Leases: which scheduler holds which part of this machine, and until when.
 
 Pure: the clock is passed in. `bidding.bidder` reserves what it offers here, `service` renews, releases and sweeps, and
-`jobs.job_manager` attaches jobs. A lease's resources are free again when its job's processes are gone, not when the
+`tasks.lease_session` attaches tasks. A lease's resources are free again when its job's processes are gone, not when the
 lease expires.
 """
 
@@ -16,7 +16,6 @@ from enum import Enum
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import JobSpec
 from hypha_proto.leases import RENEWED_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
@@ -46,11 +45,9 @@ class LeaseState(Enum):
     HELD = "held"
     """A scheduler accepted the offer and renews the lease."""
     ORPHANED = "orphaned"
-    """It was not renewed in time, but its job may run on for a while; a renewal takes it back."""
+    """It was not renewed in time, but its job may run on, or its end be reported; a renewal takes it back."""
     ENDING = "ending"
     """It is over, but its job still has processes."""
-    SPENT = "spent"
-    """Its job has ended and its resources are free; it stays known until it expires."""
 
 
 class LeaseEnd(Enum):
@@ -79,14 +76,6 @@ _END_REASONS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A dispatch whose scheduler numbers those on one lease."""
-
-    number: int
-    spec: JobSpec
-
-
 @dataclass(slots=True)
 class Lease:
     """A part of the machine, reserved for one scheduler."""
@@ -113,8 +102,6 @@ class Lease:
     """When its job was attached, on the local clock; None while it has none."""
     outcome: str = ""
     """How the job that ran on it last has ended; empty while it runs, and if there was none."""
-    newest_attempt: Attempt | None = None
-    """The numbered dispatch that last started a job; None if there was none, and after the lease has ended."""
     orphan_grace: float = 0.0
     """Seconds after `expires` for which its newest job may run on, and its end be reported, without a renewal."""
     charged: float = 0.0
@@ -133,8 +120,8 @@ class Lease:
         return self.end is not None or self.state is LeaseState.ENDING
 
     def remaining(self, now: float) -> float:
-        """Return the seconds left until it expires; until it is forgotten if it is spent."""
-        return max(0.0, (self.ends if self.state is LeaseState.SPENT else self.expires) - now)
+        """Return the seconds left until it expires."""
+        return max(0.0, self.expires - now)
 
     @property
     def owed(self) -> float:
@@ -196,7 +183,7 @@ class LeaseManager:
     @property
     def free(self) -> Capacity:
         """Capacity that no lease and no process holds, without `retained_storage`."""
-        held = {lease.id: lease.allocation for lease in self._leases.values() if lease.state is not LeaseState.SPENT}
+        held = {lease.id: lease.allocation for lease in self._leases.values()}
         taken = [*(self._retained | held).values()]
         if retained := self.retained_storage():
             taken.append(Allocation(Resources(storage=retained)))
@@ -204,15 +191,11 @@ class LeaseManager:
 
     @property
     def leased_requests(self) -> frozenset[tuple[PeerId, uuid.UUID]]:
-        """Schedulers and requests with a lease that still holds resources.
+        """Schedulers and requests with a lease.
 
         Anybody can copy the id of a published request, so an id alone names none.
         """
-        return frozenset(
-            (lease.scheduler, lease.request_id)
-            for lease in self._leases.values()
-            if lease.state is not LeaseState.SPENT
-        )
+        return frozenset((lease.scheduler, lease.request_id) for lease in self._leases.values())
 
     @property
     def usage(self) -> Mapping[PeerId, LeaseUsage]:
@@ -220,11 +203,10 @@ class LeaseManager:
         lapses = Counter(scheduler for _, scheduler in self._lapsed)
         found = {scheduler: LeaseUsage(lapsed=count) for scheduler, count in lapses.items()}
         for lease in self._leases.values():
-            if lease.state is not LeaseState.SPENT:
-                known, offered = found.get(lease.scheduler, LeaseUsage()), lease.state is LeaseState.OFFERED
-                found[lease.scheduler] = LeaseUsage(
-                    known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job, known.lapsed
-                )
+            known, offered = found.get(lease.scheduler, LeaseUsage()), lease.state is LeaseState.OFFERED
+            found[lease.scheduler] = LeaseUsage(
+                known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job, known.lapsed
+            )
         return found
 
     def offer(
@@ -273,7 +255,7 @@ class LeaseManager:
         return lease
 
     def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Extend a lease, without a job to the end of the time that it may be idle; a spent one is only confirmed.
+        """Extend a lease, without a job to the end of the time that it may be idle.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
@@ -284,65 +266,41 @@ class LeaseManager:
             raise LeaseError(f"lease {lease_id} is over: no job ran on it for {self._terms.idle_lease:g} s")
         if now >= lease.ends or lease.state is LeaseState.ENDING:
             raise LeaseError(f"lease {lease_id} is over")
-        if lease.state is not LeaseState.SPENT:
-            if lease.charged_until is None:
-                self.on_held(lease)
-            lease.charge(now)
-            lease.charged_until = now
-            lease.state = LeaseState.HELD
-            lease.expires = now + RENEWED_LEASE
-            if not lease.has_job:
-                lease.idle_since = now if lease.idle_since is None else lease.idle_since
-                lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
+        if lease.charged_until is None:
+            self.on_held(lease)
+        lease.charge(now)
+        lease.charged_until = now
+        if lease.state is LeaseState.ORPHANED:
+            lease.idle_since = None
+        lease.state = LeaseState.HELD
+        lease.expires = now + RENEWED_LEASE
+        if not lease.has_job:
+            lease.idle_since = now if lease.idle_since is None else lease.idle_since
+            lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
         return lease
-
-    def is_repeated(self, lease_id: uuid.UUID, scheduler: PeerId, attempt: Attempt, now: float) -> bool:
-        """Return whether a numbered dispatch has started a job before, which may have ended; False if it is a new one.
-
-        Raises:
-            UnknownLeaseError: there was no such lease of this scheduler.
-            LeaseError: it is older than another one, or another one has its number, or the lease is over.
-        """
-        lease = self._owned_lease(lease_id, scheduler)
-        newest = lease.newest_attempt
-        if newest is None or attempt.number > newest.number:
-            return False
-        if attempt.number < newest.number:
-            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} is older than {newest.number}, the newest")
-        if attempt.spec != newest.spec:
-            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} was dispatched with another specification")
-        if now >= lease.ends or lease.state is LeaseState.ENDING:
-            raise LeaseError(f"lease {lease_id} is over")
-        return True
 
     def attach_job(
         self,
         lease_id: uuid.UUID,
         scheduler: PeerId,
         now: float,
-        attempt: Attempt | None = None,
         orphan_grace: float = 0.0,
         job_id: uuid.UUID | None = None,
     ) -> Lease:
-        """Attach a job to a lease; this also accepts an offer that was not renewed yet.
+        """Attach a task to a lease, which also renews it.
 
         Args:
-            attempt: the job's dispatch, if its scheduler numbers them.
-            orphan_grace: seconds for which its scheduler asks the job to run on without renewals; the owner's
+            orphan_grace: seconds for which its scheduler asks the task to run on without renewals; the owner's
                 `LeaseTerms.orphan_grace` bounds them.
             job_id: the job, for the owner.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
-            LeaseError: the lease is over, spent, or has a job, or the scheduler has `Quota.max_jobs` jobs; or `attempt`
-                is not newer than all before it; or there are no more jobs.
+            LeaseError: the lease is over or has a job, or the scheduler has `Quota.max_jobs` jobs; or there are no more
+                jobs.
         """
         lease = self._owned_lease(lease_id, scheduler)
-        if attempt is not None and self.is_repeated(lease_id, scheduler, attempt, now):
-            raise LeaseError(f"attempt {attempt.number} on lease {lease_id} has started a job before")
         self._check_open()
-        if lease.state is LeaseState.SPENT:
-            raise LeaseError(f"lease {lease_id} is spent: its job has ended")
         if lease.has_job:
             raise LeaseError(f"a job already runs on lease {lease_id}")
         self._check_job_quota(scheduler)
@@ -351,15 +309,16 @@ class LeaseManager:
         lease.job_id, lease.job_began, lease.outcome = job_id, now, ""
         lease.expires = now + RENEWED_LEASE
         lease.orphan_grace = min(orphan_grace, self._terms.orphan_grace)
-        lease.newest_attempt = attempt or lease.newest_attempt
         return lease
 
-    def detach_job(self, lease_id: uuid.UUID, *, keep: bool = False, outcome: str = "") -> None:
-        """Detach the job of a lease, after its last process has ended.
+    def detach_job(self, lease_id: uuid.UUID, outcome: str = "") -> None:
+        """Detach the job of a lease, after its last process has ended; the lease takes another one, unless it is over.
+
+        Until `end_grace` it is held as long without a renewal as the job might have run on, so that the end of the job
+        can be reported.
 
         Args:
             outcome: how it has ended, for the owner.
-            keep: keep the lease for another job, unless it is over; otherwise free its resources now.
         """
         lease = self._leases.get(lease_id)
         if lease is None or not lease.has_job:
@@ -370,11 +329,12 @@ class LeaseManager:
             self._forget(lease)
         elif lease_id in self._retained:
             lease.expires = -math.inf  # the next sweep ends it
-        elif not keep:
-            lease.state = LeaseState.SPENT
-            self.on_freed()
-        else:
-            lease.state, lease.orphan_grace = LeaseState.HELD, 0.0
+
+    def end_grace(self, lease_id: uuid.UUID) -> None:
+        """End the time for which a lease without a job is held beyond its expiry: the end of its job is reported."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and not lease.has_job:
+            lease.orphan_grace = 0.0
 
     def may_outlast_renewals(self, lease_id: uuid.UUID, now: float) -> bool:
         """Return whether the newest job of a lease may run on, or report its end, now without a renewal."""
@@ -426,7 +386,7 @@ class LeaseManager:
                 lease.idle_since = now
             if lease.state is LeaseState.HELD:
                 lease.charge(now)
-                if lease.has_job and lease.expires <= now < lease.ends:
+                if lease.expires <= now < lease.ends:
                     lease.state = LeaseState.ORPHANED
             if now >= lease.ends and lease.state is not LeaseState.ENDING:
                 ended.append(lease)
@@ -439,23 +399,6 @@ class LeaseManager:
         """Return the lease if it is known and belongs to `scheduler`, else None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.scheduler == scheduler else None
-
-    def find_for_dispatch(
-        self, dispatch_id: uuid.UUID, scheduler: PeerId, executor: ExecutorDescriptor
-    ) -> Lease | None:
-        """Return the lease that a dispatch is for, or None.
-
-        Our schedulers dispatch by a lease's id. Those of the older network make an id of their own: for them it is the
-        oldest held lease of this scheduler that has no job and was requested for an executor of this class.
-        """
-        lease = self.find(dispatch_id, scheduler)
-        if lease is not None:
-            return lease
-        for lease in self._leases.values():
-            is_open = lease.state is LeaseState.HELD and not lease.has_job and lease.scheduler == scheduler
-            if is_open and type(executor) in map(type, lease.executors):
-                return lease
-        return None
 
     def _owned_lease(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
         lease = self.find(lease_id, scheduler)
@@ -497,7 +440,6 @@ class LeaseManager:
         """Remove a lease; remember how it ended while there is room."""
         del self._leases[lease.id]
         self._settled += lease.owed
-        lease.newest_attempt = None  # it holds a specification
         self._ended[lease.id] = lease
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)

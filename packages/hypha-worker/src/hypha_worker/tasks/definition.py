@@ -16,7 +16,6 @@ from hypha_proto.errors import DecodeError
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
     MAX_PATH,
-    TASK_EXECUTOR_PREFIX,
     OutputPath,
     PeersSource,
     TaskDefinition,
@@ -57,8 +56,7 @@ def check_start(definition: TaskDefinition, spec: TaskSpec, executors: Iterable[
     """
     if not _TASK.fullmatch(definition.task):
         raise DefinitionError(f"task {definition.task[:80]!r} is no name: use letters, digits and _.-, then [number]")
-    wanted = f"{TASK_EXECUTOR_PREFIX}{spec.executor}"
-    if all(wanted != executor.name for executor in executors):
+    if ExecutorDescriptor.parse(spec.executor) not in executors:
         raise DefinitionError(f"executor {spec.executor[:80]!r} is none of those that the lease was requested for")
     if spec.timeout_ms == 0:
         raise DefinitionError("timeout_ms is 0: leave it out, or state at least 1")

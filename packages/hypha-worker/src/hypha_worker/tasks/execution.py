@@ -1,24 +1,28 @@
 """The interface between the runs of tasks and an executor: what an executor is given, and what it must provide.
 
-Implemented by the folders of `executors` whose runtimes run tasks; `task_run` knows only this interface. The bridge of
-a task is built on it, too.
+Implemented by the folders of `executors`; `task_run` knows only this interface, so a further runtime needs no change
+there.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 
+from hypha_net.endpoint import Endpoint
+from hypha_net.transfer import FilePushTarget
+from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
+from hypha_proto.transfer import NO_JOB, PushHeader, Refusal
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
-from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
@@ -55,6 +59,7 @@ class TaskControl(Protocol):
 class TaskContext:
     """One attempt at a task, as an executor gets it."""
 
+    endpoint: Endpoint
     job_id: uuid.UUID
     task: str
     attempt: int
@@ -69,8 +74,11 @@ class TaskContext:
     storage: JobStorage
     """Bounds everything that is stored in `work_dir`; runs the attempt's file work."""
     traffic: JobTraffic
+    """Counts what is sent and received for the attempt."""
     scope: anyio.CancelScope
     """Cancelled when the attempt is to end. A cancellation from an outer scope means that the worker shuts down."""
+    contact: SchedulerContact
+    """Reaches the scheduler, and waits for it as long as the attempt may run on without it."""
     fetcher: ResourceFetcher
     control: TaskControl
     resources: MutableMapping[str, str] = field(default_factory=dict)
@@ -81,13 +89,31 @@ class TaskContext:
     """Called if processes of the attempt live on that cannot be ended: its lease's resources then stay taken."""
 
 
-class TaskExecution(Protocol):
-    """One run of an executor for a task."""
+@dataclass(slots=True)
+class ExecutionTrace:
+    """Exit code and last output of an execution, for the report of its end."""
+
+    exit_code: int | None = None
+    last_lines: tuple[str, ...] = ()
+
+
+class Execution:
+    """One run of an executor for a task. A runtime that takes neither files nor commands overrides `run` alone."""
+
+    @property
+    def senders(self) -> Set[PeerId]:
+        """Peers whose pushes are for this task; empty if it takes none."""
+        return frozenset()
+
+    @property
+    def accepted_push_kind(self) -> str:
+        """The kind of push that this task accepts; empty if it takes none."""
+        return ""
 
     @property
     def trace(self) -> ExecutionTrace:
         """Exit code and last output known so far."""
-        ...
+        return ExecutionTrace()
 
     async def run(self) -> None:
         """Run to the end. When it returns, raises or is cancelled, no process of the attempt is left.
@@ -96,7 +122,16 @@ class TaskExecution(Protocol):
             ExecutionError: the task failed.
             WorkReturnedError: this worker cannot continue it.
         """
-        ...
+        raise NotImplementedError
+
+    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
+        """Return where to store a file that `peer` is about to push, or a refusal."""
+        return Refusal(reason=f"{NO_JOB} from {peer}")
+
+    def handle(self, command: TaskCommand) -> CommandAnswer:
+        """Carry out a command of the scheduler."""
+        return CommandAnswer(number=command.number, accepted=False, reason="this task takes no such command")
 
 
-TaskExecutionFactory = Callable[[TaskContext], TaskExecution]
+ExecutionFactory = Callable[[TaskContext], Execution]
+"""Makes an execution; raises `ExecutionError` if the task cannot run here."""

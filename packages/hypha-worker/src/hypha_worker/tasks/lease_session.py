@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 import anyio
@@ -15,6 +16,7 @@ import anyio.abc
 from hypha_net import instrumentation
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.message_channel import ChannelError
+from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.tasks import TaskCancelled, TaskDefinition, TaskFailed, TaskReport
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
@@ -26,7 +28,7 @@ from hypha_worker.tasks.task_run import TaskHost, TaskRun, one_line
 _log = logging.getLogger(__name__)
 
 LAST_REPORT_TIMEOUT: Final = 1.0
-"""Seconds that the last reports of a lease that is over, or of a draining worker, may take."""
+"""Seconds that the last reports of a lease that is over, or of a worker that shuts down, may take."""
 MAX_TASKS: Final = 10_000
 """Tasks of a lease whose newest attempt is remembered; the one that was defined first is forgotten first."""
 _REFUSED: Final = instrumentation.Counter(
@@ -39,8 +41,17 @@ _REFUSED: Final = instrumentation.Counter(
 class LeaseSession:
     """What a worker does for the tasks of one lease."""
 
-    def __init__(self, host: TaskHost, lease: Lease, retention: Retention) -> None:
+    def __init__(self, host: TaskHost, lease: Lease, retention: Retention, check: Callable[[TaskRun], None]) -> None:
+        """Prepare.
+
+        Args:
+            host: what all tasks share.
+            lease: the lease.
+            retention: keeps what processes hold that cannot be ended.
+            check: raises `LeaseError` if an attempt cannot run beside those of other leases.
+        """
         self.lease = lease
+        self._check_beside = check
         self._retention = retention
         self._host = host
         self._subscription = Subscription(host.endpoint, lease.scheduler, lease.id, self._handle)
@@ -48,26 +59,38 @@ class LeaseSession:
         """Newest attempt that was defined, by task."""
         self._end_reason = ""
         self._end = anyio.Event()
+        self._stream = anyio.CancelScope(shield=True)
+        """Of the stream, which lasts longer than the attempts."""
         self._refusals = LogThrottle(anyio.current_time)
         self._tasks: anyio.abc.TaskGroup | None = None
         self.running: TaskRun | None = None
         """The attempt that runs."""
 
     async def run(self) -> None:
-        """Serve the lease until `end` is called, and the attempt that runs then has ended."""
+        """Serve the lease until `end` is called or the worker shuts down, and the attempt that runs then has ended.
+
+        The end is reported in both cases, if that takes no longer than `LAST_REPORT_TIMEOUT`.
+        """
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            tasks.start_soon(self._subscription.run)
-            await self._end.wait()
-            await self.wait_until_idle()
-            tasks.cancel_scope.cancel()
+            tasks.start_soon(self._serve_stream)
+            try:
+                await self._end.wait()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self.wait_until_idle(LAST_REPORT_TIMEOUT)
+                self._stream.cancel()
 
-    async def wait_until_idle(self) -> None:
-        """Wait until no attempt runs and its end is reported, for which there is a bounded time."""
+    async def _serve_stream(self) -> None:
+        with self._stream:
+            await self._subscription.run()
+
+    async def wait_until_idle(self, report_timeout: float) -> None:
+        """Wait until no attempt runs, and then at most `report_timeout` seconds until its end is reported."""
         if self.running is not None:
             await self.running.ended.wait()
         if self._subscription.pending:
-            with anyio.move_on_after(LAST_REPORT_TIMEOUT):
+            with anyio.move_on_after(report_timeout):
                 await self._subscription.wait_until_handled()
 
     def end(self, reason: str) -> None:
@@ -95,10 +118,13 @@ class LeaseSession:
             self._newest[definition.task] = definition.attempt
             if len(self._newest) > MAX_TASKS:
                 self._newest.popitem(last=False)
-        given = [part for part in (definition.start, definition.stop, definition.drain) if part is not None]
+        parts = (definition.start, definition.stop, definition.drain, definition.command)
+        given = [part for part in parts if part is not None]
         if len(given) > 1:
-            self._refuse("malformed", definition, "it has several of start, stop and drain")
-            self._report_failed(definition, "the definition has several of start, stop and drain")
+            self._refuse("malformed", definition, "it has several of start, stop, drain and command")
+            self._report_failed(definition, "the definition has several of start, stop, drain and command")
+        elif definition.command is not None:
+            self._command(definition, definition.command)
         elif definition.start is not None:
             self._start(definition)
         elif given:
@@ -106,8 +132,8 @@ class LeaseSession:
 
     def _change(self, definition: TaskDefinition, *, is_new: bool) -> None:
         """Stop or drain the attempt; one that never began is reported as cancelled."""
-        run = self.running
-        if run is None or (run.definition.task, run.definition.attempt) != (definition.task, definition.attempt):
+        run = self._find(definition)
+        if run is None:
             if is_new:
                 self._report_cancelled(definition, "it was never begun on this lease")
             return
@@ -116,15 +142,31 @@ class LeaseSession:
         elif definition.drain is not None:
             run.drain(definition.drain.left_ms, definition.drain.reason)
 
+    def _command(self, definition: TaskDefinition, command: TaskCommand) -> None:
+        """Let the attempt carry out a command, and answer it."""
+        run = self._find(definition)
+        if run is None:
+            reason = f"attempt {definition.attempt} at it does not run on this lease"
+            answer = CommandAnswer(number=command.number, accepted=False, reason=reason)
+        else:
+            answer = run.handle(command)
+        self._report(definition, answered=answer)
+
+    def _find(self, definition: TaskDefinition) -> TaskRun | None:
+        """Return the attempt that a definition is about, if it runs."""
+        run = self.running
+        if run is None or (run.definition.task, run.definition.attempt) != (definition.task, definition.attempt):
+            return None
+        return run
+
     def _start(self, definition: TaskDefinition) -> None:
-        spec = definition.start
+        spec, lease = definition.start, self.lease
         assert spec is not None
         try:
             settings = self._check(definition)
-            host, lease = self._host, self.lease
             sent = self._subscription.wait_until_handled
-            run = TaskRun(host, lease, definition, spec, settings, self._send, sent, self._retention)
-            host.lease_manager.attach_job(lease.id, lease.scheduler, host.clock(), job_id=definition.job_id)
+            run = TaskRun(self._host, lease, definition, spec, settings, self._send, sent, self._retention)
+            self._attach(run)
         except ExecutionError as error:
             self._refuse("malformed", definition, str(error))
             self._report_failed(definition, str(error))
@@ -136,6 +178,17 @@ class LeaseSession:
             self.running = run
             assert self._tasks is not None
             self._tasks.start_soon(self._run, run)
+
+    def _attach(self, run: TaskRun) -> None:
+        """Attach an attempt to the lease. Raises `ExecutionError` or `LeaseError` if it cannot run now."""
+        lease, grace = self.lease, (run.spec.orphan_grace_ms or 0) / 1000
+        try:
+            self._check_beside(run)
+            now, job_id = self._host.clock(), run.definition.job_id
+            self._host.lease_manager.attach_job(lease.id, lease.scheduler, now, grace, job_id)
+        except (ExecutionError, LeaseError) as error:
+            run.span.end(error)
+            raise
 
     def _check(self, definition: TaskDefinition) -> dict[str, Any]:
         """Check that an attempt can begin; return its settings."""
@@ -154,8 +207,12 @@ class LeaseSession:
         try:
             await run.run()
         finally:
+            run.ended.set()  # also after an error, or nobody could wait for it
             if self.running is run:
                 self.running = None
+        await self._subscription.wait_until_handled()
+        if self.running is None:
+            self._host.lease_manager.end_grace(self.lease.id)
 
     def _send(self, report: TaskReport) -> None:
         try:
@@ -164,12 +221,13 @@ class LeaseSession:
             _log.error("a report of task %s on lease %s is lost: %s", report.task, self.lease.id, error)
 
     def _report_failed(self, about: TaskDefinition, reason: str) -> None:
-        failed = TaskFailed(reason=one_line(reason))
-        self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, failed=failed))
+        self._report(about, failed=TaskFailed(reason=one_line(reason)))
 
     def _report_cancelled(self, about: TaskDefinition, reason: str) -> None:
-        cancelled = TaskCancelled(reason=one_line(reason))
-        self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, cancelled=cancelled))
+        self._report(about, cancelled=TaskCancelled(reason=one_line(reason)))
+
+    def _report(self, about: TaskDefinition, **fields: Any) -> None:
+        self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, **fields))
 
     def _refuse(self, why: str, definition: TaskDefinition, reason: str) -> None:
         """Count a refused definition, and log it, each kind once a minute."""

@@ -43,6 +43,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import (
     DownloadedFile,
+    download_all_from_uri,
     download_from_hub,
     download_from_s3,
     download_from_uri,
@@ -204,6 +205,10 @@ class ResourceFetcher:
     async def download_from_uri(self, url: str, folder: PurePosixPath, name: str | None = None) -> DownloadedFile:
         """Download a file; raises `BridgeError`."""
         return await download_from_uri(url, folder, self.access, name=name, storage=self.storage, files=self.files)
+
+    async def download_all_from_uri(self, url: str, folder: PurePosixPath) -> list[DownloadedFile]:
+        """Download a file, or all files of a shared folder; raises `BridgeError`."""
+        return await download_all_from_uri(url, folder, self.access, storage=self.storage, files=self.files)
 
     async def _fetch_from_peers(self, source: PeersSource, target: PurePosixPath) -> None:
         """Pull one file to `target`, or named ones to a folder there."""

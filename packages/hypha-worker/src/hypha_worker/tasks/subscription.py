@@ -132,7 +132,7 @@ class Subscription:
                 await stream.aclose()
 
     async def _subscribe(self, stream: Stream) -> Subscribed:
-        wanted = Subscribe(lease=self._lease, next=self._channel.next_wanted)
+        wanted = Subscribe(lease=self._lease, next=self._channel.next_wanted, first=self._channel.oldest)
         await send_frame(stream, to_cbor(Subscribe, wanted))
         data = await receive_frame(stream, MAX_FRAME)
         if data is None:

@@ -7,6 +7,7 @@ outputs; calls `lease_session`.
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from contextlib import suppress
 from typing import Final
@@ -25,8 +26,7 @@ from hypha_proto.task_resources import (
     PushOutput,
     ReleaseOutputs,
 )
-from hypha_proto.tasks import TASK_EXECUTOR_PREFIX
-from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import NO_JOB, TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
@@ -84,13 +84,20 @@ class TaskManager:
     # --------------------------------------------------------------------------------------------------------- leases
 
     def on_renewed(self, lease: Lease) -> None:
-        """Begin to serve a lease with its first renewal, if it was requested for an executor that runs tasks."""
+        """Begin to serve a lease with its first renewal; after others, its task may rely on its scheduler again."""
         self._host.store.renew(lease.id, self._host.clock())
-        if lease.id in self._sessions or lease.state is not LeaseState.HELD:
-            return
-        if any(executor.name.startswith(TASK_EXECUTOR_PREFIX) for executor in lease.executors):
-            session = self._sessions[lease.id] = LeaseSession(self._host, lease, self._retention)
+        session = self._sessions.get(lease.id)
+        if session is None:
+            session = self._sessions[lease.id] = LeaseSession(self._host, lease, self._retention, self._check_beside)
             self._tasks.start_soon(self._serve, session)
+        elif session.running is not None:
+            session.running.contact.on_renewed()
+
+    def on_orphaned(self, lease: uuid.UUID) -> None:
+        """Note that a scheduler does not renew a lease any more."""
+        session = self._sessions.get(lease)
+        if session is not None and session.running is not None:
+            session.running.contact.on_silence()
 
     async def _serve(self, session: LeaseSession) -> None:
         try:
@@ -114,15 +121,10 @@ class TaskManager:
         if lease in self._sessions:
             self._sessions[lease].end(reason)
 
-    def cancel(self, lease: uuid.UUID, scheduler: PeerId, reason: str) -> bool:
-        """Cancel the task that runs on a lease of `scheduler`; return whether there is one."""
-        session = self._sessions.get(lease)
-        return session is not None and session.lease.scheduler == scheduler and session.cancel(reason)
-
     async def wait_until_idle(self) -> None:
         """Wait until no attempt runs and the ends of all are reported; no new ones may begin meanwhile."""
         for session in list(self._sessions.values()):
-            await session.wait_until_idle()
+            await session.wait_until_idle(math.inf)
 
     @property
     def has_leased_outputs(self) -> bool:
@@ -150,17 +152,61 @@ class TaskManager:
         held = self._host.store.held
         if not held:
             return 0.0
-        leases = {lease.id for lease in self._host.lease_manager.leases if lease.state is not LeaseState.SPENT}
+        leases = {lease.id for lease in self._host.lease_manager.leases}
         return self._host.store.bytes_without_lease(leases) / GIGABYTE
 
-    # ---------------------------------------------------------------------------------------------- files of resources
+    # ---------------------------------------------------------------------------------------------------------- pushes
 
     async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
-        """Return where to store a file of a resource that a holder is about to push, or a refusal."""
-        target = await self._host.deliveries.accept(peer, header)
+        """Return where to store a file that a peer is about to push to a task, or a refusal."""
+        if header.delivery is not None:
+            target = await self._host.deliveries.accept(peer, header)
+        elif len(found := self._receivers(peer, header)) == 1:
+            return await found[0].accept_push(peer, header)
+        else:
+            about = f"of job {header.job_id}"
+            target = Refusal(reason=f"a push {about} matches {len(found)} tasks" if found else f"{NO_JOB} {about}")
         if isinstance(target, Refusal):
-            _log.warning("push of a resource from %s refused: %s", peer, target.reason)
+            _log.warning("push of %s from %s refused: %s", header.kind[:40], peer, target.reason)
         return target
+
+    def _receivers(self, peer: PeerId, header: PushHeader) -> list[TaskRun]:
+        """Return the tasks that a push may be for; a single one that does not accept it refuses it with the reason."""
+        runs = self._runs_of(header.job_id, header.scheduler)
+        runs = [run for run in runs if run.execution.accepted_push_kind == header.kind] or runs
+        return runs if len(runs) == 1 else [run for run in runs if peer in run.execution.senders]
+
+    def _runs_of(self, job_id: uuid.UUID, scheduler: PeerId) -> list[TaskRun]:
+        """Return the attempts of a scheduler's job.
+
+        Those that are being ended do not count: another one may run in their place already.
+        """
+        job = (job_id, scheduler)
+        return [
+            run for run in self.running if (run.definition.job_id, run.lease.scheduler) == job and not run.is_ending
+        ]
+
+    def _check_beside(self, run: TaskRun) -> None:
+        """Check that no push for another task of the same job could be meant for this one.
+
+        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler. A task on
+        an orphaned lease is ended: its scheduler has given it up, and begun it anew on another lease.
+
+        Raises:
+            LeaseError: it could, so that the task must run elsewhere, or later.
+        """
+        for other in self._runs_of(run.definition.job_id, run.lease.scheduler):
+            kind, senders = run.execution.accepted_push_kind, run.execution.senders & other.execution.senders
+            is_ambiguous = bool(senders) and kind == other.execution.accepted_push_kind
+            if not is_ambiguous and other.definition.task != run.definition.task:
+                continue
+            if other.lease.state is not LeaseState.ORPHANED:
+                if not is_ambiguous:
+                    continue
+                raise LeaseError(f"{other} runs here, and both accept pushes of kind {kind} from {min(senders)}")
+            other.cancel("its scheduler has begun it anew on another lease")
+
+    # ---------------------------------------------------------------------------------------------- files of resources
 
     async def resolve_pull(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
         """Return a file of an output, or a refusal."""

@@ -22,6 +22,9 @@ from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.error_causes import first_leaf_error
 from hypha_net.redaction import redact_urls
+from hypha_net.transfer import FilePushTarget
+from hypha_proto.commands import CommandAnswer, TaskCommand
+from hypha_proto.ids import PeerId
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
     Draining,
@@ -36,16 +39,17 @@ from hypha_proto.tasks import (
     TaskReport,
     TaskSpec,
 )
+from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import ContentCache, cache_of
 from hypha_worker.errors import ExecutionError, reason_to_return_work
 from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
-from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.deliveries import Deliveries
-from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
+from hypha_worker.tasks.execution import Execution, ExecutionFactory, ExecutionTrace, TaskContext
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
@@ -55,9 +59,14 @@ _log = logging.getLogger(__name__)
 
 TEXT_LIMIT: Final = 1000
 """Characters of a reason, a line or a message in a report."""
-_STARTED: Final = instrumentation.Counter("hypha.worker.tasks.started", "{task}", "Attempts at tasks that were begun.")
+_ACTIVE: Final = instrumentation.UpDownCounter(
+    "hypha.worker.tasks.active", "{task}", "Attempts at tasks that run, by executor."
+)
+_STARTED: Final = instrumentation.Counter(
+    "hypha.worker.tasks.started", "{task}", "Attempts at tasks that were begun, by executor."
+)
 _ENDED: Final = instrumentation.Counter(
-    "hypha.worker.tasks.ended", "{task}", "Attempts at tasks that ended, by outcome."
+    "hypha.worker.tasks.ended", "{task}", "Attempts at tasks that ended, by executor and outcome."
 )
 _DURATION: Final = instrumentation.Histogram("hypha.worker.task.duration", "s", "From start to end of an attempt.")
 
@@ -71,7 +80,7 @@ class TaskHost:
     work_dir: Path
     """Each attempt gets a folder in it."""
     store: OutputStore
-    executors: Mapping[str, TaskExecutionFactory] = field(default_factory=dict)
+    executors: Mapping[str, ExecutionFactory] = field(default_factory=dict)
     """Makes an execution, by the executor's name in `TaskSpec.executor`."""
     access: AccessPolicy = field(default_factory=AccessPolicy)
     deliveries: Deliveries = field(default_factory=Deliveries)
@@ -107,14 +116,36 @@ class TaskRun:
     _is_sending: bool = False
     _tasks: anyio.abc.TaskGroup | None = None
     _context: TaskContext = field(init=False)
-    _execution: TaskExecution = field(init=False)
+    execution: Execution = field(init=False)
+    span: instrumentation.Span = field(init=False)
+    """Covers the attempt; ended by `run`, or by the caller if it never runs."""
 
     def __post_init__(self) -> None:
-        self._context = self._make_context()
-        self._execution = self.host.executors[self.spec.executor](self._context)
+        about = {
+            "hypha.job.id": str(self.definition.job_id),
+            "hypha.task": self.definition.task,
+            "hypha.lease.id": str(self.lease.id),
+        }
+        self.span = instrumentation.span("execute task", about, parent=self.spec.traceparent)
+        try:
+            self._context = self._make_context()
+            self.execution = self.host.executors[self.spec.executor](self._context)
+        except ExecutionError as error:
+            self.span.end(error)
+            raise
 
     def __str__(self) -> str:
         return f"task {self.definition.task} (job {self.definition.job_id!s:.8}, attempt {self.definition.attempt})"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._scope.cancel_called
+
+    @property
+    def contact(self) -> SchedulerContact:
+        """How it reaches its scheduler."""
+        return self._context.contact
 
     @property
     def owner(self) -> OutputOwner:
@@ -128,7 +159,9 @@ class TaskRun:
         cache = cache_of(host.cache, lease.scheduler)
         storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
         traffic = JobTraffic()
+        may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
         return TaskContext(
+            endpoint=host.endpoint,
             job_id=about.job_id,
             task=about.task,
             attempt=about.attempt,
@@ -141,8 +174,9 @@ class TaskRun:
             storage=storage,
             traffic=traffic,
             scope=self._scope,
+            contact=SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock())),
             control=self,
-            traceparent=instrumentation.current_traceparent(),
+            traceparent=self.span.traceparent,
             keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
                 endpoint=host.endpoint,
@@ -174,6 +208,15 @@ class TaskRun:
             self._cancel_reason = f"the time to end by itself is over: {reason}"
             self._scope.deadline = anyio.current_time() + left_ms / 1000
             self._report(draining=Draining(left_ms))
+
+    def handle(self, command: TaskCommand) -> CommandAnswer:
+        """Carry out a command of the strategy."""
+        return self.execution.handle(command)
+
+    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
+        """Return where to store a file that a peer is about to push, or a refusal."""
+        target = await self.execution.accept_push(peer, header)
+        return target if isinstance(target, Refusal) else self._context.traffic.counting(target)
 
     # ---------------------------------------------------------------------------------------------- from the executor
 
@@ -229,13 +272,16 @@ class TaskRun:
 
     async def run(self) -> None:
         """Run the attempt on its lease, to which it is attached, and report its end."""
-        _STARTED.add(1)
+        about = {"hypha.executor": self.spec.executor}
+        _STARTED.add(1, about)
+        _ACTIVE.add(1, about)
         started = self.host.clock()
         result: TaskReport | None = None
         try:
-            with self._scope, instrumentation.span("execute task", {"hypha.task": self.definition.task}):
+            with self.span, self._scope:
                 self._report(started=Started())
                 result = await self._execute()
+                self._describe_end(result)
         finally:
             result = result or self._cancelled(self._cancel_reason)
             with anyio.CancelScope(shield=True):
@@ -243,14 +289,19 @@ class TaskRun:
                     await self._clean_up(result)
                 except Exception:  # noqa: BLE001 - logged: the end is reported all the same, or nobody hears of it
                     _log.exception("the files of %s were not removed because of an error in this worker", self)
-            self.host.lease_manager.detach_job(self.lease.id, keep=True, outcome=_outcome(result))
+            self.host.lease_manager.detach_job(self.lease.id, outcome=_outcome(result))
             self._log_end(result)
-            outcome = _outcome(result)
-            _ENDED.add(1, {"hypha.outcome": outcome})
-            _DURATION.record(self.host.clock() - started, {"hypha.outcome": outcome})
+            about["hypha.outcome"] = _outcome(result)
+            _ACTIVE.add(-1, {"hypha.executor": self.spec.executor})
+            _ENDED.add(1, about)
+            _DURATION.record(self.host.clock() - started, about)
             self._flush_progress()
             self.send(result)
             self.ended.set()
+
+    def _describe_end(self, result: TaskReport) -> None:
+        code = self._trace.exit_code
+        self.span.set({"hypha.outcome": _outcome(result)} | ({} if code is None else {"process.exit.code": code}))
 
     async def _clean_up(self, result: TaskReport) -> None:
         if result.finished is None:
@@ -268,6 +319,8 @@ class TaskRun:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                if self.contact.may_wait():
+                    tasks.start_soon(self.contact.keep)
                 outputs = await self._run_executor()
                 tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - logged and reported: it ends this attempt only
@@ -291,7 +344,7 @@ class TaskRun:
         if self._tasks is not None:
             self._tasks.start_soon(context.storage.watch)
         context.resources.update(await context.fetcher.fetch_all(self.spec.resources))
-        await self._execution.run()
+        await self.execution.run()
         for output in self.spec.outputs:
             if output.name not in self._stored:
                 await self._store(output.name, output.path, copy=False)
@@ -332,7 +385,7 @@ class TaskRun:
 
     @property
     def _trace(self) -> ExecutionTrace:
-        return self._execution.trace
+        return self.execution.trace
 
     def _make_report(self, **fields: Any) -> TaskReport:
         about = self.definition

@@ -46,7 +46,6 @@ _CONNECT_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 0.5
 _SPANS_SECONDS: Final = 2.0
 """Seconds that reporting spans may delay training, once: it is not retried."""
-_NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
 _GONE: Final = 410
 _UNAVAILABLE: Final = 503
@@ -68,8 +67,7 @@ class Received:
     """An outer update that has arrived in the work directory."""
 
     path: Path
-    round: int | None
-    """None if the sender did not state it (other implementations)."""
+    round: int
     weights: str | None = None
     """Digest of the global weights after the round, as the scheduler has committed them; None if it is not stated."""
 
@@ -139,30 +137,16 @@ class Bridge:
             NoMoreData: the scheduler has no further slice.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        # the reference with one more key, so that workers without `out_dir` understand it too
-        body = to_plain(Reference, reference) | {"out_dir": out_dir}
+        return self._fetch(to_plain(Reference, reference) | {"out_dir": out_dir})
+
+    def _fetch(self, body: Any) -> list[Fetched]:
         answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
-        entries = answer if isinstance(answer, list) else [answer]
-        return [Fetched(self._moved_to(out_dir, self._inside(entry)), _metadata(entry)) for entry in entries]
+        if not isinstance(answer, list):
+            raise BridgeRefused("fetch", 200, "malformed-answer", "not a list of files")
+        return [Fetched(self._inside(entry), _metadata(entry)) for entry in answer]
 
-    def _moved_to(self, out_dir: str, path: Path) -> Path:
-        """Move a file to `out_dir`, unless it is there; return where it is.
-
-        Rust workers write everything to the folder ``artifacts``, and each slice over the one before.
-        """
-        folder = self.work_dir / out_dir
-        if folder in path.parents:
-            return path
-        target = (
-            folder.joinpath(*path.relative_to(self.work_dir).parts[1:])
-            if path.parent != self.work_dir
-            else folder / path.name
-        )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return path.replace(target)
-
-    def join(self) -> routes.RoundJoined | None:
-        """Ask with which round to begin, and wait until the scheduler has decided; None if the worker cannot say.
+    def join(self) -> routes.RoundJoined:
+        """Ask with which round to begin, and wait until the scheduler has decided.
 
         Raises:
             NotTakingPart: this process will never take part.
@@ -172,10 +156,6 @@ class Bridge:
             answer = self._post_with_retry(routes.JOIN, {})
         except NoMoreData as end:
             raise NotTakingPart(str(end)) from None
-        except BridgeRefused as refusal:
-            if refusal.status == _NOT_FOUND:
-                return None
-            raise
         try:
             joined: routes.RoundJoined = from_json(routes.RoundJoined, answer.content)
         except DecodeError as error:
@@ -189,10 +169,8 @@ class Bridge:
         round_number: int,
         samples: int,
         contribution: Contribution | None = None,
-    ) -> bool:
-        """Push a file to the peers of `reference`; return whether they have received it.
-
-        Rust workers answer first and send the file afterwards.
+    ) -> None:
+        """Push a file to the peers of `reference`, and wait until they have received it.
 
         Args:
             reference: receivers.
@@ -215,18 +193,13 @@ class Bridge:
         if contribution is not None:
             body["contribution"] = to_plain(Contribution, contribution)
         try:
-            answer = self._post_with_retry(routes.SEND, body)
+            self._post_with_retry(routes.SEND, body)
         except BridgeRefused as refusal:
             if refusal.status == _CONFLICT and refusal.kind == routes.ROUND_CLOSED:
                 raise RoundClosed(refusal.detail) from None
             if refusal.status == _CONFLICT:
                 raise ContributionRefused(refusal.detail) from None
             raise
-        try:
-            told = parse_json(answer.content)
-        except ValueError:
-            return False
-        return isinstance(told, dict) and "sent" in told
 
     def fetch_resource(self, name: str, out_dir: str) -> list[Fetched]:
         """Fetch the files of a resource of the task into `out_dir`; of a resource of slices, the next slice.
@@ -235,10 +208,7 @@ class Bridge:
             NoMoreData: the scheduler has no further slice.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        body = {"type": "Resource", "name": name, "out_dir": out_dir}
-        answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
-        entries = answer if isinstance(answer, list) else [answer]
-        return [Fetched(self._inside(entry), _metadata(entry)) for entry in entries]
+        return self._fetch({"type": "Resource", "name": name, "out_dir": out_dir})
 
     def send_to_peer(self, peer: str, path: Path, number: int, samples: int) -> None:
         """Push a file to a peer and wait for its receipt.
@@ -270,19 +240,14 @@ class Bridge:
         answer = self._json("update", response)
         return TaskAnswer(isinstance(answer, dict) and answer.get("draining") is True)
 
-    def report_batches(self, trained: TrainedBatches) -> BatchesCounted | None:
-        """Report batches; return which the scheduler has counted, or None if the worker takes one report a batch.
+    def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
+        """Report batches; return which the scheduler has counted.
 
         Raises:
             SchedulerRefused: the scheduler answered with an error.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        try:
-            response = self._post(routes.BATCHES, to_json(TrainedBatches, trained))
-        except BridgeRefused as refusal:
-            if refusal.status == _NOT_FOUND:
-                return None
-            raise
+        response = self._post(routes.BATCHES, to_json(TrainedBatches, trained))
         try:
             answer: BatchesCounted = from_json(BatchesCounted, response.content)
         except DecodeError as error:
@@ -312,7 +277,7 @@ class Bridge:
         """Report spans to the worker for the job's trace, with a short timeout.
 
         Raises:
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, is too slow, or has no such route.
+            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, is too slow, or answered with an error.
         """
         self._post(routes.SPANS, msgspec.json.encode(report), min(_SPANS_SECONDS, self._timeout))
 
@@ -384,11 +349,13 @@ class Bridge:
         """Read one event of the stream of outer updates.
 
         Raises:
-            BridgeRefused: the event names no file inside the work directory.
+            BridgeRefused: the event names no file inside the work directory, or no round.
         """
         path = self._inside(entry)
         number, weights = entry.get("round"), entry.get("weights")
-        return Received(path, number if type(number) is int else None, weights if isinstance(weights, str) else None)
+        if type(number) is not int:
+            raise BridgeRefused("receive", 200, "malformed-answer", f"no round: {number!r:.200}")
+        return Received(path, number, weights if isinstance(weights, str) else None)
 
 
 class OuterUpdates:
@@ -423,11 +390,11 @@ class OuterUpdates:
     def _sort(self, arrived: Received | Exception, round_number: int) -> None:
         if isinstance(arrived, Exception):
             self._failure = arrived
-        elif arrived.round is not None and arrived.round < round_number:
+        elif arrived.round < round_number:
             logger.info("dropping the outer update of round %d, which is over", arrived.round)
             arrived.path.unlink(missing_ok=True)
         else:
-            self._early[round_number if arrived.round is None else arrived.round] = arrived
+            self._early[arrived.round] = arrived
 
     def _listen(self, body: Any) -> None:
         try:
@@ -443,8 +410,7 @@ class OuterUpdates:
             event = parse_json(text)
         except ValueError:
             raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {text[:200]!r}") from None
-        for entry in event if isinstance(event, list) else [event]:
-            self._arrived.put(self._bridge.received(entry))
+        self._arrived.put(self._bridge.received(event))
 
 
 def _metadata(entry: Any) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Rows:
     """Where some rows of a batch are stored."""
 
     slice: str
-    """Index of the slice in its dataset, or the file's name if it is unknown."""
+    """Index of the slice in its dataset."""
     numbers: NDArray[np.int64]
     """Row of each sample in the slice, from 0."""
 
@@ -58,12 +58,12 @@ class Batch:
     """Name in the slice -> float32 or int64 array (as stored for a preprocessor), samples in the first dimension."""
     samples: int
     slices: Mapping[str, int]
-    """Slice index -> number of samples from it; empty if the worker names no slices."""
+    """Slice index -> number of samples from it."""
     rows: tuple[Rows, ...] = ()
     """Where the samples are stored, in their order."""
     dataset: str = ""
-    ranges: tuple[SampleRange, ...] | None = None
-    """The samples as positions in the orders of their slices; None if the worker does not name slice and epoch."""
+    ranges: tuple[SampleRange, ...] = ()
+    """The samples as positions in the orders of their slices."""
 
     def describe_row(self, number: int) -> str:
         """Return dataset, slice and row that sample `number` of this batch comes from."""
@@ -93,8 +93,7 @@ class Part:
 
     tensors: Arrays
     rows: Rows
-    range: SampleRange | None
-    """None if slice or epoch are unknown."""
+    range: SampleRange
 
 
 class Slice:
@@ -103,11 +102,11 @@ class Slice:
     def __init__(
         self,
         path: Path,
-        index: int | None,
+        index: int,
         order: Callable[[int], NDArray[np.int64]],
         raw: Collection[str] = (),
         *,
-        epoch: int | None = None,
+        epoch: int,
         first: int = 0,
         end: int | None = None,
     ) -> None:
@@ -115,10 +114,10 @@ class Slice:
 
         Args:
             path: a safetensors file.
-            index: the slice's index in its dataset; None if unknown.
+            index: the slice's index in its dataset.
             order: returns a permutation of the given number of samples.
             raw: tensors read as stored.
-            epoch: the pass over the dataset; None if unknown.
+            epoch: the pass over the dataset.
             first: position in the order of the first sample to use.
             end: position after the last sample to use; None for all.
 
@@ -151,8 +150,8 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """Return the index as text, or the file's name if it is unknown."""
-        return self.path.name if self.index is None else str(self.index)
+        """Return the index as text."""
+        return str(self.index)
 
     @property
     def left(self) -> int:
@@ -164,9 +163,7 @@ class Slice:
         first, self._next = self._next, min(self._next + samples, self._end)
         rows = self._order[first : self._next]
         arrays = {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
-        found = None
-        if self.index is not None and self.epoch is not None:
-            found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
+        found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
         return Part(arrays, Rows(self.name, rows), found)
 
     def close(self) -> None:
@@ -238,8 +235,6 @@ class Batches:
         self._batch_size = batch_size
         self._seed = seed
         self._open: list[Slice] = []
-        self._seen: dict[int, int] = {}
-        self._fetched = 0
         self._demand = PrefetchDemand(batch_size)
         self._coming = SlicePrefetch(fetch, clock)
         self._clock = clock
@@ -345,21 +340,15 @@ class Batches:
             self._open.pop(0).delete()
 
     def _opened(self, fetched: Fetched) -> Slice:
-        told, about = read_number(fetched.metadata, "slice", _U64), fetched.metadata
-        index = self._fetched if told is None else told
-        self._fetched += 1
-        again = self._seen.get(index, 0)
-        self._seen[index] = again + 1
-        stated = read_number(about, "epoch", _U32)
-        epoch = again if stated is None else stated
+        index, epoch = _number(fetched, "slice", _U64), _number(fetched, "epoch", _U32)
         return Slice(
             fetched.path,
-            told,
+            index,
             lambda samples: shuffled(samples, self._seed, epoch, index),
             self._raw,
-            epoch=stated,
-            first=_position(fetched, "first") or 0,
-            end=_position(fetched, "end"),
+            epoch=epoch,
+            first=_number(fetched, "first", _U64) if "first" in fetched.metadata else 0,
+            end=_number(fetched, "end", _U64) if "end" in fetched.metadata else None,
         )
 
 
@@ -385,41 +374,31 @@ def next_batch(
         count = min(missing, opened.left)
         parts.append(opened.take(count))
         missing -= count
-        if opened.index is not None:
-            taken[opened.name] = taken.get(opened.name, 0) + count
+        taken[opened.name] = taken.get(opened.name, 0) + count
         after_taking(opened)
     if not parts:
         raise StopIteration
-    ranges = tuple(part.range for part in parts if part.range is not None)
     return Batch(
         _join([part.tensors for part in parts]),
         batch_size - missing,
         taken,
         tuple(part.rows for part in parts),
         dataset,
-        ranges if len(ranges) == len(parts) else None,
+        tuple(part.range for part in parts),
     )
 
 
-def read_number(metadata: Mapping[str, str], key: str, limit: int) -> int | None:
-    """Return the number, from 0 to `limit`, that a file's metadata has under a key; None if there is none."""
-    text = metadata.get(key, "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(limit))):
-        return None
-    return int(text) if int(text) <= limit else None
-
-
-def _position(fetched: Fetched, key: str) -> int | None:
-    """Return the position in a slice's order that its metadata states; None if it states none.
+def _number(fetched: Fetched, key: str, limit: int) -> int:
+    """Return the number, from 0 to `limit`, that a slice's metadata has under a key.
 
     Raises:
-        DataError: it is malformed.
+        DataError: it is missing or malformed.
     """
-    found = read_number(fetched.metadata, key, _U64)
-    if found is None and key in fetched.metadata:
-        found_text = f"{key} is {fetched.metadata[key]!r:.80}"
-        raise DataError(f"slice {fetched.path.name}: {found_text}, expected the decimal number of a sample")
-    return found
+    text = fetched.metadata.get(key, "")
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(limit)) else limit + 1
+    if number > limit:
+        raise DataError(f"slice {fetched.path.name}: {key} is {text!r:.80}, expected a decimal number up to {limit}")
+    return number
 
 
 def _join(parts: Sequence[Arrays]) -> Arrays:

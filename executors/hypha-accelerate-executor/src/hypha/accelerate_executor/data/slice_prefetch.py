@@ -26,7 +26,7 @@ MAX_BYTES: Final = 256 << 20
 """Bytes of slices in hand and on their way beyond which none is requested that the next batch does not need."""
 MAX_SLICES: Final = 32
 """Slices in hand and on their way, more only if two batches need more. Schedulers let a worker hold 256 whatever their
-size (older ones 64), those of batches that it has not reported among them."""
+size, those of batches that it has not reported among them."""
 MAX_PARALLEL: Final = 4
 _MARGIN: Final = 2.0
 """Samples in hand, as a multiple of those that are trained while a slice is fetched."""
@@ -126,15 +126,15 @@ class _Request:
 
     @property
     def number(self) -> int:
-        """Number of its assignment; -1 if it was not assigned, or the worker does not number assignments."""
+        """Number of its assignment; -1 if it was not assigned, or assignments are not numbered."""
         return -1 if self.files.exception() is not None else _assigned_number(self.files.result()[0])
 
 
 class SlicePrefetch:
     """Fetches slices in threads; they are taken in the order in which the scheduler has assigned them.
 
-    One at a time, as long as that is enough or the worker does not number assignments: then the order of requests is
-    that of assignments.
+    One at a time, as long as that is enough or assignments are not numbered, as those of local files: then the order
+    of requests is that of assignments.
     """
 
     def __init__(self, fetch: Callable[[], list[Fetched]], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -286,6 +286,6 @@ class SlicePrefetch:
 
 
 def _assigned_number(files: Iterable[Fetched]) -> int:
-    """Return the number that a worker gives the assignment of a slice; -1 if it gives none."""
+    """Return the number of a slice's assignment; -1 if it is not numbered."""
     text = next((file.metadata[ASSIGNED] for file in files if ASSIGNED in file.metadata), "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1

@@ -2,8 +2,8 @@
 
 Called by `loop` after each batch. One request is under way at a time; what is trained meanwhile travels in the next
 one. A batch is kept until the scheduler has counted it, so that a lost message is sent again. Only the answer to the
-report of a round's last batch is waited for, as it may say that the round lacks more batches. A worker without the
-route gets one report a batch, which is waited for.
+report of a process's first batch, and of a round's last one, is waited for: that may say that the round lacks more
+batches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final
 import msgspec
 
 from hypha.accelerate_executor.bridge.client import Bridge
-from hypha.accelerate_executor.errors import BridgeRefused, BridgeTimeout
-from hypha_proto.batch_reports import MAX_BATCHES, BatchesCounted, TrainedBatches, report_of
+from hypha.accelerate_executor.errors import BridgeTimeout
+from hypha_proto.batch_reports import MAX_BATCHES, BatchesCounted, TrainedBatches
 from hypha_proto.progress import Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,9 @@ class BatchReporter:
         self.waited = 0.0
         self._bridge = bridge
         self._timeout = timeout
-        self._takes_batches: bool | None = None
-        """Whether the worker takes several batches in one request; None before the first one."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        """Sends the reports; None before the first one is answered."""
         self._under_way = False
         self._is_closed = False
         self._failure: Exception | None = None
@@ -122,26 +121,18 @@ class BatchReporter:
         Raises:
             ExecutorError: a request has failed, or the scheduler has refused it.
         """
-        if self._takes_batches is None:
-            self._ask_worker(batch)
-        elif self._takes_batches:
+        if self._thread is None:
+            self._report_first(batch)
+        else:
             self._hand_over(batch)
-        if not self._takes_batches:
-            began = time.perf_counter()
-            answer = self._bridge.report(report_of(batch))
-            self.waited += time.perf_counter() - began
-            return answer
         return self._current()
 
-    def _ask_worker(self, batch: TrainedBatch) -> None:
-        """Report the first batch, and so find out what the worker takes."""
+    def _report_first(self, batch: TrainedBatch) -> None:
+        """Report the first batch and wait for the answer, since a first round may be short."""
         began = time.perf_counter()
         trained = TrainedBatches(round=self._round, first=0, batches=(batch,))
         answer = self._bridge.report_batches(trained)
         self.waited += time.perf_counter() - began
-        self._takes_batches = answer is not None
-        if answer is None:
-            return
         with self._changed:
             self._kept.append(batch)
             self._apply(trained, answer)
@@ -190,8 +181,6 @@ class BatchReporter:
         Raises:
             ExecutorError: a request has failed, or the scheduler has refused it.
         """
-        if not self._takes_batches:
-            return Continue()
         with self._changed:
             self._hurries = True
             self._changed.notify_all()
@@ -208,8 +197,6 @@ class BatchReporter:
         Raises:
             ExecutorError: a request has failed, or the scheduler has refused it.
         """
-        if not self._takes_batches:
-            return Continue()
         with self._changed:
             self._hurries = True
             self._changed.notify_all()
@@ -231,8 +218,6 @@ class BatchReporter:
             trained, generation = request
             try:
                 answer = self._bridge.report_batches(trained)
-                if answer is None:
-                    raise BridgeRefused("batches", 404, "not-found", "the worker took several batches before")
             except Exception as error:  # noqa: BLE001 - `report` and `flush` raise it
                 self._fail(error)
                 return

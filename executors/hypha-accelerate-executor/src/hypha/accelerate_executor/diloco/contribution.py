@@ -18,13 +18,12 @@ class SampleRecord:
 
     @property
     def ranges(self) -> tuple[SampleRange, ...] | None:
-        """Return the ranges, adjacent ones joined; None if they are unknown or more than `MAX_RANGES`."""
+        """Return the ranges, adjacent ones joined; None if they are more than `MAX_RANGES`."""
         return None if self._ranges is None else tuple(self._ranges)
 
     def add(self, batch: Batch) -> None:
         """Add the samples of a batch."""
-        if self._ranges is None or batch.ranges is None:
-            self._ranges = None
+        if self._ranges is None:
             return
         for following in batch.ranges:
             _append(self._ranges, following)

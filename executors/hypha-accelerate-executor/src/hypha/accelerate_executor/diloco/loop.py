@@ -144,22 +144,14 @@ class TrainingLoop:
         self._group.scatter_commands([Shutdown()] * self._group.size)
 
     def _begin(self) -> None:
-        """Begin with the round that the scheduler names, or with this process's first one if nobody names one."""
-        joined = self._ask_for_round() if self._config.join else None
-        if joined is not None:
-            self._enter(joined)
+        """Begin with the round that the scheduler names, or with the one that its settings name."""
+        if self._config.join:
+            self._enter(self._ask_for_round())
         elif self._countdown.round > 1 and self._config.weights is not None:
             with self._spans.span("fetch weights"):
                 self._weights.fetch(self._countdown.round - 1)
 
-    def _begin_anew(self) -> None:
-        """Leave a round that goes on without this process; begin with the one that the scheduler names."""
-        joined = self._ask_for_round()
-        if joined is None:
-            raise ModelError("the worker does not say with which round to go on; update hypha-worker")
-        self._enter(joined)
-
-    def _ask_for_round(self) -> RoundJoined | None:
+    def _ask_for_round(self) -> RoundJoined:
         """Ask for the round to begin with, after giving up the samples that were assigned."""
         self._batches.drop()
         self._reporter.drop()
@@ -183,9 +175,7 @@ class TrainingLoop:
         for _ in range(MAX_BEHIND):
             if self._weights.begin_from(joined.round - 1, joined.weights):
                 return joined.round
-            following = self._bridge.join()
-            assert following is not None  # the route was there before
-            joined = following
+            joined = self._bridge.join()
         raise ModelError(f"the job went on {MAX_BEHIND} times while the weights of a round were fetched")
 
     def _train_rounds(self) -> None:
@@ -208,7 +198,7 @@ class TrainingLoop:
                         return
             except RoundClosed as closed:
                 logger.warning("round %d goes on without this update: %s", current.number, closed)
-                self._begin_anew()
+                self._enter(self._ask_for_round())
                 continue
             self._evaluation.prepare(current.number)
             if self._finish_round() is NextStep.STOP:
@@ -344,7 +334,7 @@ class TrainingLoop:
         samples, contribution = current.tally.samples, self._contribution(path, current)
         self._trained = True
         try:
-            received = self._bridge.send(self._config.updates, path, current.number, samples, contribution)
+            self._bridge.send(self._config.updates, path, current.number, samples, contribution)
         except ContributionRefused as refusal:
             self._refused += 1
             if self._refused >= MAX_REFUSED:
@@ -358,11 +348,11 @@ class TrainingLoop:
             path.unlink(missing_ok=True)
             raise
         self._refused = 0
-        if received and self._config.term is None:
+        if self._config.term is None:
             path.unlink(missing_ok=True)
 
     def _contribution(self, path: Path, current: _Round) -> Contribution | None:
-        """Return what the update was computed from; None if the job does not ask for it or it is unknown."""
+        """Return what the update was computed from; None if the job does not ask for it, or of too many ranges."""
         ranges = current.samples.ranges
         if self._config.term is None or ranges is None:
             return None

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES, DEFAULT_INPUTS
 from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.options import parse_task
 from hypha.accelerate_executor.predict.template import Template
-from hypha_proto.codec import parse_json
-from hypha_proto.errors import DecodeError, InvalidIdError
+from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 CLASSIFY: Final = "classify"
@@ -35,7 +35,6 @@ RESULT_KEYS: Final[Mapping[str, frozenset[str]]] = {
 }
 """Keys of a result by task; columns of the input cannot have these names."""
 
-_JOB_LIMIT: Final = 1 << 20
 _STOP_LIMIT: Final = 16
 _STOP_LENGTH: Final = 1000
 _MAX_TOKENS: Final = 1_000_000
@@ -95,20 +94,13 @@ class InferenceTask:
 
 
 def read_task(text: str) -> InferenceTask:
-    """Read the task from JSON, or from the file that `@path` names.
+    """Read the task that `--job` has or names.
 
     Raises:
         JobError: it is not an inference task; the message names every fault.
     """
-    try:
-        content = Path(text[1:]).read_text() if text.startswith("@") else text
-        plain = parse_json(content, _JOB_LIMIT)
-    except OSError as error:
-        raise JobError(f"--job {text[:200]}: {error.strerror}") from None
-    except DecodeError as error:
-        raise JobError(f"--job: {error}") from None
     reader = _Reader()
-    task = reader.task(plain)
+    task = reader.task(parse_task(text))
     if reader.faults or task is None:
         raise JobError("--job: " + "; ".join(reader.faults))
     return task

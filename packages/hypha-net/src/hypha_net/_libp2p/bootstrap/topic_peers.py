@@ -1,9 +1,7 @@
 """Connects to peers of this node's topics that gossip through the gateways does not serve.
 
-A gateway of the older network is in no topic and forwards nothing: its neighbours are dialled. A gateway of ours
-forwards messages, but a worker of the older network makes offers to connected schedulers only: a node that publishes
-dials the gateway's neighbours of other implementations. Nodes of ours dial whom they answer, and are left alone where
-the gateway can tell (`kad.messages`). Started by `endpoint`, told of gateways by `gateways`.
+A gateway that is not in a topic forwards none of its messages: its neighbours are dialled. Started by `endpoint`, told
+of gateways by `gateways`.
 """
 
 from __future__ import annotations
@@ -153,16 +151,12 @@ class TopicPeers:
     async def _find(self, topics: Collection[str], publishes: bool, gateways: Iterable[PeerId]) -> PeerAddresses:
         """Return the peers to connect to."""
         members = frozenset[PeerId]().union(*map(self._subscriptions.peers, topics))
-        forwarding = [gateway for gateway in gateways if gateway in members]
         silent = [gateway for gateway in gateways if gateway not in members]
-        found: PeerAddresses = {}
-        if silent and publishes:
-            found |= await self._dht.neighbours(silent, ASK_TIMEOUT)
-        elif silent:
-            found |= await self._dht.closest_peers(ASK_TIMEOUT, silent)
-        if forwarding and publishes:
-            found |= await self._dht.neighbours(forwarding, ASK_TIMEOUT, other_implementations=True)
-        return found
+        if not silent:
+            return {}
+        if publishes:
+            return await self._dht.neighbours(silent, ASK_TIMEOUT)
+        return await self._dht.closest_peers(ASK_TIMEOUT, silent)
 
     async def _connect_all(self, found: PeerAddresses) -> int:
         """Dial the peers that are not connected; return how many have been reached."""

@@ -81,11 +81,6 @@ def agent_version(peerstore: IPeerStore, peer: ID) -> str:
         return ""
 
 
-def is_ours(peerstore: IPeerStore, peer: ID) -> bool:
-    """Return whether `peer` runs this implementation."""
-    return agent_version(peerstore, peer).startswith(f"{AGENT}/")
-
-
 def supported_protocols(peerstore: IPeerStore, peer: ID) -> frozenset[str]:
     """Return the protocols that `peer` speaks."""
     try:

@@ -151,10 +151,8 @@ class KadClient:
         answers = await self._ask_all(Message(type=Kind.FIND_NODE, key=self._endpoint.peer_id.raw), timeout, gateways)
         return self._named_peers(answers.values())
 
-    async def neighbours(
-        self, gateways: Collection[PeerId], timeout: float, *, other_implementations: bool = False
-    ) -> PeerAddresses:
-        """Return the peers that `gateways` know, or only those of other implementations where gateways can tell.
+    async def neighbours(self, gateways: Collection[PeerId], timeout: float) -> PeerAddresses:
+        """Return the peers that `gateways` know.
 
         An answer names the 20 peers closest to its key, so the key space is halved until an answer covers its part:
         if it names fewer peers, or one outside the part. See `MAX_PART_BITS` for the limit.
@@ -166,7 +164,7 @@ class KadClient:
         parts, answered = [""], False
         with anyio.move_on_after(timeout):
             while parts and len(parts[0]) <= MAX_PART_BITS:
-                answers = await self._find_in_parts(parts, gateways, timeout, other_implementations)
+                answers = await self._find_in_parts(parts, gateways, timeout)
                 answered = answered or bool(answers)
                 for each in answers.values():
                     found.update(self._named_peers(each.values()))
@@ -176,14 +174,14 @@ class KadClient:
         return found
 
     async def _find_in_parts(
-        self, parts: Iterable[str], gateways: Collection[PeerId], timeout: float, other_implementations: bool
+        self, parts: Iterable[str], gateways: Collection[PeerId], timeout: float
     ) -> dict[str, Answers]:
         """Ask for peers in parts of the key space; return the answers by part."""
         answers: dict[str, Answers] = {}
         limiter = anyio.CapacityLimiter(MAX_CONCURRENT_LOOKUPS)
 
         async def ask(part: str) -> None:
-            message = Message(type=Kind.FIND_NODE, key=_key_in(part), other_implementations=int(other_implementations))
+            message = Message(type=Kind.FIND_NODE, key=_key_in(part))
             async with limiter:
                 with suppress(UnreachableError):
                     answers[part] = await self._ask_all(message, timeout, gateways)

@@ -1,8 +1,7 @@
 """Messages of ``/ipfs/kad/1.0.0`` (https://github.com/libp2p/specs/blob/master/kad-dht/README.md#rpc-messages).
 
 Built here because py-libp2p's generated classes lack the record's `publisher` and `ttl`, fields that rust-libp2p adds.
-`other_implementations` is a field of ours, which others skip: in FIND_NODE it asks for peers of other implementations
-only, and an answer that respects it repeats it. Used by `client` and `server`.
+Used by `client` and `server`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _FIELDS: Final[dict[str, list[Field]]] = {
     "Message": [
         ("type", 1, INT32, False, ""),
         ("cluster_level", 10, INT32, False, ""),
-        ("other_implementations", 1000, UINT32, False, ""),
         ("key", 2, BYTES, False, ""),
         ("record", 3, MESSAGE, False, ".hypha.kad.Record"),
         ("closer_peers", 8, MESSAGE, True, ".hypha.kad.Peer"),

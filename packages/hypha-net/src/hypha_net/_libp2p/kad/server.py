@@ -44,8 +44,6 @@ class KnownPeer:
     peer: PeerId
     addresses: Callable[[], tuple[bytes, ...]]
     """Looks up its addresses as multiaddr bytes; called for the few peers that an answer names."""
-    is_ours: Callable[[], bool] = lambda: False
-    """Tells whether it runs this implementation."""
 
 
 class KadServer:
@@ -98,7 +96,6 @@ class KadServer:
         elif message.type == Kind.GET_PROVIDERS:
             self._list_providers(message.key, answer)
         if message.type in (Kind.GET_VALUE, Kind.GET_PROVIDERS, Kind.FIND_NODE):
-            answer.other_implementations = int(message.other_implementations != 0)
             self._add_closest(peer, message.key, answer)
         return answer
 
@@ -148,8 +145,6 @@ class KadServer:
     def _add_closest(self, asking: PeerId, key: bytes, answer: Any) -> None:
         target = int.from_bytes(hashlib.sha256(key).digest(), "big")
         others = [known for known in self._known() if known.peer != asking]
-        if answer.other_implementations:
-            others = [known for known in others if not known.is_ours()]
         for known in sorted(others, key=lambda known: _key_space_position(known.peer.raw) ^ target):
             if addresses := [address for address in known.addresses() if self._is_shareable(address)]:
                 answer.closer_peers.add(id=known.peer.raw, addrs=addresses, connection=1)

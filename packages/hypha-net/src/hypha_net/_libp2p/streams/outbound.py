@@ -24,7 +24,7 @@ from hypha_net._libp2p.streams.multistream_select import (
 )
 from hypha_net._libp2p.streams.stream import Libp2pStream
 from hypha_net._libp2p.yamux.session import YamuxSession
-from hypha_net.errors import NetError, StreamDroppedError, UnreachableError, UnsupportedProtocolError
+from hypha_net.errors import NetError, UnreachableError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
 
 
@@ -74,7 +74,7 @@ class OutboundStreams:
             if self._dialer.connection(peer) is None:
                 raise UnreachableError(f"{peer}: the connection broke off") from error
             what = f"{peer} reset a stream of {', '.join(protocols)}, or does not answer"
-            raise StreamDroppedError(f"{what}; does this node's role let it ask that?") from error
+            raise UnreachableError(f"{what}; does this node's role let it ask that?") from error
         finally:
             if not opened:
                 with anyio.CancelScope(shield=True):

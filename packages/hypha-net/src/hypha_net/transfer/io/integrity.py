@@ -17,8 +17,8 @@ class IncomingContent(Protocol):
     """Content that is being received, into a file or into memory. Its methods block; only one may run at a time."""
 
     @property
-    def size(self) -> int | None:
-        """Total number of bytes, if it was announced."""
+    def size(self) -> int:
+        """Total number of bytes."""
         ...
 
     @property

@@ -16,9 +16,9 @@ from hypha_net.transfer.io.partial_file import MIN_RESUMABLE
 class PartialBuffer:
     """Incomplete buffer; see `IncomingContent`."""
 
-    size: int | None
-    """Total number of bytes, if it was announced."""
-    digest: str | None
+    size: int
+    """Total number of bytes."""
+    digest: str
     data: bytearray = field(default_factory=bytearray)
     is_complete: bool = False
     """Whether `data` is complete and verified."""
@@ -35,12 +35,11 @@ class PartialBuffer:
     @property
     def is_resumable(self) -> bool:
         """Whether a later transfer of the same content may resume from it."""
-        resumable = self.size is not None and self.digest is not None and not self.is_complete
-        return resumable and self.received >= MIN_RESUMABLE
+        return not self.is_complete and self.received >= MIN_RESUMABLE
 
-    def is_start_of(self, size: int | None, digest: str | None) -> bool:
+    def is_start_of(self, size: int, digest: str) -> bool:
         """Return whether this is the beginning of content with the announced size and digest."""
-        return digest is not None and (self.size, self.digest) == (size, digest)
+        return (self.size, self.digest) == (size, digest)
 
     def rehash_existing(self) -> None:
         """Do nothing: the content was hashed as it was received."""

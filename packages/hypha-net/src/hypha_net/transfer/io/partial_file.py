@@ -1,7 +1,7 @@
 """Incomplete file of a transfer, hashed while it is written and renamed to its target when it is complete.
 
-An incomplete file lies beside its target, preallocated. If its digest was announced, its name contains that digest, so
-that only a transfer of the same content resumes it. While it is incomplete, its last eight bytes hold the number of
+An incomplete file lies beside its target, preallocated. Its name contains the announced digest, so that only a transfer
+of the same content resumes it. While it is incomplete, its last eight bytes hold the number of
 bytes received; they survive the end of the process, and after a crash of the system the digest decides.
 
 There is no fsync before the rename: what nodes exchange is a copy of what a peer still has, or a round's update, which
@@ -49,9 +49,9 @@ class PartialFile:
     path: Path
     target: Path
     file: FileIO
-    size: int | None
-    """Total number of bytes, if it was announced."""
-    digest: str | None
+    size: int
+    """Total number of bytes."""
+    digest: str
     received: int = 0
     """Number of bytes received so far."""
     quota: StorageQuota | None = None
@@ -78,8 +78,6 @@ class PartialFile:
         Raises:
             NoSpaceError: there is no space for it.
         """
-        if self.quota is not None and self.size is None:
-            self.quota.reserve(self.path, self.received + len(block))
         rest = block
         try:
             while rest:
@@ -91,7 +89,7 @@ class PartialFile:
             raise _disk_full_error(self.path, error) from error
         self.received = self._hashed = self._hashed + len(block)
         if self._resumable:
-            os.pwrite(self.file.fileno(), self.received.to_bytes(_TRAILER, "little"), self.size or 0)
+            os.pwrite(self.file.fileno(), self.received.to_bytes(_TRAILER, "little"), self.size)
 
     def finish(self) -> str:
         """Verify length and digest, rename the file to its target and return its digest.
@@ -124,7 +122,7 @@ class PartialFile:
 
     def _release_unused_space(self) -> None:
         """Give back the disk space preallocated beyond the received bytes."""
-        fd, size = self.file.fileno(), self.size or 0
+        fd, size = self.file.fileno(), self.size
         os.ftruncate(fd, self.received)
         os.ftruncate(fd, size + _TRAILER)
         os.pwrite(fd, self.received.to_bytes(_TRAILER, "little"), size)
@@ -141,30 +139,27 @@ class PartialFile:
 
     @property
     def _resumable(self) -> bool:
-        return self.size is not None and self.path.name == partial_name(self.digest)
+        return self.path.name == partial_name(self.digest)
 
 
-def partial_name(digest: str | None) -> str | None:
-    """Return the name of an incomplete file with this digest, or None without a digest."""
-    return None if digest is None else f"{_PREFIX}{digest.replace(':', '-')}{_SUFFIX}"
+def partial_name(digest: str) -> str:
+    """Return the name of an incomplete file with this digest."""
+    return f"{_PREFIX}{digest.replace(':', '-')}{_SUFFIX}"
 
 
 def resumable_bytes(target: Path, digest: str | None) -> int:
     """Return how many bytes of content with this digest an earlier transfer left beside `target`."""
-    name = partial_name(digest)
-    if name is None:
+    if digest is None:
         return 0
     try:
-        with target.with_name(name).open("rb", buffering=0) as file:
+        with target.with_name(partial_name(digest)).open("rb", buffering=0) as file:
             fd = file.fileno()
             return _stored_bytes(fd, max(0, os.fstat(fd).st_size - _TRAILER))
     except FileNotFoundError:
         return 0
 
 
-def open_partial_file(
-    target: Path, size: int | None, digest: str | None, quota: StorageQuota | None = None
-) -> PartialFile:
+def open_partial_file(target: Path, size: int, digest: str, quota: StorageQuota | None = None) -> PartialFile:
     """Create an incomplete file, or reopen the one that an earlier transfer of the same content left.
 
     Args:
@@ -179,11 +174,11 @@ def open_partial_file(
         OSError: the folder cannot be written.
     """
     _remove_stale(target.parent)
-    name = partial_name(digest)
-    file = _open_locked(target.with_name(name)) if name is not None and size is not None else None
-    if name is not None and file is not None:
-        partial = PartialFile(target.with_name(name), target, file, size, digest)
-    else:  # no digest to resume by, or another transfer is receiving the same content
+    path = target.with_name(partial_name(digest))
+    file = _open_locked(path)
+    if file is not None:
+        partial = PartialFile(path, target, file, size, digest)
+    else:  # another transfer is receiving the same content
         path = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
         partial = PartialFile(path, target, FileIO(path, "x+"), size, digest)
         fcntl.flock(partial.file, fcntl.LOCK_EX)
@@ -216,9 +211,7 @@ def _open_locked(path: Path) -> FileIO | None:
 def _reserve_space(partial: PartialFile) -> int:
     """Allocate space for the whole file; return how many bytes are there already."""
     if partial.quota is not None:
-        partial.quota.reserve(partial.path, partial.size or 0)
-    if partial.size is None:
-        return 0
+        partial.quota.reserve(partial.path, partial.size)
     fd, allocated = partial.file.fileno(), partial.size + _TRAILER
     there = _stored_bytes(fd, partial.size)
     if there == 0:

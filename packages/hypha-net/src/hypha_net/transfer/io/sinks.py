@@ -26,7 +26,7 @@ class Sink(Protocol):
         """Return how many bytes of content with this digest are there already."""
         ...
 
-    def open(self, size: int | None, digest: str | None) -> AbstractAsyncContextManager[IncomingContent]:
+    def open(self, size: int, digest: str) -> AbstractAsyncContextManager[IncomingContent]:
         """Start receiving, or resume what is there. On exit what was received is kept or discarded.
 
         Raises:
@@ -47,7 +47,7 @@ class FileSink:
         return await anyio.to_thread.run_sync(resumable_bytes, self._path, digest)
 
     @asynccontextmanager
-    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+    async def open(self, size: int, digest: str) -> AsyncIterator[IncomingContent]:
         """See `Sink.open`."""
         with anyio.CancelScope(shield=True):
             partial = await anyio.to_thread.run_sync(open_partial_file, self._path, size, digest, self._quota)
@@ -72,7 +72,7 @@ class MemorySink:
         return self._suspended.received if self._suspended is not None and self._suspended.digest == digest else 0
 
     @asynccontextmanager
-    async def open(self, size: int | None, digest: str | None) -> AsyncIterator[IncomingContent]:
+    async def open(self, size: int, digest: str) -> AsyncIterator[IncomingContent]:
         """See `Sink.open`."""
         suspended, self._suspended = self._suspended, None
         partial = suspended if suspended and suspended.is_start_of(size, digest) else PartialBuffer(size, digest)

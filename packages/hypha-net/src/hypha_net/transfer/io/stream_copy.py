@@ -82,41 +82,36 @@ async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) ->
     await _send(stream, buffer, progress, progress.pacer)
 
 
-async def receive_content(stream: Stream, content: IncomingContent, max_bytes: int, progress: Progress) -> None:
-    """Receive the rest of some content, up to its announced size or to the clean end; keep what came in every case.
+async def receive_content(stream: Stream, content: IncomingContent, progress: Progress) -> None:
+    """Receive the rest of some content, up to its size or the clean end before it; keep what came in every case.
 
     Raises:
-        TransferError: more than `max_bytes` came, or there is no space.
+        TransferError: there is no space.
         TransferInterruptedError: no bytes come.
         StreamResetError: the stream broke off.
         OSError: the file cannot be written.
     """
     there, size = content.received, content.size
-    block_size = CHUNK if size is None else min(CHUNK, size - there)
+    block_size = min(CHUNK, size - there)
     blocks = [_Block(block_size), _Block(block_size)]
     async with io_thread() as thread:
         thread.submit(content.rehash_existing)
-        while size is None or there < size:
+        while there < size:
             block, other = blocks
-            block.reset(block_size if size is None else min(block_size, size - there))
+            block.reset(min(block_size, size - there))
             try:
                 more = await block.fill(stream, progress)
             finally:
                 there += block.count
-                if there <= max_bytes:
-                    await thread.result()
-                    thread.submit(content.append, block.filled)
-            if there > max_bytes:
-                raise TransferError(f"more than the limit of {max_bytes} bytes came")
+                await thread.result()
+                thread.submit(content.append, block.filled)
             if not more:
                 break
             blocks = [other, block]
         await thread.result()
 
 
-async def receive_and_verify(
-    stream: Stream, content: IncomingContent, max_bytes: int, progress: Progress
-) -> tuple[int, str]:
+async def receive_and_verify(stream: Stream, content: IncomingContent, progress: Progress) -> tuple[int, str]:
     """Receive the rest of some content, verify and publish it; return its size and digest.
 
     Raises:
@@ -126,7 +121,7 @@ async def receive_and_verify(
         StreamResetError, OSError: as `receive_content`.
     """
     resumed = content.received > 0
-    await receive_content(stream, content, max_bytes, progress)
+    await receive_content(stream, content, progress)
     try:
         digest = await anyio.to_thread.run_sync(content.finish)
     except TransferError as error:

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 from hypha_proto.job_spec import (
     All,
-    Descriptor,
-    JobSpec,
     Model,
     One,
     PeersReference,
     SchedulerReference,
     TrainConfig,
-    TrainJob,
 )
 from hypha_proto.progress import (
     Acknowledged,
@@ -30,6 +27,7 @@ from hypha_proto.progress import (
     ScheduleUpdate,
     SendingUpdate,
 )
+from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_scheduler.jobs.config import InnerOptimizerTable
 from hypha_scheduler.jobs.specs import optimizer_spec, schedule_spec
@@ -62,9 +60,17 @@ class Training:
         return bool(self.update) and math.isfinite(self.loss)
 
     def spec(
-        self, context: JobContext, executor: Descriptor, model: Model, dataset: str, optimizer: InnerOptimizerTable
-    ) -> JobSpec:
-        """Return the task: its update goes to this scheduler, and nobody sends outer updates."""
+        self, context: JobContext, executor: str, model: Model, dataset: str, optimizer: InnerOptimizerTable
+    ) -> TaskSpec:
+        """Return the task: its update goes to this scheduler, and nobody sends outer updates.
+
+        Args:
+            context: of the job.
+            executor: ``class/name`` of the executor.
+            model: the model that it trains.
+            dataset: name of the dataset.
+            optimizer: settings of the job.
+        """
         config = TrainConfig(
             model=model,
             data=SchedulerReference(peer=context.scheduler, dataset=dataset),
@@ -74,7 +80,7 @@ class Training:
             scheduler=schedule_spec(optimizer, steps=self._batches(self.samples)),
             batch_size=self.batch_size,
         )
-        return JobSpec(job_id=context.job_id, executor=TrainJob(descriptor=executor, config=config))
+        return TaskSpec(executor=executor, training=config)
 
     def next_slice(self, slices: int) -> SliceToUse:
         """Return the next slice of a dataset that has `slices` of them: in their order, one pass after another."""
@@ -94,9 +100,9 @@ class Training:
                 return Done()
         return ProgressError()
 
-    def on_push_request(self, header: PushHeader | None) -> PushTarget | Refusal:
+    def on_push_request(self, header: PushHeader) -> PushTarget | Refusal:
         """Return where the update may be written; files of other kinds are refused."""
-        if header is None or header.kind != PSEUDO_GRADIENT:
+        if header.kind != PSEUDO_GRADIENT:
             return Refusal(reason=f"this task sends a {PSEUDO_GRADIENT} only")
         return self.target
 

@@ -1,6 +1,6 @@
 """The training workers of a running job: they are added, start again, leave, and are replaced. Pure.
 
-Called by `operator`. Workers that cannot ask with which round they begin (`job_membership`) are not started again.
+Called by `operator`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class Membership:
         """Return the demand for workers: replacements for the draining ones are sought while those finish a round."""
         if self.is_over:
             return replace(request, count=0, minimum=0)
-        if self.running.worker_list.is_fixed:
-            return replace(request, count=len(self.running.workers), excluded=frozenset(self.excluded))
         return replace(request, count=request.count + len(self.draining), excluded=frozenset(self.excluded))
 
     @property
@@ -118,7 +116,7 @@ class Membership:
         """Go on without a worker, and let another one take its place."""
         event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
         removed = self._remove(peer, why)
-        if not self.is_over and not self.running.worker_list.is_fixed:
+        if not self.is_over:
             removed = (replaced_event(peer, TRAIN, why), *removed)
         return (event, *removed, *self.translate(self.running.training.worker_lost(peer, why, now)))
 
@@ -177,7 +175,7 @@ class Membership:
 
     def _restart(self, task: TaskRef, end: TaskEnded, restart: Restart, now: float) -> Effects:
         running, peer, why = self.running, task.lease.peer, describe(end)
-        if self.is_over or task.lease.id in self.draining or not running.joins(peer):
+        if self.is_over or task.lease.id in self.draining:
             return self.lost(peer, why, now)
         effects = self.translate(running.training.executor_lost(peer, why, now))
         running.restart_worker(task)

@@ -20,9 +20,7 @@ from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
-from hypha_proto.protocols import ROUND
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
-from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskState
@@ -41,7 +39,6 @@ from hypha_scheduler.strategies.base import (
     SliceToUse,
     StopTask,
     TaskEnded,
-    TaskNotice,
     TaskNotStarted,
     TaskRef,
     TaskStarted,
@@ -104,7 +101,6 @@ _SET_ASIDE: Final = instrumentation.Counter(
 _COMMIT: Final = "commit round"
 _CHECKPOINT: Final = "write checkpoint"
 _FINISH: Final = "finish model"
-_CANCEL: Final = "cancel"
 
 
 class _Phase(Enum):
@@ -377,8 +373,7 @@ class DilocoOperator(Operator):
         if self._running is None:
             return ProgressError(reason="the job has no workers yet"), ()
         peer = task.lease.peer
-        states = self._context.supports(peer, ROUND)
-        answer, effects = self._running.training.report(peer, progress, now, states=states)
+        answer, effects = self._running.training.report(peer, progress, now)
         return answer, (*self._translate(effects), *self._check_outcome(now))
 
     # -------------------------------------------------------------------------------------------------------- messages
@@ -481,14 +476,6 @@ class DilocoOperator(Operator):
             self._last_update_deadline += seconds
         return ()
 
-    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
-        """Ignore it: no task of this job is a `TaskSpec`."""
-        return ()
-
-    def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
-        """Say that there are no results."""
-        return ResourceLocation(gone=Gone(reason="tasks of this job have no resources")), ()
-
     # ----------------------------------------------------------------------------------------------------------- files
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
@@ -496,7 +483,7 @@ class DilocoOperator(Operator):
         return self._files.find(task, request)
 
     def on_push_request(
-        self, task: TaskRef, header: PushHeader | None, now: float
+        self, task: TaskRef, header: PushHeader, now: float
     ) -> tuple[PushTarget | Refusal | RetryAfter, Effects]:
         """Accept the next outer update of the parameter server."""
         match self._files.receive(self._running, task, header):
@@ -509,29 +496,19 @@ class DilocoOperator(Operator):
             case PushTarget() as target:
                 return target, self._continue(now)
 
-    def on_late_push(
-        self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
-        """Refuse: an outer update of a lost parameter server is of no use."""
-        return Refusal(reason="no task of this job runs there"), ()
-
-    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Any, now: float) -> None:
-        """Refuse it."""
-
-    def on_push_complete(self, task: TaskRef, header: PushHeader | None, path: Any, digest: str, now: float) -> Effects:
+    def on_push_complete(self, task: TaskRef, header: PushHeader, path: Any, digest: str, now: float) -> Effects:
         """Record the round, which commits it."""
-        running, number = self._running, self._commits.last + 1 if header is None else header.round
+        running, number = self._running, header.round
         advance = None if running is None or task != running.server else self._commits.record(number, running.term)
         if running is None or advance is None:
             return ()
-        samples = None if header is None else header.samples
         gone = running.gone_members.pop(number, set())
-        members = running.announcer.agreed_members(number, gone, samples or None)
+        members = running.announcer.agreed_members(number, gone, header.samples or None)
         loss = running.training.rounds.loss_of(number, members)
         updates, unused = running.training.commit(number, members)
         self._update_bytes = self._data.result.update_bytes
         record = records.round_record(number, running.term, updates, unused, advance, loss)
-        states_term = header is not None and header.term is not None
+        states_term = header.term is not None
         closing = running.training.step_committed(number, now) if states_term else ()
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
         for peer in members:
@@ -568,14 +545,6 @@ class DilocoOperator(Operator):
         if told is not None:
             return (*told, *self._check_outcome(now))
         return None if tag in (_COMMIT, _CHECKPOINT, _FINISH) else ()
-
-    def _fail_if_stuck(self, running: RunningJob) -> Effects:
-        """Fail the job if it has too few workers, and its parameter server takes no others."""
-        is_enough = len(running.workers) >= self._job.resources.least_workers or self._membership.is_over
-        if is_enough or not running.worker_list.is_fixed:
-            return ()
-        paused = running.training.rounds.pause_reason or "workers were lost"
-        return self._fail(f"{paused}\nthe parameter server {running.placed.server} takes no others in their place")
 
     def _announcement_answered(self, running: RunningJob, outcome: object, now: float) -> Effects:
         failure, following = running.announcer.on_result(outcome, running.training.rounds.closed)
@@ -655,7 +624,7 @@ class DilocoOperator(Operator):
             return ()
         is_recorded = self._data.result.round >= self._job.rounds.update_rounds
         if not running.training.rounds.over and not (is_recorded and running.server is None):
-            return self._fail_if_stuck(running)
+            return ()
         if not is_recorded:
             self._last_update_deadline = self._last_update_deadline or now + _LAST_UPDATE_TIMEOUT
             return ()
@@ -720,16 +689,6 @@ class DilocoOperator(Operator):
         )
         self._exit_deadline = None
         return (*warnings, RunInBackground(self._finish, _FINISH))
-
-    def on_command(self, command: str, now: float) -> Effects:
-        """Cancel the job.
-
-        Raises:
-            ValueError: another command.
-        """
-        if command != _CANCEL:
-            raise ValueError(f"a DiLoCo job has no command {command!r}; known: {_CANCEL}")
-        return self._fail("its owner cancelled it")
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return rounds, samples, loss, the share of each peer, and where the model is."""

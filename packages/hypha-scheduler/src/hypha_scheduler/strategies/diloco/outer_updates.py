@@ -63,33 +63,31 @@ class OuterUpdates:
         return {artifact_dataset(self.job_id, name): source for name, source in sources.items()}
 
     def receive(
-        self, running: RunningJob | None, task: TaskRef, header: PushHeader | None
+        self, running: RunningJob | None, task: TaskRef, header: PushHeader
     ) -> PushTarget | Refusal | NoRoom | JobFails:
         """Return where the next outer update of the parameter server may be written."""
         if running is None or task.lease.role != AGGREGATE:
             return Refusal(reason="only the job's parameter server may push to its scheduler")
         if task != running.server:
             return Refusal(reason="another peer is the job's parameter server now")
-        if header is not None and header.kind != OUTER_UPDATE:
+        if header.kind != OUTER_UPDATE:
             return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {header.kind[:40]}")
-        if header is not None and header.term is not None and header.term != running.term:
+        if header.term is not None and header.term != running.term:
             return Refusal(reason=f"term {header.term} is over: the parameter server is of term {running.term}")
         return self._receive_round(running, header)
 
-    def _receive_round(
-        self, running: RunningJob, header: PushHeader | None
-    ) -> PushTarget | Refusal | NoRoom | JobFails:
+    def _receive_round(self, running: RunningJob, header: PushHeader) -> PushTarget | Refusal | NoRoom | JobFails:
         expected = self.commits.last + 1
-        number = expected if header is None else header.round
-        if number < expected and not self.commits.is_last(number, None if header is None else header.digest):
+        number = header.round
+        if number < expected and not self.commits.is_last(number, header.digest):
             return Refusal(reason=f"the outer update of round {number} was already received")
         if number > expected:
             why = f"the outer update of round {expected} never came: the parameter server sends that of {number}"
             return JobFails(Refusal(reason=f"the outer update of round {expected} is missing"), why)
-        has_term = header is not None and header.term is not None
+        has_term = header.term is not None
         if has_term and not running.training.rounds.is_announced(number):
             return Refusal(reason=f"the members of round {number} were not announced")
-        if header is not None and (lacking := self.result.lacks_room(header.size)):
+        if lacking := self.result.lacks_room(header.size):
             return NoRoom(Refusal(reason=f"{NO_ROOM} for the outer update at the scheduler"), lacking)
         name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
         server = running.server

@@ -20,7 +20,7 @@ from hypha_proto.contributions import OPTIMIZER_RESET, Contribution, SampleRange
 from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import TrainConfig, TrainJob, UriReference
+from hypha_proto.job_spec import TrainConfig, UriReference
 from hypha_proto.replay_plan import FORMAT, RecordedRound, RecordedUpdate, ReplayPlan, Run, SliceFile
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL
@@ -267,9 +267,7 @@ def _train(job_id: uuid.UUID, job: DilocoJobConfig, term: _Term, batch_size: int
     """Return the configuration with which the workers of a term trained; its references lead nowhere."""
     model, peer = UriReference(value=f"file:{START_MODEL}"), term.workers[0]
     placed = PlacedJob(job_id, job, peer, peer, term.workers, model, batch=batch_size, scheduled_for=term.scheduled_for)
-    executor = placed.train_spec().executor
-    assert isinstance(executor, TrainJob)
-    return executor.config
+    return placed.train_config()
 
 
 def _check_model(directory: Path, began: BeganRecord) -> None:

@@ -6,36 +6,33 @@ Called by `operator` for the effect `AnnounceRound` of `rounds`.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hypha_net.errors import UnsupportedProtocolError
+from hypha_proto.commands import CommandAnswer, SetMembers
 from hypha_proto.ids import PeerId
-from hypha_proto.round_membership import ROUND_MEMBERS, Member, MembersKnown, RoundMembers
-from hypha_scheduler.strategies.base import SendMessage
+from hypha_proto.round_membership import Member
+from hypha_scheduler.strategies.base import SendCommand, TaskRef
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound
 
 _log = logging.getLogger(__name__)
 
 TAG: Final = "round members"
-_RETRY_DELAYS: Final = (0.5, 1.0, 1.5, 3.0, 5.0, 10.0)
-"""Seconds between attempts to reach the parameter server; if it has died, its lease is lost meanwhile."""
 UPDATES_TIMEOUT: Final = 300.0
 """Seconds that the parameter server waits for updates that workers have started to send."""
 
 
 @dataclass(slots=True)
 class RoundAnnouncer:
-    """Scheduler side of the protocol ``/hypha-aggregate`` for one job; its messages never overtake each other."""
+    """The announcements to one parameter server; the next one is sent when the one before is answered."""
 
-    job_id: uuid.UUID
-    server: PeerId
+    server: TaskRef | None
+    """Task of the parameter server; None if it was lost while the scheduler was away."""
+    term: int
+    """Its term."""
     timeout: float | None = None
     """Seconds for a round's updates to arrive; `UPDATES_TIMEOUT` if None."""
-    term: int | None = None
-    """Term of the parameter server."""
     digest_of: Callable[[PeerId, int], str | None] = lambda peer, number: None
     """Returns the digest of a worker's update in a round; None if it was not stated."""
     _in_flight: AnnounceRound | None = None
@@ -51,38 +48,38 @@ class RoundAnnouncer:
     @property
     def tag(self) -> str:
         """Tag of its messages."""
-        return TAG if self.term is None else f"{TAG} of term {self.term}"
+        return f"{TAG} of term {self.term}"
 
     def restore(self, announced: Sequence[AnnounceRound]) -> None:
         """Go on after the announcements of a round in an earlier run, of which the parameter server may know any."""
         self._announced = list(announced)
         self._accepted_round = announced[-1].round
 
-    def announce(self, members: AnnounceRound) -> tuple[SendMessage, ...]:
+    def announce(self, members: AnnounceRound) -> tuple[SendCommand, ...]:
         """Announce the members of a round, now or after the response to an earlier announcement."""
         self._announced = [earlier for earlier in self._announced if earlier.round == members.round] + [members]
+        if self.server is None:
+            return ()
         if self._in_flight is not None:
             self._latest = members
             return ()
         self._in_flight = members
-        message = RoundMembers(
-            job_id=self.job_id,
+        command = SetMembers(
             round=members.round,
             members=tuple(
                 Member(peer=peer, samples=samples, update=self.digest_of(peer, members.round))
                 for peer, samples in members.members
             ),
             deadline_ms=int((members.seconds or self.timeout or UPDATES_TIMEOUT) * 1000),
-            term=self.term,
         )
         about = {"hypha.round": members.round, "hypha.members": len(members.members)}
-        return (SendMessage(self.server, ROUND_MEMBERS, message, self.tag, _RETRY_DELAYS, "name members", about),)
+        return (SendCommand(self.server, command, self.tag, "name members", about),)
 
-    def on_result(self, outcome: object, closed: int) -> tuple[str | None, tuple[SendMessage, ...]]:
+    def on_result(self, outcome: object, closed: int) -> tuple[str | None, tuple[SendCommand, ...]]:
         """Handle the response of the parameter server, or why there is none.
 
         Args:
-            outcome: `MembersKnown` or an error.
+            outcome: `CommandAnswer` or an error.
             closed: last closed round.
 
         Returns:
@@ -98,16 +95,14 @@ class RoundAnnouncer:
         return failure, () if latest is None else self.announce(latest)
 
     def _failure(self, members: AnnounceRound, outcome: object, closed: int) -> str | None:
-        if isinstance(outcome, UnsupportedProtocolError):
-            _log.info("the parameter server %s does not take member lists, it aggregates all updates", self.server)
-        elif (why := _rejection(outcome)) is not None:
+        if (why := _rejection(outcome)) is not None:
             if members.round <= self._accepted_round:  # it may be closed already; if not, its deadline applies
                 _log.info(
                     "round %d: its members are settled, the parameter server changes none: %s", members.round, why
                 )
                 return None
-            failure = f"members could not be sent to parameter server {self.server}: {why}"
-            return f"round {members.round}: {failure}" if closed < members.round else None
+            failure = f"round {members.round}: its members could not be sent to the parameter server: {why}"
+            return failure if closed < members.round else None
         self._accepted_round, self._agreed = members.round, members
         return None
 
@@ -138,6 +133,6 @@ class RoundAnnouncer:
 
 def _rejection(outcome: object) -> str | None:
     """Return why the members were not accepted, or None."""
-    if isinstance(outcome, MembersKnown):
+    if isinstance(outcome, CommandAnswer):
         return None if outcome.accepted else (outcome.reason[:500] or "it does not accept them")
     return str(outcome)

@@ -12,7 +12,6 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
-from hypha_proto.protocols import MEMBERSHIP
 from hypha_scheduler.jobs.task_graph import Task, TaskGraph
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -62,8 +61,6 @@ class RunningJob:
     barrier: StartBarrier
     slots: Slots
     worker_list: WorkerList
-    joins: Callable[[PeerId], bool]
-    """Returns whether a worker can ask with which round its executor begins."""
     graph: TaskGraph = field(default_factory=lambda: TaskGraph(()))
     tasks: dict[str, TaskRef] = field(default_factory=dict)
     """By their names in `graph`."""
@@ -91,10 +88,11 @@ class RunningJob:
         task = self.graph.of_lease(lease)
         return None if task is None else self.tasks[task.name]
 
-    def add_server(self, lease: Lease) -> None:
+    def add_server(self, lease: Lease) -> TaskRef:
         """Add the task of a parameter server, in the current term."""
-        self.server = self._add(TaskRef(f"aggregate-{self.term}" if self.term > 1 else "aggregate", lease))
+        self.server = self._add(server_task(lease, self.term))
         self.graph.withdraw(PARAMETER_SERVER)
+        return self.server
 
     def add_worker(self, lease: Lease) -> int:
         """Add the task of a worker; return its member number."""
@@ -162,8 +160,12 @@ class RunningJob:
             return StartTask(ref, self.placed.aggregate_spec())
         peer = ref.lease.peer
         self.server_terms[peer] = self.term
-        joins, micro_batch = self.joins(peer), self.restarts.micro_batch(ref.lease.id)
-        return StartTask(ref, self.placed.train_spec(peer, joins=joins, micro_batch=micro_batch), keep_lease=joins)
+        return StartTask(ref, self.placed.train_spec(peer, self.restarts.micro_batch(ref.lease.id)))
+
+
+def server_task(lease: Lease, term: int) -> TaskRef:
+    """Return the task of the parameter server of a term."""
+    return TaskRef(f"aggregate-{term}" if term > 1 else "aggregate", lease)
 
 
 def task_key(ref: TaskRef) -> str:
@@ -189,7 +191,8 @@ class JobBuilder:
             known = self.restored.members.get(lease.peer)
             slots.add(lease.peer) if known is None else slots.restore(lease.peer, known)
         peers = [lease.peer for lease in trains]
-        running = self._build(server.peer, peers, peers, slots, self.restored.term + 1, now)
+        term = self.restored.term + 1
+        running = self._build(server.peer, server_task(server, term), peers, peers, slots, term, now)
         running.add_server(server)
         for lease in trains:
             running.add_worker(lease)
@@ -210,13 +213,13 @@ class JobBuilder:
         for ref in trains:
             slots.restore(ref.lease.peer, restored.members[ref.lease.peer])
         peers = [ref.lease.peer for ref in trains]
-        training = [peer for peer in peers if peer not in restored.starting or not self.joins(peer)]
-        running = self._build(restored.server, (), training, slots, restored.term, now)
+        training = [peer for peer in peers if peer not in restored.starting]
+        server = servers[0] if servers else None
+        running = self._build(restored.server, server, (), training, slots, restored.term, now)
         running.graph.provide(PARAMETER_SERVER)
         for ref in (*servers[:1], *trains):
             running.adopt(ref)
-        if servers:
-            running.server = servers[0]
+        running.server = server
         for ref in trains:
             running.note_worker(ref.lease.peer, ref.lease.id)
             running.server_terms[ref.lease.peer] = 0 if restored.continues else restored.term
@@ -225,16 +228,13 @@ class JobBuilder:
         self._restore_round(running, peers, now)
         return running
 
-    def joins(self, peer: PeerId) -> bool:
-        """Return whether a worker can ask with which round its executor begins."""
-        return self.context.supports(peer, MEMBERSHIP)
-
     def _slots(self) -> Slots:
         return Slots(self.job.resources.num_workers, self.restored.next_member)
 
     def _build(
         self,
         server: PeerId,
+        task: TaskRef | None,
         workers: Sequence[PeerId],
         members: Sequence[PeerId],
         slots: Slots,
@@ -245,6 +245,7 @@ class JobBuilder:
 
         Args:
             server: the parameter server.
+            task: its task; None if that does not run any more.
             workers: all workers.
             members: those of them that the open round expects.
             slots: slots of the workers.
@@ -267,23 +268,22 @@ class JobBuilder:
         running = RunningJob(
             training,
             placed,
-            self.announcer(training, server, term),
+            self.announcer(training, task, term),
             StartBarrier(0, now),
             slots,
-            WorkerList(self.context.job_id, server, term, frozenset(workers), restored.records),
-            self.joins,
+            WorkerList(task, term, frozenset(workers)),
         )
         running.graph.provide(START_MODEL)
         return running
 
-    def announcer(self, training: TrainingState, server: PeerId, term: int) -> RoundAnnouncer:
+    def announcer(self, training: TrainingState, server: TaskRef | None, term: int) -> RoundAnnouncer:
         """Return what tells a parameter server the members of rounds."""
 
         def digest_of(peer: PeerId, number: int) -> str | None:
             found = training.contributions.get(peer, number)
             return None if found is None else found.update
 
-        return RoundAnnouncer(self.context.job_id, server, self.job.rounds.timeout, term, digest_of)
+        return RoundAnnouncer(server, term, self.job.rounds.timeout, digest_of)
 
     def _placed_job(self, server: PeerId, slots: Slots, batch_size: int, term: int) -> PlacedJob:
         data, shares = self.data, dict[int, Reference]()
@@ -317,11 +317,10 @@ class JobBuilder:
             posted[peer] = (update.samples, update.batches)
         announced = restored.announced
         members = None if announced is None else [peer for peer, _ in announced.members]
-        joining = [peer for peer in peers if self.joins(peer)]
-        for peer in joining:
+        for peer in peers:
             training.rounds.note_joins(peer)
-        training.taken_up.update(joining)
-        away = [peer for peer in joining if restored.closed and peer not in restored.present]
+        training.taken_up.update(peers)
+        away = [peer for peer in peers if restored.closed and peer not in restored.present]
         training.rounds.resume_round(posted, members, now, restored.refused.keys(), away)
         if announced is not None:
             running.announcer.restore([AnnounceRound(each.round, each.members) for each in restored.announcements])

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from hypha_proto.commands import ChangeServer, CommandAnswer
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import SERVER_CHANGED, ServerChanged, ServerKnown
 from hypha_proto.job_spec import SliceAddress
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset
-from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, SendMessage, StopTask, TaskRef
+from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, SendCommand, StopTask, TaskRef
 from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import replaced_event
@@ -27,8 +27,6 @@ from hypha_scheduler.strategies.diloco.specs import AGGREGATE, LAST_UPDATE
 from hypha_scheduler.strategies.diloco.worker_list import WorkerList
 
 _TAG: Final = "server changed"
-_RETRY_DELAYS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds between attempts to tell a worker of its parameter server; then it is released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +142,10 @@ class ServerHandover:
         self._standby, term = None, running.term + 1
         has_momentum = self.builder.data.result.momentum_file() is not None
         running.placed = replace(running.placed, server=lease.peer, term=term, has_momentum=has_momentum)
-        running.announcer = self.builder.announcer(running.training, lease.peer, term)
-        running.worker_list = WorkerList(
-            running.placed.job_id, lease.peer, term, frozenset(running.workers), self.builder.restored.records
-        )
         running.gone_members.clear()
-        running.add_server(lease)
+        server = running.add_server(lease)
+        running.announcer = self.builder.announcer(running.training, server, term)
+        running.worker_list = WorkerList(server, term, frozenset(running.workers))
         self.commits.wake()
         record = self.builder.term_record(running, continues=True)
         return (record, *self.start_ready())
@@ -172,23 +168,19 @@ class ServerHandover:
         for peer, term in self.running.server_terms.items():
             if term >= self.running.term or peer not in self.running.workers:
                 continue
-            if self.running.joins(peer):
-                effects = (*effects, self._message(peer))
-            else:
-                why = "it cannot be told of another parameter server"
-                effects = (*effects, *self.membership.release(peer, why))
+            effects = (*effects, *self._command(peer))
         return effects
 
-    def _message(self, peer: PeerId) -> SendMessage:
+    def _command(self, peer: PeerId) -> tuple[SendCommand, ...]:
         running, last = self.running, self.commits.last
-        assert running.server is not None
+        task = running.task_of(running.workers[peer])
+        if running.server is None or task is None:
+            return ()
         number, tag = last + 1, f"{_TAG} {running.term} {peer}"
         stated = running.training.contributions.get(peer, number)
         self._told[tag] = _Told(peer, running.term, number, None if stated is None else stated.update)
         dataset = artifact_dataset(running.placed.job_id, LAST_UPDATE)
-        message = ServerChanged(
-            job_id=running.placed.job_id,
-            lease=running.workers[peer],
+        command = ChangeServer(
             term=running.term,
             server=running.server.lease.peer,
             round=number,
@@ -196,7 +188,7 @@ class ServerHandover:
             outer_update=SliceAddress(dataset=dataset, index=0) if last else None,
         )
         about: dict[str, str | int | float | bool] = {"hypha.term": running.term, "hypha.peer.id": str(peer)}
-        return SendMessage(peer, SERVER_CHANGED, message, tag, _RETRY_DELAYS, "name parameter server", about)
+        return (SendCommand(task, command, tag, "name parameter server", about),)
 
     def on_answer(self, tag: str, outcome: object, now: float) -> Effects | None:
         """Handle the response of a worker that was told; None if `tag` is of another message."""
@@ -206,8 +198,8 @@ class ServerHandover:
         running = self.running
         if told.term != running.term or told.peer not in running.workers:
             return ()
-        if not isinstance(outcome, ServerKnown) or not outcome.accepted:
-            why = outcome.reason if isinstance(outcome, ServerKnown) else str(outcome)
+        if not isinstance(outcome, CommandAnswer) or not outcome.accepted:
+            why = outcome.reason if isinstance(outcome, CommandAnswer) else str(outcome)
             return self.membership.release(told.peer, f"it was not told of the new parameter server: {why[:200]}")
         running.server_terms[told.peer] = told.term
         stated = running.training.contributions.get(told.peer, told.round)

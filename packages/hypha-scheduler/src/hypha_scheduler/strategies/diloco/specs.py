@@ -1,4 +1,4 @@
-"""Translation of a job's configuration into role requests for the auction and job specs for executors. Pure.
+"""Translation of a job's configuration into role requests for the auction and tasks for executors. Pure.
 
 Called by `operator`.
 """
@@ -13,10 +13,8 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     AggregateConfig,
-    AggregateJob,
     All,
     Evaluation,
-    JobSpec,
     Nesterov,
     One,
     PeersReference,
@@ -25,12 +23,12 @@ from hypha_proto.job_spec import (
     SchedulerReference,
     SliceAddress,
     TrainConfig,
-    TrainJob,
 )
-from hypha_proto.offers import AggregateExecutor, TrainExecutor
+from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.tasks import TaskSpec
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
-from hypha_scheduler.jobs.specs import descriptor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
+from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 from hypha_scheduler.strategies.diloco.slots import Slot
@@ -58,7 +56,7 @@ def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[Rol
     return (
         RoleRequest(
             TRAIN,
-            worker_spec(resources.worker, TrainExecutor(TRAIN_KIND)),
+            worker_spec(resources.worker, ExecutorDescriptor("train", TRAIN_KIND)),
             bid=resources.worker_price.bid,
             max_price=resources.worker_price.max,
             count=resources.most_workers if has_begun else resources.num_workers,
@@ -68,7 +66,7 @@ def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[Rol
         ),
         RoleRequest(
             AGGREGATE,
-            worker_spec(resources.parameter_server, AggregateExecutor(AGGREGATE_KIND)),
+            worker_spec(resources.parameter_server, ExecutorDescriptor("aggregate", AGGREGATE_KIND)),
             bid=resources.parameter_server_price.bid,
             max_price=resources.parameter_server_price.max,
             count=1,
@@ -105,7 +103,7 @@ def outer_optimizer(job: DilocoJobConfig) -> Nesterov:
 
 @dataclass(frozen=True, slots=True)
 class PlacedJob:
-    """Job with allocated workers; builds the job spec of each."""
+    """Job with allocated workers; builds the task of each."""
 
     job_id: uuid.UUID
     job: DilocoJobConfig
@@ -134,8 +132,8 @@ class PlacedJob:
 
     It stays the same when workers come and go: all that train in a job follow one schedule."""
 
-    def aggregate_spec(self) -> JobSpec:
-        """Build the parameter server's spec: updates come from all workers, results go to them and the scheduler."""
+    def aggregate_spec(self) -> TaskSpec:
+        """Return the parameter server's task: updates come from all workers, results go to them and the scheduler."""
         config = AggregateConfig(
             updates=PeersReference(peers=self.workers, strategy=All()),
             results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
@@ -144,23 +142,25 @@ class PlacedJob:
             term=self.term,
             momentum=self._served(MOMENTUM) if self.has_momentum else None,
         )
-        descriptor = descriptor_of(self.job.resources.parameter_server, AGGREGATE_KIND)
-        return JobSpec(job_id=self.job_id, executor=AggregateJob(descriptor=descriptor, config=config))
+        executor = executor_of(self.job.resources.parameter_server, AGGREGATE, AGGREGATE_KIND)
+        return TaskSpec(executor=executor, aggregation=config)
 
-    def train_spec(
-        self, worker: PeerId | None = None, *, joins: bool = False, micro_batch: int | None = None
-    ) -> JobSpec:
-        """Build a training worker's spec; specs of different workers differ in number and evaluation share.
+    def train_spec(self, worker: PeerId, micro_batch: int | None = None) -> TaskSpec:
+        """Return a training worker's task; `micro_batch` is as for `train_config`."""
+        executor = executor_of(self.job.resources.worker, TRAIN, TRAIN_KIND)
+        return TaskSpec(executor=executor, training=self.train_config(worker, micro_batch))
+
+    def train_config(self, worker: PeerId | None = None, micro_batch: int | None = None) -> TrainConfig:
+        """Return what a training worker does; different workers differ in number and evaluation share.
 
         Args:
-            worker: the worker.
-            joins: whether its executor asks with which round it begins.
+            worker: the worker; None for what all have in common.
             micro_batch: maximum number of samples that its executor computes at once.
         """
         job, workers = self.job, self.scheduled_for or len(self.workers)
         batch_size = self.batch or job.rounds.batch_for(workers)
         schedule = schedule_spec(job.inner_optimizer, _steps(job, workers, batch_size))
-        config = TrainConfig(
+        return TrainConfig(
             model=model_spec(job.model, self.model),
             data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
             updates=PeersReference(peers=(self.server,), strategy=One()),
@@ -176,11 +176,9 @@ class PlacedJob:
             first_round=self.closed + 1 if self.closed else None,
             term=self.term,
             weights=self._served(WEIGHTS),
-            join=joins or None,
+            join=True,
             micro_batch=micro_batch,
         )
-        descriptor = descriptor_of(job.resources.worker, TRAIN_KIND)
-        return JobSpec(job_id=self.job_id, executor=TrainJob(descriptor=descriptor, config=config))
 
     def _slot(self, worker: PeerId) -> Slot:
         if self.slots is not None:

@@ -125,17 +125,12 @@ class TrainingState:
         self.set_aside.setdefault(report.index, report)
         return True
 
-    def report(
-        self, peer: PeerId, progress: Progress, now: float, *, states: bool = False
-    ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
-        """Process the report of an executor; return the response, and the effects to apply.
-
-        `states` says that its worker states each update (`state_contribution`) before it sends it.
-        """
+    def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        """Process the report of an executor; return the response, and the effects to apply."""
         if peer == self.server:
             answer, effects = self._server_report(progress, now)
         elif isinstance(progress, SendingUpdate):
-            answer, effects = self._update_sending(peer, now, states)
+            answer, effects = self._update_sending(peer, now), ()
         else:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
@@ -207,16 +202,12 @@ class TrainingState:
         last = self.rounds.last_batch(peer, number)
         return None if last is None else min(last, _MAX_COUNT)
 
-    def _update_sending(self, peer: PeerId, now: float, states: bool) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def _update_sending(self, peer: PeerId, now: float) -> ProgressResponse:
         number = self.rounds.round_of(peer)
         if number is None or self.rounds.is_excused(peer):
-            return Acknowledged() if number is None else Done(), ()
-        if states or peer in self.honours_ranges:  # while it reconnects, nothing is known of what it speaks
-            self.rounds.update_sending(peer, now)
-            return Acknowledged(), ()
-        if self.contributions.get(peer, number) is not None:  # reported twice
-            return Acknowledged(), ()
-        return Acknowledged(), self._contribute(peer, number, None, now)
+            return Acknowledged() if number is None else Done()
+        self.rounds.update_sending(peer, now)
+        return Acknowledged()
 
     # ---------------------------------------------------------------------------------------------------- contributions
 
@@ -266,9 +257,7 @@ class TrainingState:
         spans = spans_of(message.contribution)
         return None if spans is None or known is not None else self.slices.check(peer, spans)
 
-    def _contribute(
-        self, peer: PeerId, number: int, message: StateContribution | None, now: float
-    ) -> tuple[Effect, ...]:
+    def _contribute(self, peer: PeerId, number: int, message: StateContribution, now: float) -> tuple[Effect, ...]:
         """Take the update of a worker into its round, unless the round goes on without it."""
         update = self._update_of(peer, number, message)
         self.contributions.add(update)
@@ -281,12 +270,9 @@ class TrainingState:
             return effects
         return (Contributed(update), *effects)
 
-    def _update_of(self, peer: PeerId, number: int, message: StateContribution | None) -> MemberUpdate:
-        contribution = None if message is None else message.contribution
-        digest = None if message is None else message.update
+    def _update_of(self, peer: PeerId, number: int, message: StateContribution) -> MemberUpdate:
+        contribution, digest = message.contribution, message.update
         samples, batches = self.rounds.progress_of(peer, number)
-        if (known := self.contributions.get(peer, number)) is not None:  # it was taken for one that states nothing
-            return MemberUpdate(peer, number, known.samples, known.batches, known.spans, digest)
         spans = self.slices.contribute(peer, number, spans_of(contribution))
         if contribution is not None:
             samples, batches = count_samples(spans), contribution.batches

@@ -223,7 +223,7 @@ class InferenceOperator(Operator):
             if now < self._resting.get(worker.lease.peer, now):
                 continue
             if not worker.is_leaving and self._workers.working < self._ledger.unfinished:
-                effects.append(StartTask(worker.begin(), self._data.spec, keep_lease=True))
+                effects.append(StartTask(worker.begin(), self._data.spec))
             elif self._releasing_at is None:
                 self._releasing_at = now
         return tuple(effects)
@@ -463,13 +463,10 @@ class InferenceOperator(Operator):
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
-    def on_push_request(
-        self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
+    def on_push_request(self, task: TaskRef, header: PushHeader, now: float) -> tuple[PushTarget | Refusal, Effects]:
         """Accept the part of a slice, also one that will not count: its sender needs a receipt."""
-        if header is None or header.kind != TASK_RESULT:
-            kind = "a file without a header" if header is None else header.kind[:40]
-            return Refusal(reason=f"an inference job takes files of the kind {TASK_RESULT}, not {kind}"), ()
+        if header.kind != TASK_RESULT:
+            return Refusal(reason=f"an inference job takes files of the kind {TASK_RESULT}, not {header.kind[:40]}"), ()
         index = slice_of(header.name)
         if index is None or index >= len(self._ledger.rows):
             expected = f"part-N.jsonl, N from 0 to {len(self._ledger.rows) - 1}"
@@ -484,11 +481,9 @@ class InferenceOperator(Operator):
     def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
         self._context.notify(REFUSED, RefusedPart(task, index, reason))
 
-    def on_push_complete(
-        self, task: TaskRef, header: PushHeader | None, path: Path, digest: str, now: float
-    ) -> Effects:
+    def on_push_complete(self, task: TaskRef, header: PushHeader, path: Path, digest: str, now: float) -> Effects:
         """Commit a part if its slice is assigned to the attempt that sends it; otherwise drop it."""
-        index = None if header is None else slice_of(header.name)
+        index = slice_of(header.name)
         counts = self._data.files.checked.pop(path, None)
         worker = self._workers.running(task)
         if index is None or counts is None or worker is None or not self._ledger.commit(task, index):
@@ -531,16 +526,14 @@ class InferenceOperator(Operator):
             "larger inference.max_error_share"
         )
 
-    def on_late_push(
-        self, task: TaskRef, header: PushHeader | None, now: float
-    ) -> tuple[PushTarget | Refusal, Effects]:
+    def on_late_push(self, task: TaskRef, header: PushHeader, now: float) -> tuple[PushTarget | Refusal, Effects]:
         """Accept a part of an attempt that has ended; it is dropped."""
         return self.on_push_request(task, header, now)
 
-    def on_late_push_complete(self, task: TaskRef, header: PushHeader | None, path: Path, now: float) -> Effects:
+    def on_late_push_complete(self, task: TaskRef, header: PushHeader, path: Path, now: float) -> Effects:
         """Drop the part of an attempt that has ended."""
         self._data.files.checked.pop(path, None)
-        return self._drop(task, None if header is None else slice_of(header.name), path)
+        return self._drop(task, slice_of(header.name), path)
 
     def _event_of(self, part: Part, task: TaskRef) -> dict[str, object]:
         counts = part.counts

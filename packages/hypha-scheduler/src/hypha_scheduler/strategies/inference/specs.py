@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 from hypha_proto.datasets import JSONL, SAFETENSORS
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, UriReference
-from hypha_proto.offers import WorkerSpec
-from hypha_proto.tasks import FileSource, PeersSource, SlicesSource, TaskResource, TaskSpec, UriSource, task_executor
+from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
+from hypha_proto.tasks import FileSource, PeersSource, SlicesSource, TaskResource, TaskSpec, UriSource
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.config import amounts, kinds
 from hypha_scheduler.strategies.base import DatasetView
@@ -36,7 +36,7 @@ _FORMAT_OF: Final = {GENERATE: JSONL}
 def role_request(job: InferenceJobConfig, count: int, minimum: int) -> RoleRequest:
     """Return the demand for `count` workers; the job starts with `minimum` of them."""
     needs, price = job.resources.worker, job.resources.worker_price
-    executors = tuple(task_executor(kind) for kind in kinds(needs, EXECUTOR))
+    executors = tuple(ExecutorDescriptor.parse(kind) for kind in kinds(needs, EXECUTOR))
     spec = WorkerSpec(resources=amounts(needs), executor=executors)
     return RoleRequest(ROLE, spec, price.bid, price.max, count, minimum, starts_at_minimum=True)
 

@@ -27,7 +27,7 @@ from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import MAX_FRAME, MAX_PATH, TASK_EXECUTOR_PREFIX
+from hypha_proto.tasks import MAX_FRAME, MAX_PATH
 from hypha_scheduler.jobs.config import Budget, JobTable, PriceTable, Table, token_warning
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, S3Table, Sha256, Url
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
@@ -213,8 +213,6 @@ def _check_driver(driver: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         named = ", ".join(sorted(name[:64] for name in driver)) or "none"
         raise ValueError(f"must name one executor, not {len(driver)} ({named}); for several write a task for each")
     [(name, settings)] = driver.items()
-    if name.startswith(TASK_EXECUTOR_PREFIX):
-        raise ValueError(f"{name[:80]!r}: the prefix {TASK_EXECUTOR_PREFIX} is reserved; write the name without it")
     if not _DRIVER.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not an executor; write its name, or class/name such as shell/bash")
     _check_settings(name, settings)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
-from hypha_proto.offers import WorkerSpec
+from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
 from hypha_proto.tasks import (
     DatasetSource,
     DhtSource,
@@ -28,7 +28,6 @@ from hypha_proto.tasks import (
     TaskResource,
     TaskSpec,
     UriSource,
-    task_executor,
 )
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.strategies.tasks.config import ResourceTable, TasksJob, TaskTable
@@ -173,7 +172,7 @@ class _Roles:
         if need not in self._by_need:
             number = sum(executor == table.executor for executor, _ in self._by_need) + 1
             name = table.executor if number == 1 else f"{table.executor} {number}"
-            spec = WorkerSpec(resources=table.needs.resources(), executor=(task_executor(table.executor),))
+            spec = WorkerSpec(resources=table.needs.resources(), executor=(ExecutorDescriptor.parse(table.executor),))
             self._by_need[need] = Role(name, spec)
         return self._by_need[need]
 

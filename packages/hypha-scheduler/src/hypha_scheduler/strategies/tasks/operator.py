@@ -721,7 +721,7 @@ class TasksOperator(base.Operator):
         if self.exclusions.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
         self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
-        self._starts.append(StartTask(task, self._with_locations(run), keep_lease=True))
+        self._starts.append(StartTask(task, self._with_locations(run)))
 
     def _with_locations(self, run: Run) -> TaskSpec:
         """Return what an attempt runs, and where its results are, which saves the worker the question."""

@@ -1,9 +1,9 @@
 """Decides which updates belong to a round, and when the round is complete.
 
 Pure: the clock is passed in, and files are only named. Called by `server`. A round is complete when every member's
-update has arrived, or at its deadline with those that have. Older schedulers announce no members: then every permitted
-sender counts with equal weight, and there is no deadline. Newer ones announce the digest of each member's update, too,
-and only an update with this digest counts.
+update has arrived, or at its deadline with those that have. Jobs with a fixed list of workers announce no members: then
+every permitted sender counts with equal weight, and there is no deadline. Others announce the digest of each member's
+update, too, and only an update with this digest counts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from hypha_proto.commands import SetMembers
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import JobWorkers, JobWorkersKnown
-from hypha_proto.round_membership import MembersKnown, RoundMembers
 
 MAX_ROUNDS_AHEAD: Final = 4
 """Largest number of rounds whose members may be announced before the current round is complete."""
@@ -72,7 +71,7 @@ class RoundCollector:
     """Collects the updates of one job, round by round.
 
     Attributes:
-        senders: peers that may send updates, by the job's spec or the newest `JobWorkers`; members that the scheduler
+        senders: peers that may send updates, by the job's spec or the newest `SetWorkers`; members that the scheduler
             announces are added.
         members_announced: whether the scheduler announces each round's members.
         term: term of this parameter server; None if the scheduler counts none.
@@ -84,8 +83,7 @@ class RoundCollector:
     round: int | None = None
     """The current round; None until the members of the first round are announced."""
     workers: frozenset[PeerId] | None = None
-    """The job's workers by the newest `JobWorkers`; None before the first one."""
-    _workers_version: int = -1
+    """The job's workers by the newest `SetWorkers`; None before the first one."""
     _members: dict[int, _Membership] = field(default_factory=dict)
     _updates: dict[tuple[int, PeerId], _Update] = field(default_factory=dict)
     _refused: set[tuple[int, PeerId]] = field(default_factory=set)
@@ -97,42 +95,40 @@ class RoundCollector:
         if not self.members_announced:
             self.round = 1
 
-    def set_workers(self, message: JobWorkers) -> JobWorkersKnown:
-        """Replace the job's workers; an older list than the last changes nothing."""
-        if self.term is None or message.term != self.term:
-            reason = f"term: {message.term} is not {self.term}, the term of this parameter server"
-            return JobWorkersKnown(accepted=False, reason=reason)
-        if message.version < self._workers_version:
-            reason = f"version: {message.version} is older than {self._workers_version}, which is known"
-            return JobWorkersKnown(accepted=False, reason=reason)
-        self._workers_version = message.version
-        self.workers = frozenset(message.workers)
+    def set_workers(self, workers: Iterable[PeerId]) -> None:
+        """Replace the job's workers."""
+        self.workers = frozenset(workers)
         self.senders = set(self.workers)
-        return JobWorkersKnown(accepted=True)
 
-    def set_round_members(self, message: RoundMembers, now: float) -> tuple[MembersKnown, list[Path]]:
-        """Set the members of a round; also return the files of peers that are not members any more, to be deleted."""
+    def set_members(self, message: SetMembers, now: float) -> tuple[str | None, list[Path]]:
+        """Set the members of a round.
+
+        Returns:
+            Why that cannot be, None if it is done; and the files of peers that are not members any more, to be deleted.
+        """
         number = message.round
-        if not self.members_announced:
-            return MembersKnown(accepted=False, reason="the job's spec does not enable announced members"), []
-        if self.term is not None and message.term != self.term:
-            reason = f"term: {message.term} is not {self.term}, the term of this parameter server"
-            return MembersKnown(accepted=False, reason=reason), []
-        if self.round is not None and number < self.round:
-            return MembersKnown(accepted=False, reason=f"round {number} is over, the current round is {self.round}"), []
-        if self.round is not None and number >= self.round + MAX_ROUNDS_AHEAD:
-            return MembersKnown(accepted=False, reason=f"round {number} is too far ahead of round {self.round}"), []
-        if not message.members:
-            return MembersKnown(accepted=False, reason="a round needs at least one member"), []
+        if (reason := self._reason_against(message)) is not None:
+            return reason, []
         weights = {member.peer: float(member.samples) for member in message.members}
-        if len(weights) < len(message.members):
-            return MembersKnown(accepted=False, reason="a member is listed twice"), []
         digests = {member.peer: member.update for member in message.members}
         self._members[number] = _Membership(weights, now + message.deadline_ms / 1000, digests)
         self.senders |= weights.keys()
         if self.round is None:
             self.round = number
-        return MembersKnown(accepted=True), self._drop_nonmembers(number, weights.keys())
+        return None, self._drop_nonmembers(number, weights.keys())
+
+    def _reason_against(self, message: SetMembers) -> str | None:
+        if not self.members_announced:
+            return "the task's aggregation does not enable announced members"
+        if self.round is not None and message.round < self.round:
+            return f"round {message.round} is over, the current round is {self.round}"
+        if self.round is not None and message.round >= self.round + MAX_ROUNDS_AHEAD:
+            return f"round {message.round} is too far ahead of round {self.round}"
+        if not message.members:
+            return "a round needs at least one member"
+        if len({member.peer for member in message.members}) < len(message.members):
+            return "a member is listed twice"
+        return None
 
     def drop_mismatched(self, round_number: int) -> list[DroppedUpdate]:
         """Drop the updates of a round that are not those that the announcement of its members names."""
@@ -143,8 +139,8 @@ class RoundCollector:
                 dropped.append(DroppedUpdate(peer, self._updates.pop((number, peer)).path, reason))
         return dropped
 
-    def admit(self, peer: PeerId, round_number: int | None, digest: str = "") -> int:
-        """Return the round of an update that `peer` is about to send; without a number, the current round.
+    def admit(self, peer: PeerId, round_number: int, digest: str = "") -> int:
+        """Return the round of an update that `peer` is about to send.
 
         Args:
             peer: its sender.
@@ -154,10 +150,6 @@ class RoundCollector:
         Raises:
             UpdateRefusedError: the update is not expected.
         """
-        if round_number is None:
-            if self.round is None:
-                raise UpdateRefusedError("no round has begun, and the update does not name one")
-            round_number = self.round
         members = self._members.get(round_number)
         if members is not None and peer not in members.weights:
             raise UpdateRefusedError(f"{peer} is not a member of round {round_number}")
@@ -278,13 +270,13 @@ class RoundCollector:
             self._used.setdefault(peer, set()).add(update.digest)
         return update.path
 
-    def is_late(self, peer: PeerId, round_number: int | None) -> bool:
+    def is_late(self, peer: PeerId, round_number: int) -> bool:
         """Return whether this is an update for a round that is over, or that continues without its sender.
 
         It is late, or is sent again because its receipt was lost. It does not count, but it is no error either: its
         sender receives the outer update as the members do, and continues.
         """
-        if round_number is None or self.round is None or peer not in self.senders:
+        if self.round is None or peer not in self.senders:
             return False
         membership = self._members.get(round_number)
         return round_number < self.round or (membership is not None and peer not in membership.weights)

@@ -1,6 +1,6 @@
 """Runs the parameter server of a job: receives pseudo-gradients, takes the outer step, pushes the outer update.
 
-Called by `jobs.job_manager` as an execution. Training executors push to it through their bridges; the outer update goes
+Called by `tasks.task_run` as an execution. Training executors push to it through their bridges; the outer update goes
 to their bridges and to the scheduler, which adds it to its own copy of the model.
 """
 
@@ -21,15 +21,13 @@ import anyio.abc
 from hypha_net import backoff, instrumentation, transfer
 from hypha_net.errors import NetError, NoSpaceError, TransferRefusedError
 from hypha_net.transfer import FilePushTarget
+from hypha_proto.commands import CommandAnswer, SetMembers, SetWorkers, TaskCommand
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
-from hypha_proto.job_membership import JOB_WORKERS, JobWorkers, JobWorkersKnown
-from hypha_proto.job_spec import AggregateJob, PeersReference
+from hypha_proto.job_spec import PeersReference
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
-from hypha_proto.round_membership import ROUND_MEMBERS, UPDATE_REFUSED, MembersKnown, RoundMembers, UpdateRefused
+from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.connectors.peer_protocols import speaks_lease_protocol
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
 from hypha_worker.executors.parameter_server import outer_push
@@ -40,8 +38,8 @@ from hypha_worker.executors.parameter_server.round_collector import (
     RoundCollector,
     UpdateRefusedError,
 )
-from hypha_worker.jobs.execution import ExecutionTrace, JobContext, MessageHandler
-from hypha_worker.jobs.references import reference_peers
+from hypha_worker.tasks.execution import Execution, TaskContext
+from hypha_worker.tasks.references import reference_peers
 
 if TYPE_CHECKING:
     from hypha_proto.outer_step import TensorLayout
@@ -82,13 +80,13 @@ class _Candidate:
     size: int
 
 
-class ParameterServer:
-    """An `Execution` in this process; outer steps are computed on files, in a thread."""
+class ParameterServer(Execution):
+    """An execution in this process; outer steps are computed on files, in a thread."""
 
-    def __init__(self, context: JobContext) -> None:
-        if not isinstance(context.spec.executor, AggregateJob):
-            raise ExecutionError("a parameter server runs jobs of class aggregate only")
-        config = context.spec.executor.config
+    def __init__(self, context: TaskContext) -> None:
+        config = context.spec.aggregation
+        if config is None:
+            raise ExecutionError("aggregation is missing: a parameter server runs tasks that aggregate only")
         self._context = context
         self._config = config
         senders = set(reference_peers([config.updates]))
@@ -100,7 +98,7 @@ class ParameterServer:
         """Tensors of the momentum that the job begins with."""
         self._has_begun = anyio.Event()
         """Set when the momentum is known, or the job is over."""
-        self._files = PeerFiles(context.endpoint, context.storage, context.traffic)
+        self._files = context.fetcher.files
         self._changed = anyio.Event()
         self._count = 0
         self._pushes: list[OuterPush] = []
@@ -127,24 +125,25 @@ class ParameterServer:
         """See `Execution.accepted_push_kind`."""
         return PSEUDO_GRADIENT
 
-    @property
-    def message_handlers(self) -> Mapping[str, MessageHandler]:
-        """See `Execution.message_handlers`."""
-        return {ROUND_MEMBERS.name: self._set_round_members, JOB_WORKERS.name: self._set_workers}
-
-    @property
-    def trace(self) -> ExecutionTrace:
-        """See `Execution.trace`."""
-        return ExecutionTrace()
+    def handle(self, command: TaskCommand) -> CommandAnswer:
+        """See `Execution.handle`."""
+        if command.workers is not None:
+            self._set_workers(command.workers)
+        elif command.members is not None:
+            if (reason := self._set_members(command.members)) is not None:
+                return CommandAnswer(number=command.number, accepted=False, reason=reason)
+        else:
+            return super().handle(command)
+        return CommandAnswer(number=command.number, accepted=True)
 
     # ---------------------------------------------------------------------------------------------- receiving updates
 
-    async def accept_push(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         if self._is_over:
-            return Refusal(reason=f"{NO_JOB} of job {self._context.spec.job_id}: it is over")
+            return Refusal(reason=f"{NO_JOB} of job {self._context.job_id}: it is over")
         self._count += 1
-        if header is not None and self._config.term is not None:
+        if self._config.term is not None:
             if header.term is not None and header.term != self._config.term:  # it may be sent again under this term
                 reason = f"term: {header.term} is not {self._config.term}, the term of this parameter server"
                 return Refusal(reason=reason)
@@ -165,15 +164,14 @@ class ParameterServer:
         finally:
             self._unannounced -= 1
 
-    def _accept_update(self, peer: PeerId, header: PushHeader | None) -> FilePushTarget | Refusal:
+    def _accept_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         try:
-            if header is not None:
-                self._check_statement(header)
-                if self._collector.is_late(peer, header.round):
-                    return self._accept_late_update(peer, header)
+            self._check_statement(header)
+            if self._collector.is_late(peer, header.round):
+                return self._accept_late_update(peer, header)
             number = self._admit(peer, header)
         except UpdateRefusedError as error:
-            self._report_refusal(peer, header.round if header else self._collector.round or 0, str(error))
+            self._report_refusal(peer, header.round, str(error))
             return Refusal(reason=str(error))
         path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
 
@@ -214,17 +212,15 @@ class ParameterServer:
         known = self._reference.size
         return known + known // 50 + _HEADER_ALLOWANCE if known else sys.maxsize
 
-    def _admit(self, peer: PeerId, header: PushHeader | None) -> int:
-        if header is not None and header.kind != PSEUDO_GRADIENT:
+    def _admit(self, peer: PeerId, header: PushHeader) -> int:
+        if header.kind != PSEUDO_GRADIENT:
             raise UpdateRefusedError(f"{header.kind[:40]!r} is not accepted here, only {PSEUDO_GRADIENT}")
-        if header is not None and header.codec not in _CODECS:
+        if header.codec not in _CODECS:
             raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
-        if header is None:
-            return self._collector.admit(peer, None)
         return self._collector.admit(peer, header.round, header.digest)
 
     def _check_statement(self, header: PushHeader) -> None:
-        """Check what the header of an update states besides its round; older workers state nothing.
+        """Check what the header of an update states besides its round; it may state nothing.
 
         Raises:
             UpdateRefusedError: its statement is meant for another file.
@@ -272,18 +268,25 @@ class ParameterServer:
         if (dropped := self._collector.refuse(peer, number)) is not None:
             self._candidates.pop(dropped, None)
             _remove(dropped)
-        message = UpdateRefused(job_id=self._context.spec.job_id, round=number, peer=peer, reason=reason[:1000])
+        message = self._refusal(peer, number, reason[:1000])
         if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
             _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
             return
         self._refusals.append(message)
         self._refused.set()
 
-    async def _set_round_members(self, _scheduler: PeerId, message: RoundMembers) -> MembersKnown:
-        answer, dropped = self._collector.set_round_members(message, anyio.current_time())
+    def _refusal(self, peer: PeerId, number: int, reason: str, *, missing: bool = False) -> UpdateRefused:
+        context = self._context
+        return UpdateRefused(
+            job_id=context.job_id, lease=context.lease, round=number, peer=peer, reason=reason, missing=missing
+        )
+
+    def _set_members(self, message: SetMembers) -> str | None:
+        """Set the members of a round; return why that cannot be, None if it is done."""
+        reason, dropped = self._collector.set_members(message, anyio.current_time())
         for path in dropped:
             _remove(path)
-        if answer.accepted:
+        if reason is None:
             for update in self._collector.drop_mismatched(message.round):
                 _remove(update.path)
                 self._report_refusal(update.peer, message.round, update.reason)
@@ -292,18 +295,16 @@ class ParameterServer:
         else:
             settled = self._collector.round is not None and message.round < self._collector.round
             level = logging.INFO if settled else logging.WARNING  # they cross the step of a round that loses a member
-            _log.log(level, "members of round %d refused: %s", message.round, answer.reason)
-        return answer
+            _log.log(level, "members of round %d refused: %s", message.round, reason)
+        return reason
 
-    async def _set_workers(self, _scheduler: PeerId, message: JobWorkers) -> JobWorkersKnown:
+    def _set_workers(self, message: SetWorkers) -> None:
         before = self._collector.workers or reference_peers([self._config.results])
-        answer = self._collector.set_workers(message)
-        if answer.accepted:
-            gone = before - set(message.workers) - {self._context.scheduler}
-            for push in self._pushes:
-                push.stop(gone)
-            self._notify_announced()
-        return answer
+        self._collector.set_workers(message.workers)
+        gone = before - set(message.workers) - {self._context.scheduler}
+        for push in self._pushes:
+            push.stop(gone)
+        self._notify_announced()
 
     def _notify_announced(self) -> None:
         self._announced.set()
@@ -313,6 +314,7 @@ class ParameterServer:
 
     async def run(self) -> None:
         """See `Execution.run`."""
+        self._context.control.executor_started()
         with self._stopped:
             await self._run()
         if self._disk_fault is not None:
@@ -374,38 +376,17 @@ class ParameterServer:
         await self._report_missing(done.round, done.missing)
         done = await self._leave_out_other_layouts(done)
         result = await self._step(done)
-        if self._reports_before_pushing():
-            is_last = await self._report_step(done)
-            await self._push_outer_update(done, result, tasks)
-        else:
-            push = await self._push_outer_update(done, result, tasks)
-            is_last = await self._report_step(done)
-            if is_last:
-                await push.wait(self._recorder, outer_push.LAST_PATIENCE)
+        push = await self._push_outer_update(done, result, tasks)
+        is_last = await self._report_step(done)
+        if is_last:
+            await push.wait(self._recorder, outer_push.LAST_PATIENCE)
         return is_last
-
-    def _reports_before_pushing(self) -> bool:
-        """Return whether the scheduler is one of the older network.
-
-        It tells a worker that has merged an update of which it has not heard yet to continue, for ever in the last
-        round. Ours hears of the step when the members have the update.
-        """
-        if self._config.members:  # only ours announce the members of a round
-            return False
-        return not speaks_lease_protocol(self._context.endpoint, self._context.scheduler)
 
     async def _report_missing(self, number: int, missing: Iterable[PeerId]) -> None:
         """Report missing members, before the step: until then the scheduler counts their samples."""
         for peer in missing:
             _log.warning("round %d continues without the update of %s, which did not arrive in time", number, peer)
-            message = UpdateRefused(
-                job_id=self._context.spec.job_id,
-                round=number,
-                peer=peer,
-                reason="it did not arrive in time",
-                missing=True,
-            )
-            await self._send_to_scheduler(message)
+            await self._send_to_scheduler(self._refusal(peer, number, "it did not arrive in time", missing=True))
 
     async def _leave_out_other_layouts(self, done: CompleteRound) -> CompleteRound:
         """Refuse the updates of the first round whose tensors are not those of most samples."""
@@ -417,9 +398,7 @@ class ParameterServer:
             if difference:
                 _remove(path)
                 _log.warning("update from %s for round %d refused: %s", peer, done.round, difference)
-                reason = f"{_OTHER_LAYOUT}: {difference}"
-                message = UpdateRefused(job_id=self._context.spec.job_id, round=done.round, peer=peer, reason=reason)
-                await self._send_to_scheduler(message)
+                await self._send_to_scheduler(self._refusal(peer, done.round, f"{_OTHER_LAYOUT}: {difference}"))
             else:
                 kept.append((peer, path, weight))
         if not kept:
@@ -482,7 +461,7 @@ class ParameterServer:
         """
         size, digest = await transfer.describe(result)
         header = PushHeader(
-            job_id=self._context.spec.job_id,
+            job_id=self._context.job_id,
             round=done.round,
             kind=OUTER_UPDATE,
             name=result.name,
@@ -564,7 +543,7 @@ class ParameterServer:
         """Report an outer step to the scheduler; return whether it was the last."""
         context = self._context
         request = ProgressRequest(
-            job_id=context.spec.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
+            job_id=context.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
         )
         answer = await context.contact.call(
             REPORT, request, is_refusal=lambda answer: isinstance(answer, ProgressError)

@@ -45,10 +45,10 @@ from hypha_worker.executors.process.process_tree import (
 )
 from hypha_worker.executors.process.spawn import SpawnedProcess, signal_status, spawn
 from hypha_worker.hardware.usage import measure_usage
-from hypha_worker.jobs.execution import ExecutionTrace
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
 from hypha_worker.logs.run_log import LogFolder, RunLog
+from hypha_worker.tasks.execution import ExecutionTrace
 
 _log = logging.getLogger(__name__)
 

@@ -1,33 +1,24 @@
-"""The runtime `process`: training jobs and tasks run as the owner's command.
+"""The runtime `process`: tasks run as the owner's command.
 
 Found by `executors.runtimes`, which defines the interface.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from hypha_proto.offers import ExecutorClass
     from hypha_worker.executors.process.process_runner import ProcessSettings
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
-    from hypha_worker.jobs.execution import Execution, ExecutionFactory, JobContext, TaskMethod
-    from hypha_worker.tasks.execution import TaskContext, TaskExecution, TaskExecutionFactory
+    from hypha_worker.tasks.execution import Execution, ExecutionFactory, TaskContext
 
 
 class ProcessRuntime:
-    """Runs each job as a process with a job bridge."""
+    """Runs each task as a process with a bridge."""
 
-    job_class: ExecutorClass = "train"
-    runs_tasks = True
-
-    @property
-    def task_methods(self) -> tuple[TaskMethod[Any, Any], ...]:
-        """See `Runtime.task_methods`."""
-        from hypha_proto.job_membership import SERVER_CHANGED, ServerKnown
-        from hypha_worker.jobs.execution import TaskMethod
-
-        return (TaskMethod(SERVER_CHANGED, lambda reason: ServerKnown(accepted=False, reason=reason)),)
+    def suits(self, kind: str) -> bool:
+        """See `Runtime.suits`."""
+        return kind != "aggregate"
 
     def check(self, settings: ExecutorSettings) -> None:
         """See `Runtime.check`."""
@@ -40,19 +31,8 @@ class ProcessRuntime:
 
         process_settings = _process_settings(settings, host)
 
-        def make_execution(context: JobContext) -> Execution:
+        def make_execution(context: TaskContext) -> Execution:
             return ProcessExecution(context, process_settings)
-
-        return make_execution
-
-    def make_task_factory(self, settings: ExecutorSettings, host: HostSettings) -> TaskExecutionFactory:
-        """See `Runtime.make_task_factory`."""
-        from hypha_worker.executors.process.task_execution import TaskProcess
-
-        process_settings = _process_settings(settings, host)
-
-        def make_execution(context: TaskContext) -> TaskExecution:
-            return TaskProcess(context, process_settings)
 
         return make_execution
 

@@ -21,8 +21,8 @@ LAST_ATTEMPT: Final = 3.0
 """Seconds before the deadline in which no set is given up, because another one could hardly be found in that time."""
 
 
-class Attempts:
-    """Attempts of one search; `now` is the local monotonic clock in seconds."""
+class SearchPacing:
+    """When the attempts of one search begin and end; `now` is the local monotonic clock in seconds."""
 
     def __init__(self, deadline: float, random: Random) -> None:
         """Begin the first attempt of a search that ends at `deadline`."""

@@ -1,4 +1,4 @@
-"""The references in a job's spec: which peers the job may communicate with, and which secrets its process never sees.
+"""The references in a task's spec: which peers the task may communicate with, and which secrets its process never sees.
 
 Pure. Called by `bridge.backend` for each request of an executor, and by `executors`.
 """
@@ -12,32 +12,36 @@ import msgspec
 from hypha_net.redaction import has_url_secrets, without_url_secrets
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
-    AggregateJob,
     HuggingFaceReference,
-    JobSpec,
     PeersReference,
     Reference,
     SchedulerReference,
-    TrainJob,
+    TrainConfig,
     UriReference,
 )
+from hypha_proto.tasks import TaskSpec
 from hypha_worker.errors import not_allowed
 
 
-def job_references(spec: JobSpec) -> Iterator[Reference]:
-    """Yield every reference in a job's spec."""
-    config = spec.executor.config
+def training_references(config: TrainConfig) -> Iterator[Reference]:
+    """Yield every reference in the settings of a task that trains."""
     yield config.updates
     yield config.results
-    if isinstance(spec.executor, TrainJob):
-        yield spec.executor.config.data
-        yield spec.executor.config.model.artifact
-        if spec.executor.config.preprocessor is not None:
-            yield spec.executor.config.preprocessor.artifact
-        if spec.executor.config.evaluation is not None:
-            yield spec.executor.config.evaluation.data
-        if spec.executor.config.weights is not None:
-            yield spec.executor.config.weights
+    yield config.data
+    yield config.model.artifact
+    if config.preprocessor is not None:
+        yield config.preprocessor.artifact
+    if config.evaluation is not None:
+        yield config.evaluation.data
+    if config.weights is not None:
+        yield config.weights
+
+
+def named_peers(spec: TaskSpec) -> frozenset[PeerId]:
+    """Return every peer that a task's specification names."""
+    trained = () if spec.training is None else training_references(spec.training)
+    sources = [resource.peers for resource in spec.resources if resource.peers is not None]
+    return reference_peers(trained) | frozenset(peer for source in sources for peer in source.peers)
 
 
 def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
@@ -51,34 +55,31 @@ def reference_peers(references: Iterable[Reference]) -> frozenset[PeerId]:
     return frozenset(peers)
 
 
-def check_peers(spec: JobSpec, reference: Reference) -> None:
-    """Refuse a reference to peers that the job's own references do not name.
+def check_peers(spec: TaskSpec, reference: Reference) -> None:
+    """Refuse a reference to peers that the task's own specification does not name.
 
     Raises:
         BridgeError: it names such a peer.
     """
-    known = reference_peers(job_references(spec))
+    known = named_peers(spec)
     unknown = reference_peers([reference]) - known
     if unknown:
         field = "peers" if isinstance(reference, PeersReference) else "peer"
         named = ", ".join(map(str, sorted(known)[:8])) or "none"
-        raise not_allowed(f"{field}: {min(unknown)} is in none of this job's references, whose peers are {named}")
+        raise not_allowed(f"{field}: {min(unknown)} is in none of this task's references, whose peers are {named}")
 
 
-def without_secrets(spec: JobSpec) -> JobSpec:
-    """Return the spec as an executor's process may see it: tokens are null, and URLs without user and query.
+def without_secrets(config: TrainConfig) -> TrainConfig:
+    """Return the settings as an executor's process may see them: tokens are null, and URLs without user and query.
 
     In place of the query a URL has ``hidden=`` and a number, so that `with_secrets` can tell several apart.
     """
-    if isinstance(spec.executor, AggregateJob):
-        return spec
-    config = spec.executor.config
-    own = list(job_references(spec))
+    own = list(training_references(config))
 
     def show(reference: Reference) -> Reference:
         return _without_secret(reference, own.index(reference))
 
-    redacted = msgspec.structs.replace(
+    return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, artifact=show(config.model.artifact)),
         preprocessor=config.preprocessor
@@ -89,14 +90,19 @@ def without_secrets(spec: JobSpec) -> JobSpec:
         results=show(config.results),
         weights=config.weights and show(config.weights),
     )
-    return msgspec.structs.replace(spec, executor=msgspec.structs.replace(spec.executor, config=redacted))
 
 
-def with_secrets(spec: JobSpec, reference: Reference) -> Reference:
-    """Return the job's own reference, if `reference` equals one without its secret; else `reference`."""
-    for number, own in enumerate(job_references(spec)):
-        if _without_secret(own, number) == reference:
-            return own
+def with_secrets(spec: TaskSpec, reference: Reference) -> Reference:
+    """Return the task's own reference if `reference` is one without its secret, or a repository with its token."""
+    if spec.training is not None:
+        for number, own in enumerate(training_references(spec.training)):
+            if _without_secret(own, number) == reference:
+                return own
+    if isinstance(reference, HuggingFaceReference) and reference.token is None:
+        for resource in spec.resources:
+            named = resource.huggingface
+            if named is not None and named.repository == reference.repository:
+                return msgspec.structs.replace(reference, token=named.token)
     return reference
 
 
