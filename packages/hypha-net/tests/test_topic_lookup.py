@@ -136,9 +136,12 @@ def test_a_subscriber_that_can_only_be_relayed_to_is_connected_through_the_gatew
                 answer, _ = await rust.ask(HOP, field(1, 0))
                 assert fields(answer)[5] == [100]
                 async with leaf_of(authority, gateway.addresses[0]) as leaf:
-                    await until(lambda: any(known.addresses() for known in gateway._known_peers()))
-                    await leaf.connect_subscribers(WORKER_TOPIC, timeout=10)
-                    assert identity.peer_id in leaf.connected_peers()
-                    assert sources == [leaf.peer_id.raw]
+
+                    async def connected() -> bool:  # not before gateway and leaf know each other's protocols
+                        await leaf.connect_subscribers(WORKER_TOPIC, timeout=10)
+                        return identity.peer_id in leaf.connected_peers()
+
+                    await until(connected, 30)
+                    assert set(sources) == {leaf.peer_id.raw}
 
     run(main)
