@@ -156,7 +156,7 @@ async def _measure_messages(runner: JobRunner, leases: Sequence[tuple[PeerId, uu
 
 
 async def _take_slice(runner: JobRunner, peer: PeerId, lease: uuid.UUID) -> int:
-    answer = await runner.on_data(peer, DataRequest(dataset=DATASET, lease=lease, id=uuid.uuid4()))
+    answer = await runner.on_data(peer, DataRequest(DATASET, runner.job_id, lease, uuid.uuid4()))
     if not isinstance(answer, SliceAssigned):
         raise AssertionError(f"{peer} got no slice: {answer}")
     return answer.index
