@@ -366,6 +366,21 @@ def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_la
     in_lab(case)
 
 
+def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer(in_lab: InLab) -> None:
+    """The end of its task can be reported to nobody."""
+
+    async def case(lab: Any) -> None:
+        await lab.start(WAITS)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
+        [lease] = lab.worker.lease_manager.leases
+        lease.expires = anyio.current_time()
+        await lab.scheduler.until(lambda: not lab.worker.tasks._sessions)
+        assert lab.worker.tasks.running == ()
+
+    in_lab(case)
+
+
 def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         lease = await lab.scheduler.hire(cpu=2.0)

@@ -24,14 +24,13 @@ SEND: Final = "/resources/send"
 RECEIVE: Final = "/resources/receive"
 STATUS: Final = "/status/send"
 BATCHES: Final = "/status/batches"
-"""Reports of several batches at once (`batch_reports.TrainedBatches`), answered with `batch_reports.BatchesCounted`.
-Where a bridge does not offer this route, executors report each batch by `STATUS`."""
+"""Reports of several batches at once (`batch_reports.TrainedBatches`), answered with `batch_reports.BatchesCounted`."""
 
 SPANS: Final = "/telemetry/spans"
 """Optional extension: where a bridge does not offer this route, executors continue without reporting spans."""
 
 UPDATE: Final = "/task/update"
-"""Progress of a task; the bridges of training jobs answer 400."""
+"""Progress of a task."""
 
 JOIN: Final = "/rounds/join"
 """Question of an executor whose `TrainConfig` has `join` with which round it begins; answered with `RoundJoined` when

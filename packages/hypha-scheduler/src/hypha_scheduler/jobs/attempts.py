@@ -39,7 +39,7 @@ class Attempt:
     """Set with each answer, then replaced."""
 
     def add_answer(self, answer: CommandAnswer) -> None:
-        """Keep the answer to a command for whoever waits for it; ignore what was not asked."""
+        """Keep the answer to a command until it is taken; ignore one to a command that was not sent."""
         if answer.number < self.commands:
             self.answers[answer.number] = answer
             self.answered.set()

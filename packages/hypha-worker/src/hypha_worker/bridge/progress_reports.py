@@ -1,7 +1,7 @@
 """Reports of a training job to its scheduler, which may be away for a while: the executor trains on meanwhile.
 
-Called by `backend`. Several batches travel in one message if the scheduler speaks its protocol, otherwise each in a
-report of its own.
+Called by `training`. Several batches travel in one message if the strategy takes them so, otherwise each in a report of
+its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ProgressReports:
     lease: uuid.UUID
     contact: SchedulerContact
     takes_batches: bool = False
-    """Whether the scheduler takes several batches in one message."""
+    """Whether the strategy takes several batches in one message."""
     _last: tuple[int, int | None] = (0, None)
     """A round whose batches are reported one by one, and the number of its last batch if it is known."""
     _unreported: Counter[str] = field(default_factory=Counter)
@@ -107,7 +107,7 @@ class ProgressReports:
         return answer
 
     async def _report_one_by_one(self, trained: TrainedBatches) -> BatchesCounted:
-        """Report to a scheduler that takes one batch in a message."""
+        """Report to a strategy that takes one batch in a message."""
         if self._last[0] != trained.round or not trained.first:
             self._last = (trained.round, None)
         for counted, batch in enumerate(trained.batches, trained.first + 1):

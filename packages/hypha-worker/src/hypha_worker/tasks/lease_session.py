@@ -80,6 +80,7 @@ class LeaseSession:
                 with anyio.CancelScope(shield=True):
                     await self.wait_until_idle(LAST_REPORT_TIMEOUT)
                 self._stream.cancel()
+                tasks.cancel_scope.cancel()  # nobody hears any more of what an attempt waits to have reported
 
     async def _serve_stream(self) -> None:
         with self._stream:
@@ -97,13 +98,8 @@ class LeaseSession:
         """End the session, because its lease is over; the attempt that runs is cancelled."""
         self._end_reason = reason
         self._end.set()
-        self.cancel(reason)
-
-    def cancel(self, reason: str) -> bool:
-        """Cancel the attempt that runs; return whether there is one."""
         if self.running is not None:
             self.running.cancel(reason)
-        return self.running is not None
 
     async def _handle(self, definition: TaskDefinition) -> None:
         if len(definition.task) > MAX_TASK_NAME:  # it is neither remembered nor repeated in a report: both take memory
