@@ -64,6 +64,8 @@ from hypha_worker.tasks.references import check_peers, named_peers, with_secrets
 
 ARTIFACTS: Final = "artifacts"
 """Folder of what is fetched by a bare reference."""
+FIRST_SLICE: Final = "0"
+"""Name there of a slice, in place of the one before."""
 SLICES: Final = "slices"
 """Folder of slices of a resource for which the executor names none."""
 RECEIVED: Final = "received"
@@ -139,18 +141,19 @@ class BridgeBackend:
         check_peers(self.context.spec, wanted.reference)
         with self._translating_errors():
             async with self.context.storage.transfers:
-                fetched = await self._fetch(with_secrets(self.context.spec, wanted.reference), wanted.path or ARTIFACTS)
+                fetched = await self._fetch(with_secrets(self.context.spec, wanted.reference), wanted.path)
         self.context.traffic.received += sum(file.size for file in fetched)
         return fetched
 
     async def _fetch(self, reference: Reference, path: str) -> Sequence[FetchedFile]:
         if isinstance(reference, SchedulerReference) and self._training is not None:
-            return [await self._training.fetch_slice(reference, path)]
+            folder = self._files.make_folder(path or ARTIFACTS)
+            return [await self._training.fetch_slice(reference, folder, None if path else FIRST_SLICE)]
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
-            folder = self._files.make_folder(path)
+            folder = self._files.make_folder(path or ARTIFACTS)
             if isinstance(reference, PeersReference):
-                return await self._fetch_from_peers(reference, folder)
+                return await self._fetch_from_peers(reference, folder, is_bare=not path)
             if isinstance(reference, HuggingFaceReference):
                 found = await self.context.fetcher.download_from_hub(reference, folder)
             else:
@@ -158,11 +161,14 @@ class BridgeBackend:
                 found = await self.context.fetcher.download_all_from_uri(reference.value, folder)
             return [_downloaded(file) for file in found]
 
-    async def _fetch_from_peers(self, reference: PeersReference, folder: PurePosixPath) -> Sequence[FetchedFile]:
+    async def _fetch_from_peers(
+        self, reference: PeersReference, folder: PurePosixPath, *, is_bare: bool
+    ) -> Sequence[FetchedFile]:
         address = reference.resource
         if address is None:
             raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
-        names = reference.filenames or (f"{safe_name(address.dataset)}-{address.index}.safetensors",)
+        slice_name = FIRST_SLICE if is_bare else f"{safe_name(address.dataset)}-{address.index}.safetensors"
+        names = reference.filenames or (slice_name,)
         files = []
         for index, name in enumerate(names, address.index):
             target = folder / check_relative(name)

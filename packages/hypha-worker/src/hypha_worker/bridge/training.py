@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import anyio
@@ -135,12 +135,15 @@ class TrainingBridge:
 
     # ------------------------------------------------------------------------------------------------------------ data
 
-    async def fetch_slice(self, reference: SchedulerReference, folder: str) -> FetchedFile:
-        """Fetch the next slice that the scheduler assigns to the task. Raises `BridgeError`."""
+    async def fetch_slice(self, reference: SchedulerReference, folder: PurePosixPath, name: str | None) -> FetchedFile:
+        """Fetch the next slice that the scheduler assigns to the task; without a name it gets one of its own.
+
+        Raises:
+            BridgeError: there is none, or it cannot be fetched.
+        """
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
         context = self._context
-        target = context.storage.files.make_folder(folder)
         self._fetched += 1
         number = self._fetched
         slices = AssignedSlices(context.job_id, context.lease, self._files, context.contact, order=self._assignments)
@@ -148,7 +151,8 @@ class TrainingBridge:
             "fetch slice", {"hypha.dataset": reference.dataset}, parent=context.traceparent
         ) as span:
             fetched = await slices.fetch(
-                reference.dataset, lambda assigned: target / slice_file_name(reference.dataset, assigned, number)
+                reference.dataset,
+                lambda assigned: folder / (name or slice_file_name(reference.dataset, assigned, number)),
             )
             span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
         if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
