@@ -33,6 +33,7 @@ from hypha_proto.leases import (
     LeaseReleased,
     LeaseRenewal,
     Reasons,
+    Rejection,
     ReleaseLease,
     RenewalFailed,
     Renewed,
@@ -418,7 +419,7 @@ class ScriptedWorker:
         return LeaseReleased(known=known)
 
     async def why_not(self, _peer: PeerId, _question: WhyNot) -> Reasons:
-        return Reasons(reasons=("busy",))
+        return Reasons(rejections=(Rejection(code="busy", text="busy"),))
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)

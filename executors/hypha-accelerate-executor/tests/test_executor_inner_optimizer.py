@@ -47,16 +47,6 @@ def test_the_learning_rate_follows_transformers() -> None:
     assert learning_rate_factor(None)(5) == 1.0
 
 
-def test_a_late_worker_continues_at_the_jobs_learning_rate_step() -> None:
-    schedule = CosineWithWarmup(warmup_steps=5, training_steps=40)
-    late = InnerOptimizer([torch.nn.Parameter(torch.zeros(1))], Adam(learning_rate=2.0), schedule, first_step=20)
-    rates = []
-    for _ in range(3):
-        late.step()
-        rates.append(late.adamw.param_groups[0]["lr"])
-    assert rates == [2.0 * learning_rate_factor(schedule)(step) for step in (20, 21, 22)]
-
-
 def test_the_inner_optimizer_is_adamw_bit_for_bit() -> None:
     config = Adam(learning_rate=1e-2, betas=(0.8, 0.95), epsilon=1e-6, weight_decay=0.1, max_grad_norm=0.5)
     torch.manual_seed(0)

@@ -124,9 +124,7 @@ def test_all_generators_are_seeded() -> None:
 
 def test_a_round_begins_at_the_jobs_step_and_ends_before_the_next_ones() -> None:
     schedule = LinearWithWarmup(warmup_steps=5, training_steps=40)
-    optimizer = InnerOptimizer(
-        [torch.nn.Parameter(torch.zeros(1))], Adam(learning_rate=2.0), schedule, first_step=3, round_steps=2.5
-    )
+    optimizer = InnerOptimizer([torch.nn.Parameter(torch.zeros(1))], Adam(learning_rate=2.0), schedule, round_steps=2.5)
     rates = []
     for number, batches in ((1, 4), (2, 1), (9, 2)):
         optimizer.begin_round(number)

@@ -49,7 +49,10 @@ KINDS = [c.request for c in CONVERSATIONS] + [c.response for c in CONVERSATIONS]
 
 PEERS = st.binary(min_size=32, max_size=32).map(PeerId.from_public_key)
 SINGLES = st.floats(width=32, allow_nan=False)
-SPECIAL = {"outcome": st.sampled_from(["finished", "failed", "cancelled"])}
+SPECIAL = {
+    "outcome": st.sampled_from(["finished", "failed", "cancelled"]),
+    "code": st.from_regex(r"[a-z][a-z-]{0,23}", fullmatch=True),
+}
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

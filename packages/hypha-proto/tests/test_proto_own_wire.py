@@ -191,7 +191,7 @@ OFFERED = WorkerOffer(
 )
 NO_PEERS = PeersReference(peers=(), strategy=All())
 AGGREGATION = AggregateConfig(
-    updates=NO_PEERS, results=NO_PEERS, optimizer=Nesterov(learning_rate=0.5, momentum=0.5), members=True
+    updates=NO_PEERS, results=NO_PEERS, optimizer=Nesterov(learning_rate=0.5, momentum=0.5), term=1
 )
 TRAINING = TrainConfig(
     model=Model(task="causal-lm", artifact=NO_PEERS, input_names=()),
@@ -333,12 +333,14 @@ REQUESTS: list[tuple[Any, Any]] = [
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
-    (WHY_NOT, Reasons(reasons=("cpu: 2 wanted, 1 free",))),
+    (WHY_NOT, Reasons()),
     (
         WHY_NOT,
         Reasons(
-            reasons=("cpu: 2 wanted, 1 free", "no"),
-            rejections=(Rejection(code="cpu", required=2.0, available=1.0), Rejection(code="not-allowed")),
+            rejections=(
+                Rejection(code="cpu", text="cpu: 2 wanted, 1 free", required=2.0, available=1.0),
+                Rejection(code="not-allowed", text="no"),
+            )
         ),
     ),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),

@@ -65,7 +65,7 @@ class Worker:
     offers: bool = True
     grants: Callable[[], Awaitable[bool]] | None = None
     """Whether it grants a renewal; None for all of its own leases."""
-    reasons: Reasons = field(default_factory=lambda: Reasons(reasons=("no",)))
+    rejections: tuple[Rejection, ...] = (Rejection(code="newer", text="no"),)
     lease: uuid.UUID | None = None
     expires: float = 0.0
     released: list[str] = field(default_factory=list)
@@ -126,7 +126,11 @@ class Worker:
         self.asked += 1
         if self.is_silent:
             await anyio.sleep_forever()
-        return self.reasons if self.is_free else Reasons(reasons=("leased",), rejections=(Rejection(code="busy"),))
+        return Reasons(rejections=self.rejections if self.is_free else (BUSY,))
+
+
+BUSY = Rejection(code="busy", text="leased")
+PRICE = Rejection(code="price", text="bid")
 
 
 def role_request(role: str, count: int, max_price: float = 120.0) -> RoleRequest:
@@ -426,9 +430,9 @@ def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
         assert [worker.released for worker in lab.workers] == [[]] * 4
 
     def prepare(workers: list[Worker]) -> None:
-        small = Rejection(code="cpu", required=1.0, available=0.5)
-        workers[2].reasons = Reasons(reasons=("small",), rejections=(small, Rejection(code="busy")))
-        workers[3].reasons = Reasons(reasons=(), rejections=())
+        small = Rejection(code="cpu", text="small", required=1.0, available=0.5)
+        workers[2].rejections = (small, BUSY)
+        workers[3].rejections = ()
         workers[2].offers = workers[3].offers = False
 
     play(case, 4, prepare)
@@ -445,14 +449,14 @@ def test_an_incomplete_set_is_released_while_others_may_compete(how: str) -> Non
             assert "the scheduler found too few workers to go with it" in worker.released
 
     def prepare(workers: list[Worker]) -> None:
-        workers[2].reasons = Reasons(reasons=("busy",), rejections=(Rejection(code="busy"),))
+        workers[2].rejections = (BUSY,)
         workers[2].is_silent = how == "silent"
         for worker in workers[3:]:
-            worker.reasons = Reasons(reasons=("bid",), rejections=(Rejection(code="price"),))
+            worker.rejections = (PRICE,)
         for worker in workers[2:]:
             worker.offers = False
         if how == "crowd":
-            workers[2].reasons = workers[3].reasons
+            workers[2].rejections = workers[3].rejections
 
     play(case, 24 if how == "crowd" else 4, prepare)
 
@@ -488,7 +492,7 @@ def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_s
 
     def prepare(workers: list[Worker]) -> None:
         workers[1].offers = False
-        workers[1].reasons = Reasons(reasons=("busy",), rejections=(Rejection(code="busy"),))
+        workers[1].rejections = (BUSY,)
 
     play(case, 2, prepare)
     first_pause = next(at for at, (held, _) in enumerate(windows) if at and windows[at - 1][0] and not held)
@@ -612,31 +616,33 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         )
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()
-        counted = "train: 0 of 1 held; 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 unknown"
+        counted = "train: 0 of 1 held; 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 newer"
         lines = str(caught.value).splitlines()
         assert lines[:2] == ["not enough workers within 12 s: 0 of 1 for train", f"  {counted}"]
         assert [record.getMessage() for record in caplog.records if "suitable" in record.getMessage()] == [
             f"waiting for workers: {counted}"
         ]
-        assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "draining": 1, "unknown": 1}
+        assert lab.shortages[0].counts == {"gpu": 3, "price": 2, "busy": 2, "draining": 1, "newer": 1}
         assert len(lab.shortages) == 2
         assert all(worker.asked == 4 for worker in lab.workers)
 
+    def gpu(available: float) -> Rejection:
+        return Rejection(code="gpu", text="no", required=40.0, available=available)
+
     def prepare(workers: list[Worker]) -> None:
         codes = [
-            (Rejection(code="gpu", required=40.0, available=16.0), Rejection(code="price")),
-            (Rejection(code="busy"), Rejection(code="gpu", required=40.0, available=24.0)),
-            (Rejection(code="gpu", required=40.0, available=8.0),),
-            (Rejection(code="price", required=150.0, available=100.0),),
+            (gpu(16.0), PRICE),
+            (BUSY, gpu(24.0)),
+            (gpu(8.0),),
+            (PRICE,),
             (),
-            (Rejection(code="busy"),),
-            (Rejection(code="busy"),),
-            None,
-            (Rejection(code="price"), Rejection(code="draining")),
+            (BUSY,),
+            (BUSY,),
+            (Rejection(code="newer", text="no"),),
+            (PRICE, Rejection(code="draining", text="drains")),
         ]
         for worker, rejections in zip(workers, codes, strict=True):
-            worker.offers = False
-            worker.reasons = Reasons(reasons=("no",), rejections=rejections)
+            worker.offers, worker.rejections = False, rejections
         workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
 
     with caplog.at_level(logging.INFO, "hypha_scheduler.allocation"):

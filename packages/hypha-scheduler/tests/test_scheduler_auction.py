@@ -184,9 +184,9 @@ def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     for number, (price, cpu) in enumerate([(100, 1.0), (100, 4.0), (50, 2.0), (50, 2.0), (120.1, 99.0)]):
         made.add_offer(PEERS[number], offer(number, price, cpu=cpu), 1.0 + number / 100)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[2], PEERS[3]]
-    [reason] = made.rejections[PEERS[4], "train"].reasons
-    assert "more than the job pays" in reason
-    assert "120" not in reason.replace("120.1", "")
+    [rejection] = made.rejections[PEERS[4], "train"]
+    assert "more than the job pays" in rejection.text
+    assert "120" not in rejection.text.replace("120.1", "")
     assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
@@ -352,7 +352,7 @@ def test_offers_of_excluded_peers_are_ignored_with_a_reason_and_not_waited_for()
     made.register_request(TRAIN, "train")
     assert not made.add_offer(PEERS[0], offer(0, 1), 1.0)
     assert made.decide_at(1.0) is None
-    [rejection] = made.rejections[PEERS[0], "train"].rejections or ()
+    [rejection] = made.rejections[PEERS[0], "train"]
     assert rejection.code == "excluded"
     assert count_reasons("train", request.spec.resources, made.rejections, {}).counts == {"excluded": 1}
     assert made.add_offer(PEERS[1], offer(1, 100), 1.0)

@@ -243,7 +243,7 @@ def test_job_specs_of_a_placed_job() -> None:
     assert isinstance(aggregate, AggregateConfig)
     assert isinstance(aggregate.results, PeersReference)
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])
-    assert aggregate.members is True
+    assert aggregate.term == 1
     assert aggregate.optimizer.nesterov is False
 
 

@@ -52,6 +52,7 @@ from hypha_proto.leases import (
     LeaseReleased,
     LeaseRenewal,
     Reasons,
+    Rejection,
     ReleaseLease,
     RenewalFailed,
     Renewed,
@@ -248,7 +249,8 @@ class Worker:
 
     async def why_not(self, _peer: PeerId, question: WhyNot) -> Reasons:
         offered = {executor.name for executor in question.request.spec.executor}
-        return Reasons(reasons=("the owner says no",) if self.refuses else (f"has no executor {offered}",))
+        text = "the owner says no" if self.refuses else f"has no executor {offered}"
+        return Reasons(rejections=(Rejection(code="executor", text=text),))
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
@@ -790,7 +792,7 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         assert "not named here made no offer for train: the bid of 100 may be under" in text
         assert "asks 500 tokens an hour" in text
         assert "123" not in text.split("asks 500")[1]
-        counted = "1 of 4 suitable: 1 price, 1 taken, 1 unknown"
+        counted = "1 of 4 suitable: 1 executor, 1 price, 1 taken"
         assert f"train: 1 of 3 held, 2 more needed; {counted}" in text
         assert all(worker.released for worker in (workers[2], workers[3]))
 
@@ -801,7 +803,7 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
     run_network(tmp_path, case, prepare)
     early, shortage = [event for event in events(tmp_path) if event["event"] == "shortage"]
     assert (early["held"], early["wanted"], early["minimum"]) == (1, 3, 3)
-    assert shortage["rejections"] == {"price": 1, "taken": 1, "unknown": 1}
+    assert shortage["rejections"] == {"price": 1, "taken": 1, "executor": 1}
     assert (shortage["role"], shortage["suitable"], shortage["known"]) == ("train", 1, 4)
 
 

@@ -313,16 +313,15 @@ class Lab:
         )
         return TaskSpec(executor="train/script", training=msgspec.structs.replace(config, **changes))
 
-    def aggregate_spec(
-        self, senders: list[PeerId], receivers: list[PeerId], *, members: bool | None = True
-    ) -> TaskSpec:
+    def aggregate_spec(self, senders: list[PeerId], receivers: list[PeerId], **changes: Any) -> TaskSpec:
         config = AggregateConfig(
             updates=PeersReference(peers=tuple(senders), strategy=All()),
             results=PeersReference(peers=tuple(receivers), strategy=All()),
             optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
-            members=members,
+            term=1,
         )
-        return TaskSpec(executor="aggregate/parameter-server", aggregation=config)
+        aggregation = msgspec.structs.replace(config, **changes)
+        return TaskSpec(executor="aggregate/parameter-server", aggregation=aggregation)
 
     def write_script(self, text: str) -> None:
         """Write the script that the executor runs."""

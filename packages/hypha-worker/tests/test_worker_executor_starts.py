@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hypha_net import rpc
-from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
+from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
 
@@ -56,14 +56,14 @@ def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes
         site.lab.write_script("sys.exit('no module')\n")
         await fail(site.lab, peer, MAX_FAILURES)
         answer = await why_not(site.lab, peer)
-        assert answer.reasons == ("executor train/script is out of bids, because it fails at its start",)
-        assert [rejection.code for rejection in answer.rejections or ()] == ["executor"]
+        text = "executor train/script is out of bids, because it fails at its start"
+        assert answer.rejections == (Rejection(code="executor", text=text),)
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
         assert excluded["executor"] == "train/script"
         assert excluded["reason"].startswith("it failed 3 times in a row at its start: executor ")
         assert "excluded  train/script: it failed 3 times" in (await site.command("status")).stdout
         assert (await site.command("resume")).exit_code == 0
-        assert (await why_not(site.lab, peer)).reasons == ()
+        assert (await why_not(site.lab, peer)).rejections == ()
 
     on_site(case)
 
@@ -72,7 +72,7 @@ def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: A
     async def case(lab: Any) -> None:
         lab.write_script("sys.exit(75)\n")
         await fail(lab, lab.peer, MAX_FAILURES)
-        assert (await why_not(lab, lab.peer)).reasons == ()
+        assert (await why_not(lab, lab.peer)).rejections == ()
 
     in_lab(case)
 
@@ -85,7 +85,7 @@ def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: An
         await fail(lab, lab.peer, 1)
         lab.write_script("sys.exit(3)\n")
         await fail(lab, lab.peer, 1)
-        assert (await why_not(lab, lab.peer)).reasons == ()
+        assert (await why_not(lab, lab.peer)).rejections == ()
 
     in_lab(case)
 
@@ -96,8 +96,8 @@ def test_of_a_task_only_a_process_that_cannot_be_started_counts(cmd: str, is_out
         for number in range(MAX_FAILURES):
             tasks.start(lease, f"t{number}", "", executor="shell/python")
             await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
-        reasons = (await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))).reasons
-        assert any("executor shell/python is out of bids" in reason for reason in reasons) == is_out
+        answer = await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))
+        assert any("executor shell/python is out of bids" in each.text for each in answer.rejections) == is_out
 
     executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": cmd}
     in_task_lab(case, executors=[executor])

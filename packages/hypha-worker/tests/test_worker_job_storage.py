@@ -161,7 +161,7 @@ def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None
     """Without a bound, 1 TiB was allocated when a peer announced it."""
 
     async def case(lab: Any) -> None:
-        spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id], members=None)
+        spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id])
         lease = await lab.scheduler.hire(lab.SERVER)
         await lab.scheduler.dispatch(lease, spec)
         path, scheduler = lab.folder / "huge", lab.scheduler.endpoint.peer_id

@@ -314,7 +314,7 @@ def make_server_spec(trainer: PeerId, scheduler: PeerId) -> TaskSpec:
         updates=PeersReference(peers=(trainer,), strategy=All()),
         results=PeersReference(peers=(trainer, scheduler), strategy=All()),
         optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
-        members=True,
+        term=1,
     )
     return TaskSpec(executor="aggregate/x", aggregation=config)
 

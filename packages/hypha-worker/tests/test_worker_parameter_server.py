@@ -1,46 +1,65 @@
-"""The parameter server as a task: rounds over the network, missing members, refused updates."""
+"""The parameter server: rounds, refusals before the mean, its momentum, a scheduler that is away or out of space."""
 
 from __future__ import annotations
 
+import errno
+import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hypha_net import transfer
-from hypha_net.errors import TransferError
+from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
-from hypha_proto.commands import CommandAnswer, SetMembers
-from hypha_proto.progress import Continue, Done, OuterStepTaken, ProgressError
+from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
+from hypha_proto.contributions import Contribution
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import One, PeersReference, Reference, SliceAddress, UriReference
+from hypha_proto.outer_momentum import derive_momentum
+from hypha_proto.progress import Continue, Done, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import Member
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
+from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
 
+TERM = 2
+RATE, FACTOR = 0.7, 0.9
 InLab = Callable[..., None]
+Float32 = NDArray[np.float32]
+
+
+@pytest.fixture(autouse=True)
+def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.SCHEDULER_PAUSES", (0.01,))
 
 
 @dataclass
-class Group:
-    """Three training peers around a worker that runs the parameter server."""
+class TermLab:
+    """A parameter server, the scheduler that gets its outer updates, and two trainers."""
 
     lab: Any
-    peers: list[MemoryEndpoint]
-    receivers: list[Any]
+    trainers: list[MemoryEndpoint]
+    scheduler: Any
+    """`PushReceiver` of the scheduler."""
     lease: uuid.UUID
+    receivers: list[Any] = field(default_factory=list)
 
-    def write(self, value: float, name: str = "update", shape: tuple[int, ...] = (4,)) -> Path:
-        path: Path = self.lab.folder / f"{name}-{uuid.uuid4()}"
-        array = np.full(shape, value, np.float32)
-        write_update(path, {"w": shape}, [("w", array)], UpdateMetadata())
+    def write(self, values: Any, metadata: UpdateMetadata | None = None) -> Path:
+        path: Path = self.lab.folder / f"update-{uuid.uuid4()}"
+        array = np.asarray(values, np.float32)
+        write_update(path, {"w": array.shape}, [("w", array)], metadata or UpdateMetadata())
         return path
 
-    async def push(self, who: int, number: int, path: Path, **changes: Any) -> None:
+    async def push(self, who: int, number: int, path: Path, **changes: Any) -> str:
+        """Push an update as a trainer; return its digest."""
         size, digest = await transfer.describe(path)
         fields = {
             "job_id": self.lab.scheduler.job_id,
@@ -49,247 +68,216 @@ class Group:
             "name": "update",
             "size": size,
             "digest": digest,
+            "term": TERM,
             "scheduler": self.lab.scheduler.endpoint.peer_id,
         }
-        await transfer.push(self.peers[who], self.lab.peer, path, PushHeader(**(fields | changes)))
+        await transfer.push(self.trainers[who], self.lab.peer, path, PushHeader(**(fields | changes)))
+        return digest
 
-    async def name(self, number: int, samples: dict[int, int], deadline_ms: int = 10_000) -> CommandAnswer:
-        members = tuple(Member(peer=self.peers[who].peer_id, samples=count) for who, count in samples.items())
-        message = SetMembers(round=number, members=members, deadline_ms=deadline_ms)
+    async def announce(
+        self,
+        number: int,
+        digests: tuple[str | None, ...] = (None, None),
+        samples: tuple[int, ...] = (1, 1),
+        who: tuple[int, ...] = (0, 1),
+        deadline_ms: int = 10_000,
+    ) -> CommandAnswer:
+        members = tuple(
+            Member(peer=self.trainers[number].peer_id, samples=count, update=digest)
+            for number, digest, count in zip(who, digests, samples, strict=False)
+        )
+        return await self.command(SetMembers(round=number, members=members, deadline_ms=deadline_ms))
+
+    async def set_workers(self, *who: int) -> CommandAnswer:
+        """Announce which trainers are workers of the job."""
+        return await self.command(SetWorkers(tuple(self.trainers[number].peer_id for number in who)))
+
+    async def command(self, command: Command) -> CommandAnswer:
+        """Send a command to the parameter server; return its answer."""
         scheduler = self.lab.scheduler
-        answer: CommandAnswer = await scheduler.tasks.command(self.lease, scheduler.task_on(self.lease), message)
+        answer: CommandAnswer = await scheduler.tasks.command(self.lease, scheduler.task_on(self.lease), command)
         return answer
 
-    async def result(self, who: int, count: int) -> tuple[PushHeader, float]:
-        """Wait until a peer has `count` outer updates; return the latest."""
-        files = self.receivers[who].files
-        await self.lab.scheduler.until(lambda: len(files) >= count)
-        sender, header, content = files[count - 1]
-        assert sender == self.lab.peer
+    async def add_trainer(self, endpoint: MemoryEndpoint, push_receiver: Any) -> int:
+        """Let a further peer send updates and receive outer updates; return its number."""
+        receiver = push_receiver(endpoint, self.lab.folder / str(endpoint.peer_id)[-8:])
+        receiver.listen()
+        self.trainers.append(endpoint)
+        self.receivers.append(receiver)
+        return len(self.trainers) - 1
+
+    async def outer_update(self, number: int) -> Float32:
+        """Wait until the scheduler has the outer update of a round; return its values."""
+        await self.lab.scheduler.until(lambda: len(self.scheduler.files) >= number)
+        _, header, content = self.scheduler.files[number - 1]
+        assert (header.round, header.term) == (number, TERM)
         path = self.lab.folder / f"read-{uuid.uuid4()}"
         path.write_bytes(content)
         with TensorFile(path) as file:
-            values = file.tensor("w")
-        assert np.all(values == values.flat[0])
-        return header, float(values.flat[0])
+            return np.array(file.tensor("w"))
+
+    async def refused(self, who: int, reason: str) -> None:
+        """Wait until the scheduler has heard why an update of a trainer is refused."""
+        peer = self.trainers[who].peer_id
+        await self.lab.scheduler.until(
+            lambda: any(each.peer == peer and reason in each.reason for each in self.lab.scheduler.refused)
+        )
 
 
 @asynccontextmanager
-async def running(lab: Any, push_receiver: Any, *, members: bool | None = True) -> AsyncIterator[Group]:
+async def running(
+    lab: Any, push_receiver: Any, *, resources: dict[str, float] | None = None, **changes: Any
+) -> AsyncIterator[TermLab]:
     async with AsyncExitStack() as stack:
-        peers = [await stack.enter_async_context(lab.network.endpoint(f"trainer-{n}")) for n in range(3)]
-        receivers = [push_receiver(peer, lab.folder / f"receiver-{n}") for n, peer in enumerate(peers)]
-        for receiver in receivers:
+        trainers = [await stack.enter_async_context(lab.network.endpoint(f"trainer-{n}")) for n in range(2)]
+        scheduler = push_receiver(lab.scheduler.endpoint, lab.folder / "scheduler")
+        receivers = [push_receiver(peer, lab.folder / f"receiver-{n}") for n, peer in enumerate(trainers)]
+        for receiver in (scheduler, *receivers):
             receiver.listen()
-        spec = lab.aggregate_spec([p.peer_id for p in peers], [p.peer_id for p in peers], members=members)
-        lease = await lab.scheduler.hire(lab.SERVER)
+        peers = [peer.peer_id for peer in trainers]
+        spec = lab.aggregate_spec(peers, [*peers, lab.scheduler.endpoint.peer_id], **({"term": TERM} | changes))
+        lease = await lab.scheduler.hire(lab.SERVER, **(resources or {}))
         await lab.scheduler.dispatch(lease, spec)
-        yield Group(lab, peers, receivers, lease)
+        yield TermLab(lab, trainers, scheduler, lease, receivers)
 
 
-def done_after(count: int) -> Callable[[Any], Any]:
-    heard: list[Any] = []
+def done_after(count: int) -> Callable[[ProgressRequest], ProgressResponse]:
+    heard: list[ProgressRequest] = []
 
-    def answer(report: Any) -> Any:
-        assert isinstance(report.progress, OuterStepTaken)
+    def answer(report: ProgressRequest) -> ProgressResponse:
         heard.append(report)
         return Done() if len(heard) == count else Continue()
 
     return answer
 
 
-def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as group:
-            early = group.write(1.0)
-            await group.push(0, 1, early)
-            assert (await group.name(1, {0: 4, 1: 1, 2: 3})).accepted
-            await group.push(1, 1, group.write(2.0))
-            await group.push(2, 1, group.write(3.0))
-            mean = (4 * 1.0 + 1 * 2.0 + 3 * 3.0) / 8
-            for who in range(3):
-                header, value = await group.result(who, 1)
-                assert value == pytest.approx(0.7 * (mean + 0.9 * mean))
-                assert (header.kind, header.round, header.job_id) == (OUTER_UPDATE, 1, lab.scheduler.job_id)
-            assert (await group.name(2, {0: 1, 1: 1, 2: 1})).accepted
-            for who in range(3):
-                await group.push(who, 2, group.write(1.0))
-            momentum = 0.9 * mean + 1.0
-            _, value = await group.result(0, 2)
-            assert value == pytest.approx(0.7 * (1.0 + 0.9 * momentum))
-            end = await lab.scheduler.ended()
-            assert (end.outcome, end.reason) == ("finished", "")
-            assert lab.left_behind() == []
-            assert all(report.lease == end.lease for report in lab.scheduler.reports)
+@pytest.fixture
+def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., None]:
+    """Run a case of `rounds` rounds with a parameter server, and check that the job finishes."""
 
-    in_lab(case)
+    def run(case: Callable[[TermLab], Awaitable[None]], rounds: int = 1, **changes: Any) -> None:
+        async def main(lab: Any) -> None:
+            lab.scheduler.answer = done_after(rounds)
+            async with running(lab, push_receiver, **changes) as term_lab:
+                await case(term_lab)
+                end = await lab.scheduler.ended()
+                assert (end.outcome, end.reason) == ("finished", "")
+                assert lab.left_behind() == []
+
+        in_lab(main)
+
+    return run
 
 
-async def end_with_a_round_of_all_three(lab: Any, group: Any, *, refused: Sequence[tuple[int, int]] = ()) -> None:
+InTerm = Callable[..., None]
+
+# --------------------------------------------------------------------------------------------------------------- rounds
+
+
+def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.push(0, 1, lab.write([1.0, 1.0]))  # before its members are announced
+        assert (await lab.announce(1, samples=(4, 2))).accepted
+        await lab.push(1, 1, lab.write([2.5, 2.5]))
+        mean = (4 * 1.0 + 2 * 2.5) / 6
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * mean, rtol=1e-6)
+        await lab.announce(2)
+        for who in range(2):
+            await lab.push(who, 2, lab.write([3.0, 3.0]))
+        momentum = FACTOR * mean + 3.0
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * (3.0 + FACTOR * momentum), rtol=1e-6)
+        for receiver in lab.receivers:
+            await lab.lab.scheduler.until(lambda receiver=receiver: receiver.files)
+            sender, header, _ = receiver.files[0]
+            assert sender == lab.lab.peer
+            assert (header.kind, header.round, header.term) == (OUTER_UPDATE, 1, TERM)
+            assert header.job_id == lab.lab.scheduler.job_id
+        assert {report.lease for report in lab.lab.scheduler.reports} == {lab.lease}
+
+    in_term(case, rounds=2)
+
+
+async def end_with_a_round_of_both(lab: TermLab) -> None:
     """Run the second and last round with zero updates, so that only the momentum of the first counts."""
-    await group.name(2, {0: 1, 1: 1, 2: 1})
-    for who in range(3):
-        await group.push(who, 2, group.write(0.0))
-    _, value = await group.result(2, 2)
-    assert value == pytest.approx(0.7 * 0.9 * 0.9 * 3.0)
-    told = [(each.round, each.peer) for each in lab.scheduler.refused]
-    assert told == [(number, group.peers[who].peer_id) for number, who in refused]
-    assert (await lab.scheduler.ended()).outcome == "finished"
+    await lab.announce(2)
+    for who in range(2):
+        await lab.push(who, 2, lab.write([0.0, 0.0]))
+    np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 2.0, rtol=1e-6)
 
 
-def test_a_member_missing_at_the_deadline_is_left_out(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1, 1: 1, 2: 98}, deadline_ms=300)
-            await group.push(0, 1, group.write(2.0))
-            await group.push(1, 1, group.write(4.0))
-            _, value = await group.result(2, 1)
-            assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            assert lab.scheduler.refused[0].reason == "it did not arrive in time"  # reported before the step
-            await group.push(2, 1, group.write(99.0))  # too late: accepted, and not counted
-            await end_with_a_round_of_all_three(lab, group, refused=[(1, 2)])
+@pytest.mark.parametrize("missing_member", [True, False], ids=["member that is missing", "no member"])
+def test_an_update_that_comes_after_its_round_is_taken_and_does_not_count(
+    in_term: InTerm, missing_member: bool
+) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1, samples=(1, 98), who=(0, 1) if missing_member else (0,), deadline_ms=300)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+        told = [(each.round, each.peer, each.reason) for each in lab.lab.scheduler.refused]
+        late = (1, lab.trainers[1].peer_id, "it did not arrive in time")  # reported before the step
+        assert told == ([late] if missing_member else [])
+        await lab.push(1, 1, lab.write([99.0, 99.0]))
+        await end_with_a_round_of_both(lab)
 
-    in_lab(case)
+    in_term(case, rounds=2)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["sent then", "under way"])
-def test_a_sender_removed_from_the_current_round_is_late(in_lab: InLab, push_receiver: Any, begun: bool) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as group, anyio.create_task_group() as tasks:
-            await group.name(1, {0: 1, 1: 1, 2: 1})
-            await group.push(0, 1, group.write(2.0))
-            if begun:
-                checked, go_on = anyio.Event(), anyio.Event()
-                [running_task] = lab.worker.tasks.running
-                check = running_task.execution._check_layout
+def test_a_sender_removed_from_the_current_round_is_late(in_term: InTerm, begun: bool) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        if begun:
+            checked, go_on = anyio.Event(), anyio.Event()
+            [running_task] = lab.lab.worker.tasks.running
+            check = running_task.execution._check_layout
 
-                async def check_late(path: Path, size: int) -> None:
-                    await check(path, size)
-                    checked.set()
-                    await go_on.wait()
+            async def check_late(path: Path, size: int) -> None:
+                await check(path, size)
+                checked.set()
+                await go_on.wait()
 
-                running_task.execution._check_layout = check_late
-                tasks.start_soon(group.push, 2, 1, group.write(99.0))
+            running_task.execution._check_layout = check_late
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lab.push, 1, 1, lab.write([99.0, 99.0]))
                 await checked.wait()
                 running_task.execution._check_layout = check
-                await group.name(1, {0: 1, 1: 1})
+                await lab.announce(1, who=(0,))
                 go_on.set()
-            else:
-                await group.name(1, {0: 1, 1: 1})
-                await group.push(2, 1, group.write(99.0))
-            await group.push(1, 1, group.write(4.0))
-            _, value = await group.result(2, 1)
-            assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            await end_with_a_round_of_all_three(lab, group)
+        else:
+            await lab.announce(1, who=(0,))
+            await lab.push(1, 1, lab.write([99.0, 99.0]))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+        assert lab.lab.scheduler.refused == []
+        await end_with_a_round_of_both(lab)
 
-    in_lab(case)
-
-
-def test_a_non_member_of_a_past_round_is_late_and_takes_part_in_the_next(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1, 1: 1})
-            await group.push(0, 1, group.write(2.0))
-            await group.push(1, 1, group.write(4.0))
-            _, value = await group.result(2, 1)
-            assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            await group.push(2, 1, group.write(99.0))  # accepted, and not counted
-            await end_with_a_round_of_all_three(lab, group)
-
-    in_lab(case)
+    in_term(case, rounds=2)
 
 
-def test_an_unreachable_peer_gets_no_update_and_the_others_do(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(1)
-        async with running(lab, push_receiver) as group:
-            lab.network.partition(lab.peer, group.peers[2].peer_id)
-            await group.name(1, {0: 1, 1: 1})
-            await group.push(0, 1, group.write(2.0))
-            await group.push(1, 1, group.write(2.0))
-            assert (await group.result(0, 1))[1] == (await group.result(1, 1))[1]
-            assert (await lab.scheduler.ended()).outcome == "finished"
+def test_a_round_starts_while_the_last_outer_update_is_still_being_pushed(in_term: InTerm) -> None:
+    """The fastest member pushes its next update before the slowest has the last outer update."""
 
-    in_lab(case)
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([1.0, 1.0]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lab.push, 1, 1, lab.write([1.0, 1.0]))
+            await lab.lab.scheduler.until(lambda: lab.receivers[0].files)
+            await lab.push(0, 2, lab.write([2.0, 1.0]))
+            await lab.announce(2)
+            await lab.push(1, 2, lab.write([2.0, 1.0]))
+        await lab.outer_update(2)
 
-
-def test_a_round_without_updates_fails_the_job_and_does_not_hang(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1}, deadline_ms=50)
-            end = await lab.scheduler.ended()
-            assert end.outcome == "failed"
-            assert "no update of round 1 arrived" in end.reason
-
-    in_lab(case)
+    in_term(case, rounds=2)
 
 
-def test_invalid_updates_are_refused_and_reported_to_the_scheduler(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(1)
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1, 1: 1})
-            await group.push(0, 1, group.write(2.0))
-            junk = lab.folder / "junk"
-            junk.write_bytes(bytes(100))
-            good = group.write(1.0)
-            for path, changes, who, number, reason in (
-                (group.write(np.nan), {}, 1, 1, "NaN or infinity"),
-                (group.write(1.0, shape=(5,)), {}, 1, 1, "does not match the first"),
-                (junk, {}, 1, 1, "of no known kind"),
-                (good, {}, 1, 7, "too far ahead"),
-                (good, {"codec": "zip"}, 1, 1, "codec"),
-                (good, {"job_id": uuid.uuid4()}, 1, 1, ""),
-                (good, {"kind": OUTER_UPDATE}, 1, 1, ""),
-            ):
-                count = len(lab.scheduler.refused)
-                with pytest.raises(TransferError):
-                    await group.push(who, number, path, **changes)
-                if reason:
-                    await lab.scheduler.until(lambda count=count: len(lab.scheduler.refused) > count)
-                    assert reason in lab.scheduler.refused[-1].reason
-                    assert lab.scheduler.refused[-1].peer == group.peers[who].peer_id
-            [job_dir] = (lab.folder / "work").glob("hypha-*")
-            assert len(list(job_dir.glob("update-*"))) == 1, "refused files are deleted"
-            await group.push(1, 1, group.write(4.0))
-            _, value = await group.result(0, 1)
-            assert value == pytest.approx(0.7 * 1.9 * 3.0)
-            assert (await lab.scheduler.ended()).outcome == "finished"
-
-    in_lab(case)
-
-
-def test_without_announced_members_each_sender_counts_equally(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver, members=None) as group:
-            for number in (1, 2):
-                for who in range(3):
-                    await group.push(who, number, group.write(float(who)))
-                for who in range(3):
-                    await group.result(who, number)
-            first, second = (await group.result(0, 1))[1], (await group.result(0, 2))[1]
-            assert first == pytest.approx(0.7 * 1.9)
-            assert second == pytest.approx(0.7 * (1.0 + 0.9 * 1.9))
-            await lab.scheduler.until(lambda: lab.scheduler.statuses == ["started", "ready", "finished"])
-
-    in_lab(case)
-
-
-def test_an_outer_step_that_exceeds_the_jobs_storage_fails_the_job(in_lab: InLab) -> None:
+def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_lab: InLab, push_receiver: Any) -> None:
     """The update fits into the lease; momentum and result do not."""
 
     async def case(lab: Any) -> None:
-        async with lab.network.endpoint("trainer") as trainer:
-            spec = lab.aggregate_spec([trainer.peer_id], [trainer.peer_id], members=None)
-            lease = await lab.scheduler.hire(lab.SERVER, cpu=1.0, storage=0.001)
-            await lab.scheduler.dispatch(lease, spec)
-            group = Group(lab, [trainer], [], lease)
-            await group.push(0, 1, group.write(1.0, shape=(100_000,)))
+        async with running(lab, push_receiver, resources={"cpu": 1.0, "storage": 0.001}) as term_lab:
+            await term_lab.announce(1, who=(0,))
+            await term_lab.push(0, 1, term_lab.write(np.ones(100_000)))
             end = await lab.scheduler.ended()
             assert end.outcome == "failed"
             assert "of 1000000 bytes are used" in end.reason
@@ -297,12 +285,12 @@ def test_an_outer_step_that_exceeds_the_jobs_storage_fails_the_job(in_lab: InLab
     in_lab(case)
 
 
-def test_an_error_from_the_scheduler_fails_the_job(in_lab: InLab, push_receiver: Any) -> None:
+def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = lambda _report: ProgressError()
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1})
-            await group.push(0, 1, group.write(2.0))
+        async with running(lab, push_receiver) as term_lab:
+            await term_lab.announce(1, who=(0,))
+            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
             end = await lab.scheduler.ended()
             assert end.outcome == "failed"
             assert "does not accept the outer step of round 1" in end.reason
@@ -310,21 +298,569 @@ def test_an_error_from_the_scheduler_fails_the_job(in_lab: InLab, push_receiver:
     in_lab(case)
 
 
-def test_a_round_starts_while_the_last_update_is_still_being_pushed(in_lab: InLab, push_receiver: Any) -> None:
-    """The fastest member pushes its next update before the slowest has the last outer update."""
+# ------------------------------------------------------------------------------------------------------------- refusals
 
+
+def _false_contribution(number: int, update: str) -> Contribution:
+    return Contribution(
+        round=number, weights=update, ranges=(), batches=0, batch_size=1, seed=0, optimizer="kept", update=update
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "reason"),
+    [
+        ([np.nan, 1.0], {}, "NaN or infinity"),
+        ([np.inf, 1.0], {}, "NaN or infinity"),
+        ([3e38, 1.0], {}, "beyond 1e"),
+        ([1.0, 1.0, 1.0], {}, "does not match the first"),
+        ([9.0, 9.0], {"contribution": _false_contribution(2, f"blake3:{5:064x}")}, "contribution: it is of round 2"),
+        ([9.0, 9.0], {"contribution": _false_contribution(1, f"blake3:{5:064x}")}, "contribution: it is of round 1"),
+    ],
+    ids=["NaN", "infinity", "overflow", "wrong shape", "contribution of another file", "of another round"],
+)
+def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
+    in_term: InTerm, values: list[float], changes: dict[str, Any], reason: str
+) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        for who in range(2):
+            await lab.push(who, 1, lab.write([0.0, 0.0]))
+        await lab.outer_update(1)
+        await lab.announce(2)
+        await lab.push(0, 2, lab.write([2.0, 2.0]))
+        with pytest.raises(TransferRefusedError, match=reason):
+            await lab.push(1, 2, lab.write(values), **changes)
+        await lab.refused(1, reason)
+        await lab.announce(2, who=(0,))
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+
+    in_term(case, rounds=2)
+
+
+@pytest.mark.parametrize("term", [1, 3])
+def test_an_update_for_another_term_is_refused_and_counts_when_it_is_sent_under_this_one(
+    in_term: InTerm, term: int
+) -> None:
+    """Its worker has not heard of the new parameter server yet: that is no fault of the update."""
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        update = lab.write([4.0, 4.0])
+        with pytest.raises(TransferRefusedError, match=f"term: {term} is not 2"):
+            await lab.push(1, 1, update, term=term)
+        await lab.push(1, 1, update)
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
+        assert lab.lab.scheduler.refused == []
+
+    in_term(case)
+
+
+def test_an_update_of_the_wrong_shape_that_comes_first_is_not_the_measure(in_term: InTerm) -> None:
+    """In the first round the layout with the most samples is that of the model."""
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1, samples=(1, 3))
+        await lab.push(0, 1, lab.write([9.0, 9.0, 9.0]))
+        await lab.push(0, 2, lab.write([8.0, 8.0, 8.0]))  # a round ahead
+        await lab.push(1, 1, lab.write([3.0, 3.0]))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
+        await lab.refused(0, "tensor 'w' is F32 [3], expected F32 [2]")
+        with pytest.raises(TransferRefusedError, match="does not match the first"):
+            await lab.push(0, 2, lab.write([7.0, 7.0, 7.0]))
+        await lab.push(1, 2, lab.write([0.0, 0.0]))
+        await lab.announce(2, who=(1,))
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 3.0, rtol=1e-6)
+        assert [(each.round, each.peer) for each in lab.lab.scheduler.refused] == [
+            (number, lab.trainers[0].peer_id) for number in (1, 2)
+        ]
+
+    in_term(case, rounds=2)
+
+
+def test_an_update_with_another_digest_than_stated_is_refused(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        honest = [lab.write([2.0, 2.0]), lab.write([4.0, 4.0])]
+        digests = [(await transfer.describe(path))[1] for path in honest]
+        await lab.announce(1, tuple(digests))
+        await lab.push(0, 1, honest[0])
+        with pytest.raises(TransferRefusedError, match=r"update: the digest .* which its worker has stated"):
+            await lab.push(1, 1, lab.write([9.0, 9.0]))
+        await lab.refused(1, "has stated for round 1")
+        await lab.announce(1, (digests[0],), who=(0,))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+
+    in_term(case)
+
+
+@pytest.mark.parametrize("good_comes_first", [False, True])
+def test_nothing_of_a_sender_counts_in_a_round_in_which_an_update_of_it_was_refused(
+    in_term: InTerm, good_comes_first: bool
+) -> None:
+    """The scheduler hears of the refusal and gives the samples to others: a good update must not be averaged."""
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        if good_comes_first:
+            await lab.push(1, 1, lab.write([4.0, 4.0]))
+        with pytest.raises(TransferRefusedError, match="NaN"):
+            await lab.push(1, 1, lab.write([np.nan, 1.0]))
+        with pytest.raises(TransferRefusedError, match="was refused in round 1 before"):
+            await lab.push(1, 1, lab.write([5.0, 5.0]))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        await lab.announce(1, who=(0,))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+        await lab.announce(2)
+        await lab.push(0, 2, lab.write([0.0, 0.0]))
+        await lab.push(1, 2, lab.write([0.0, 0.0]))
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 2.0, rtol=1e-6)
+
+    in_term(case, rounds=2)
+
+
+def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        junk, good = lab.lab.folder / "junk", lab.write([1.0, 1.0])
+        junk.write_bytes(bytes(100))
+        for path, number, changes, reason in (
+            (junk, 1, {}, "of no known kind"),
+            (good, 7, {}, "too far ahead"),
+            (good, 1, {"codec": "zip"}, "codec"),
+            (good, 1, {"job_id": uuid.uuid4()}, ""),
+            (good, 1, {"kind": OUTER_UPDATE}, ""),
+        ):
+            with pytest.raises(TransferRefusedError):
+                await lab.push(1, number, path, **changes)
+            if reason:
+                await lab.refused(1, reason)
+        [job_dir] = (lab.lab.folder / "work").glob("hypha-*")
+        assert len(list(job_dir.glob("update-*"))) == 1
+        await lab.announce(1, who=(0,))
+        await lab.outer_update(1)
+
+    in_term(case)
+
+
+def test_an_update_that_came_before_its_digest_was_announced_is_dropped(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        honest = [lab.write([2.0, 2.0]), lab.write([4.0, 4.0])]
+        digests = [(await transfer.describe(path))[1] for path in honest]
+        await lab.push(0, 1, honest[0])
+        await lab.push(1, 1, lab.write([9.0, 9.0]))
+        await lab.announce(1, tuple(digests))
+        await lab.refused(1, "has stated for round 1")
+        [job_dir] = (lab.lab.folder / "work").glob("hypha-*")
+        assert len(list(job_dir.glob("update-*"))) == 1
+        await lab.announce(1, (digests[0],), who=(0,))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+
+    in_term(case)
+
+
+def test_an_update_that_counted_in_an_earlier_round_is_refused(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        replayed = lab.write([4.0, 4.0])
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        await lab.push(1, 1, replayed)
+        await lab.outer_update(1)
+        with pytest.raises(TransferRefusedError, match=r"has sent .* for another round already"):
+            await lab.push(1, 2, replayed)
+        await lab.refused(1, "for another round already")
+        await lab.push(0, 2, replayed)  # another member may have computed the same
+        await lab.announce(2, who=(0,))
+        momentum = FACTOR * 3.0 + 4.0
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * (4.0 + FACTOR * momentum), rtol=1e-6)
+
+    in_term(case, rounds=2)
+
+
+def test_workers_that_state_nothing_take_part(in_term: InTerm) -> None:
+    """Their headers have neither term nor contribution, and their digests are not announced."""
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        for who in range(2):
+            await lab.push(who, 1, lab.write([3.0, 3.0]), term=None)
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
+
+    in_term(case)
+
+
+# ------------------------------------------------------------------------------------------------------------- momentum
+
+
+def momentum_reference(scheduler: PeerId) -> PeersReference:
+    return PeersReference(peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset="momentum", index=0))
+
+
+def serve_momentum(lab: Any, arrays: dict[str, Float32], dtype: str = "F32") -> None:
+    path = lab.folder / "momentum"
+    with TensorFileWriter(path, {name: TensorInfo(dtype, array.shape) for name, array in arrays.items()}) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(path) if request.dataset == "momentum" else Refusal(reason="no")
+
+    transfer.serve_pulls(lab.scheduler.endpoint, resolve)
+
+
+def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
+    in_lab: InLab, push_receiver: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Equal to the bit to a parameter server that has taken all steps itself."""
+    rng = np.random.default_rng(3)
+    updates = [[rng.normal(0, 0.01, 5).astype("f4") for _ in range(2)] for _ in range(4)]
+    whole: list[Float32] = []
+    resumed: list[Float32] = []
+
+    async def take_steps(lab: TermLab, chosen: list[list[Float32]], into: list[Float32]) -> None:
+        for number, of_members in enumerate(chosen, 1):
+            await lab.announce(number)
+            for who, values in enumerate(of_members):
+                await lab.push(who, number, lab.write(values))
+            into.append(await lab.outer_update(number))
+        assert (await lab.lab.scheduler.ended()).outcome == "finished"
+
+    async def all_steps(lab: Any) -> None:
+        lab.scheduler.answer = done_after(4)
+        async with running(lab, push_receiver) as term_lab:
+            await take_steps(term_lab, updates, whole)
+
+    async def last_steps(lab: Any) -> None:
+        lab.scheduler.answer = done_after(2)
+        momentum: Float32 | float = 0.0
+        for update in whole[:2]:
+            momentum = derive_momentum(update, momentum, learning_rate=RATE, momentum=FACTOR, nesterov=True)
+        assert isinstance(momentum, np.ndarray)
+        serve_momentum(lab, {"w": momentum})
+        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
+        async with running(lab, push_receiver, momentum=reference) as term_lab:
+            await take_steps(term_lab, updates[2:], resumed)
+
+    in_lab(all_steps)
+    in_lab(last_steps)
+    np.testing.assert_array_equal(np.array(resumed), np.array(whole[2:]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "dtype", "reason"),
+    [
+        ({"w": np.array([1.0, np.nan], "f4")}, "F32", "momentum: tensor 'w' holds NaN or infinity"),
+        ({"w": np.ones(2, "f4")}, "BF16", "momentum: tensor 'w' is BF16, and the momentum is float32"),
+        (None, "", "momentum: "),
+    ],
+    ids=["NaN", "bfloat16", "not there"],
+)
+def test_a_momentum_that_cannot_be_used_fails_the_job(
+    in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32] | None, dtype: str, reason: str
+) -> None:
+    async def case(lab: Any) -> None:
+        if arrays is not None:
+            serve_momentum(lab, arrays, dtype)
+        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
+        async with running(lab, push_receiver, momentum=reference):
+            end = await lab.scheduler.ended()
+            assert end.outcome == "failed"
+            assert reason in end.reason
+
+    in_lab(case)
+
+
+def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver: Any) -> None:
+    async def case(lab: Any) -> None:
+        reference: Reference = UriReference(value="https://example.org/momentum")
+        async with running(lab, push_receiver, momentum=reference):
+            end = await lab.scheduler.ended()
+            assert (end.outcome, end.reason) == ("failed", "momentum: the reference names no file of a peer")
+
+    in_lab(case)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"w": np.ones(3, "f4")}, r"tensor 'w' is \[2\], expected \[3\]"),
+        ({"w": np.ones(2, "f4"), "b": np.ones(1, "f4")}, "tensor 'b' is missing"),
+        ({}, "tensor 'w' has no momentum"),
+    ],
+    ids=["shape", "missing", "more"],
+)
+def test_updates_that_do_not_fit_the_momentum_are_refused(
+    in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32], reason: str
+) -> None:
+    async def case(lab: Any) -> None:
+        serve_momentum(lab, arrays)
+        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
+        async with running(lab, push_receiver, momentum=reference) as term_lab:
+            with pytest.raises(TransferRefusedError, match=f"does not match the momentum of this job: {reason}"):
+                await term_lab.push(0, 1, term_lab.write([1.0, 1.0]))
+
+    in_lab(case)
+
+
+# -------------------------------------------------------------------------------------------- scheduler away, or full
+
+
+def refuse_pushes(lab: TermLab, reason: str, count: int) -> list[str]:
+    """Let the scheduler refuse the next pushes; return the list of what it has refused."""
+    refused: list[str] = []
+    accept = lab.scheduler._accept
+
+    async def refuse(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
+        if len(refused) < count:
+            refused.append(reason)
+            return Refusal(reason=reason)
+        return await accept(peer, header)  # type: ignore[no-any-return]
+
+    transfer.serve_pushes(lab.lab.scheduler.endpoint, refuse)
+    return refused
+
+
+def test_the_outer_update_waits_for_room_at_the_scheduler(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        refused = refuse_pushes(lab, f"{NO_ROOM}: 5 bytes are free", 30)
+        await lab.announce(1)
+        for who in range(2):
+            await lab.push(who, 1, lab.write([3.0, 3.0]))
+        await lab.outer_update(1)
+        assert len(refused) == 30
+
+    in_term(case)
+
+
+def test_an_outer_update_that_the_scheduler_refuses_is_reported_all_the_same(in_term: InTerm) -> None:
+    """It may have it already, because a receipt was lost: its answer to the report decides."""
+
+    async def case(lab: TermLab) -> None:
+        refused = refuse_pushes(lab, "round 1 is committed", 1000)
+        await lab.announce(1)
+        for who in range(2):
+            await lab.push(who, 1, lab.write([3.0, 3.0]))
+        await lab.lab.scheduler.until(lambda: lab.lab.scheduler.reports)
+        assert 1 < len(refused) < 20
+
+    in_term(case)
+
+
+def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away(
+    in_term: InTerm, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case(lab: TermLab) -> None:
+        away = lab.lab.peer, lab.lab.scheduler.endpoint.peer_id
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([3.0, 3.0]))
+        lab.lab.network.partition(*away)
+        await lab.push(1, 1, lab.write([3.0, 3.0]))
+        for receiver in lab.receivers:
+            await lab.lab.scheduler.until(lambda receiver=receiver: receiver.files)
+        with anyio.fail_after(20):
+            while "did not reach the scheduler" not in caplog.text:
+                await anyio.sleep(0.01)
+        lab.lab.network.heal(*away)
+        await lab.outer_update(1)
+
+    in_term(case)
+
+
+# -------------------------------------------------------------------------------------- workers that come and go
+
+
+def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: InLab, push_receiver: Any) -> None:
     async def case(lab: Any) -> None:
         lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as group:
-            await group.name(1, {0: 1, 1: 1})
-            await group.push(0, 1, group.write(1.0))
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(group.push, 1, 1, group.write(1.0))
-                await group.result(0, 1)
-                await group.push(0, 2, group.write(1.0))
-                await group.name(2, {0: 1, 1: 1})
-                await group.push(1, 2, group.write(1.0))
-                await group.result(1, 2)
+        async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
+            joined = await term_lab.add_trainer(joiner, push_receiver)
+            await term_lab.announce(1)
+            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
+            assert (await term_lab.set_workers(0, joined)).accepted
+            await term_lab.push(joined, 2, term_lab.write([4.0, 4.0]))  # before its round is announced
+            await term_lab.announce(1, who=(0,))
+            await term_lab.outer_update(1)
+            await term_lab.announce(2, who=(0, joined))
+            await term_lab.push(0, 2, term_lab.write([0.0, 0.0]))
+            momentum = FACTOR * 2.0 + 2.0
+            np.testing.assert_allclose(await term_lab.outer_update(2), RATE * (2.0 + FACTOR * momentum), rtol=1e-6)
             assert (await lab.scheduler.ended()).outcome == "finished"
+            assert [len(receiver.files) for receiver in term_lab.receivers] == [2, 0, 2]
+            assert lab.scheduler.refused == []
+
+    in_lab(case)
+
+
+def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
+    in_lab: InLab, push_receiver: Any
+) -> None:
+    async def case(lab: Any) -> None:
+        lab.scheduler.answer = done_after(1)
+        async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
+            joined = await term_lab.add_trainer(joiner, push_receiver)
+            await term_lab.set_workers(0, 1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(term_lab.push, joined, 1, term_lab.write([4.0, 4.0]))
+                [run] = lab.worker.tasks.running
+                await lab.scheduler.until(lambda: run.execution._unannounced)
+                await term_lab.set_workers(0, 1, joined)
+            await term_lab.announce(1, who=(joined,))
+            np.testing.assert_allclose(await term_lab.outer_update(1), RATE * (1 + FACTOR) * 4.0, rtol=1e-6)
+            assert (await lab.scheduler.ended()).outcome == "finished"
+
+    in_lab(case)
+
+
+def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
+    in_term: InTerm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ANNOUNCEMENT_WAIT", 0.05)
+
+    async def case(lab: TermLab) -> None:
+        await lab.set_workers(0)
+        with pytest.raises(TransferRefusedError, match="is not a worker of this job"):
+            await lab.push(1, 1, lab.write([9.0, 9.0]))
+        await lab.announce(1, who=(0,))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        await lab.outer_update(1)
+        assert lab.lab.scheduler.refused == []
+
+    in_term(case)
+
+
+def test_a_round_goes_on_when_the_scheduler_alone_has_its_outer_update(
+    in_term: InTerm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that are gone cost the others no time, and one warning each."""
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        for receiver in lab.receivers:
+            receiver.refuse = "the job is ending"
+        await lab.push(1, 1, lab.write([2.0, 2.0]))
+        await lab.outer_update(1)
+        await lab.lab.scheduler.until(lambda: lab.lab.scheduler.reports)
+
+    in_term(case)
+    told = [record for record in caplog.records if "outer update of round 1 did not reach" in record.getMessage()]
+    assert len(told) == 2
+
+
+def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
+    stopped = anyio.Event()
+
+    async def hang(_peer: PeerId, _header: PushHeader) -> Refusal:
+        await stopped.wait()
+        return Refusal(reason="it has been stopped")
+
+    async def case(lab: TermLab) -> None:
+        transfer.serve_pushes(lab.trainers[1], hang)
+        for number in (1, 2):
+            await lab.announce(number, who=(0, 1) if number == 1 else (0,))
+            for who in range(2 if number == 1 else 1):
+                await lab.push(who, number, lab.write([number, 2.0]))
+            await lab.outer_update(number)
+        await lab.set_workers(0)  # it is released: nothing is pushed to it any more
+        assert [len(receiver.files) for receiver in lab.receivers] == [2, 0]
+
+    in_term(case, rounds=2)
+
+
+def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
+    in_term: InTerm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its update counts, and its executor waits for the outer update of this round."""
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PAUSES", (0.01,))
+
+    async def case(lab: TermLab) -> None:
+        away = lab.lab.peer, lab.trainers[1].peer_id
+        await lab.announce(1)
+        await lab.push(1, 1, lab.write([2.0, 2.0]))
+        lab.lab.network.partition(*away)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        await lab.outer_update(1)
+        with anyio.fail_after(20):
+            while "did not reach" not in caplog.text:
+                await anyio.sleep(0.01)
+        lab.lab.network.heal(*away)
+        await lab.lab.scheduler.until(lambda: lab.receivers[1].files)
+        await lab.announce(2, who=(0,))
+        await lab.push(0, 2, lab.write([1.0, 2.0]))
+        await lab.outer_update(2)
+
+    in_term(case, rounds=2)
+    assert caplog.text.count("outer update of round 1 did not reach") == 1
+
+
+def test_members_whose_updates_never_came_are_reported_and_others_announced(in_term: InTerm) -> None:
+    """The only worker that had stated an update died before it was pushed."""
+
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1, who=(1,), deadline_ms=20)
+        await lab.lab.scheduler.until(lambda: lab.lab.scheduler.refused)
+        [missing] = lab.lab.scheduler.refused
+        assert (missing.round, missing.peer, missing.missing) == (1, lab.trainers[1].peer_id, True)
+        await lab.announce(1, who=(0,))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        await lab.outer_update(1)
+
+    in_term(case)
+
+
+def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab, push_receiver: Any) -> None:
+    async def case(lab: Any) -> None:
+        async with running(lab, push_receiver) as term_lab:
+            for count in (1, 2):
+                await term_lab.announce(1, deadline_ms=20)
+                if count == 1:
+                    await lab.scheduler.until(lambda: len(lab.scheduler.refused) == 2)
+            end = await lab.scheduler.ended()
+            assert end.outcome == "failed"
+            assert "no update of round 1 arrived" in end.reason
+
+    in_lab(case)
+
+
+def test_a_full_disk_gives_the_work_back_with_the_path(
+    in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/outer-1.safetensors")
+
+    monkeypatch.setattr("hypha_proto.outer_step.outer_step", step)
+
+    async def case(lab: Any) -> None:
+        async with running(lab, push_receiver) as term_lab:
+            await term_lab.announce(1, who=(0,))
+            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
+            end = await lab.scheduler.ended()
+            assert end.outcome == "cancelled"
+            assert "/disk/outer-1.safetensors: No space left on device" in end.reason
+
+    in_lab(case)
+
+
+def test_an_update_for_which_there_is_no_room_gives_the_work_back(
+    in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def case(lab: Any) -> None:
+        async with running(lab, push_receiver) as term_lab:
+            await term_lab.announce(1, who=(0,))
+            update = term_lab.write([2.0, 2.0])
+
+            def allocate(*_arguments: Any) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/update")
+
+            monkeypatch.setattr(os, "posix_fallocate", allocate)
+            with pytest.raises(TransferRefusedError, match=NO_ROOM):
+                await term_lab.push(0, 1, update)
+            end = await lab.scheduler.ended()
+            assert end.outcome == "cancelled"
+            assert "No space left on device" in end.reason
 
     in_lab(case)

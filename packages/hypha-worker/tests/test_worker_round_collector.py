@@ -24,12 +24,13 @@ def members(number: int, samples: dict[PeerId, int], deadline_ms: int = 1000) ->
 
 def deliver(collector: RoundCollector, peer: PeerId, number: int) -> Path:
     path = Path(f"{peer}-{number}")
-    collector.add(peer, collector.admit(peer, number), path)
+    collector.admit(peer, number, str(path))
+    collector.add(peer, number, path, str(path))
     return path
 
 
 def test_a_round_is_complete_when_every_member_has_delivered() -> None:
-    collector = RoundCollector({A, B, C}, members_announced=True)
+    collector = RoundCollector({A, B, C})
     assert collector.seconds_until_due(0.0) is None
     first = deliver(collector, A, 1)
     assert collector.set_members(members(1, {A: 40, B: 10}), 0.0)[0] is None
@@ -45,7 +46,7 @@ def test_a_round_is_complete_when_every_member_has_delivered() -> None:
 
 
 def test_late_members_are_left_out_at_the_deadline() -> None:
-    collector = RoundCollector({A, B}, members_announced=True)
+    collector = RoundCollector({A, B})
     collector.set_members(members(1, {A: 40, B: 10}), 5.0)
     deliver(collector, A, 1)
     assert collector.seconds_until_due(5.9) == pytest.approx(0.1)
@@ -62,7 +63,7 @@ def test_late_members_are_left_out_at_the_deadline() -> None:
 
 
 def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
-    collector = RoundCollector({A, B}, members_announced=True)
+    collector = RoundCollector({A, B})
     for number in range(1, 9):
         collector.set_members(members(number, {A: 1}), 0.0)
         deliver(collector, A, number)
@@ -77,14 +78,14 @@ def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
 
 
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:
-    collector = RoundCollector({A, B}, members_announced=True)
+    collector = RoundCollector({A, B})
     collector.set_members(members(1, {A: 1, B: 1}), 0.0)
     with pytest.raises(EmptyRoundError, match="no update of round 1 arrived"):
         collector.close_round()
 
 
 def test_a_later_message_replaces_the_members_of_a_round() -> None:
-    collector = RoundCollector({A, B, C}, members_announced=True)
+    collector = RoundCollector({A, B, C})
     collector.set_members(members(1, {A: 4, B: 1, C: 2}), 0.0)
     deliver(collector, A, 1)
     lost = deliver(collector, C, 1)
@@ -95,7 +96,7 @@ def test_a_later_message_replaces_the_members_of_a_round() -> None:
 
 
 def test_non_members_and_wrong_rounds_are_refused() -> None:
-    collector = RoundCollector({A, B}, members_announced=True)
+    collector = RoundCollector({A, B})
     with pytest.raises(UpdateRefusedError, match="not a member of this job"):
         deliver(collector, OUTSIDER, 1)
     collector.set_members(members(3, {A: 1}), 0.0)
@@ -112,7 +113,7 @@ def test_non_members_and_wrong_rounds_are_refused() -> None:
 
 
 def test_a_peer_announced_later_may_send() -> None:
-    collector = RoundCollector({A}, members_announced=True)
+    collector = RoundCollector({A})
     collector.set_members(members(1, {A: 1}), 0.0)
     collector.set_members(members(2, {A: 1, OUTSIDER: 1}), 0.0)
     deliver(collector, OUTSIDER, 2)
@@ -131,7 +132,7 @@ def test_a_peer_announced_later_may_send() -> None:
     ],
 )
 def test_members_of_an_invalid_round_are_refused(message: SetMembers, reason: str) -> None:
-    collector = RoundCollector({A}, members_announced=True)
+    collector = RoundCollector({A})
     collector.set_members(members(1, {A: 1}), 0.0)
     deliver(collector, A, 1)
     collector.close_round()
@@ -141,24 +142,11 @@ def test_members_of_an_invalid_round_are_refused(message: SetMembers, reason: st
 
 
 def test_an_update_sent_again_replaces_the_first() -> None:
-    collector = RoundCollector({A}, members_announced=True)
+    collector = RoundCollector({A})
     collector.set_members(members(1, {A: 1}), 0.0)
-    collector.add(A, 1, Path("first"))
-    assert collector.add(A, 1, Path("second")) == Path("first")
+    collector.add(A, 1, Path("first"), "digest")
+    assert collector.add(A, 1, Path("second"), "digest") == Path("first")
     assert collector.close_round().updates == ((A, Path("second"), 1.0),)
-
-
-def test_without_announced_members_all_senders_count_equally_and_there_is_no_deadline() -> None:
-    collector = RoundCollector({A, B}, members_announced=False)
-    assert collector.round == 1
-    assert collector.set_members(members(1, {A: 1}), 0.0)[0] is not None
-    for number in (1, 2):
-        deliver(collector, A, number)
-        assert collector.seconds_until_due(1e9) is None
-        deliver(collector, B, number)
-        assert collector.seconds_until_due(0.0) == 0.0
-        done = collector.close_round()
-        assert (done.round, [weight for _, _, weight in done.updates]) == (number, [1.0, 1.0])
 
 
 class Rounds(RuleBasedStateMachine):
@@ -168,7 +156,7 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collector = RoundCollector({A, B, C}, members_announced=True)
+        self.collector = RoundCollector({A, B, C})
         self.now = 0.0
         self.count = 0
         self.closed = 0
@@ -193,13 +181,13 @@ class Rounds(RuleBasedStateMachine):
     def push(self, peer: PeerId, ahead: int) -> None:
         number = max(1, (self.collector.round or 1) + ahead)
         self.count += 1
+        path = Path(f"{number}/{peer}/{self.count}")
         try:
-            admitted = self.collector.admit(peer, number)
-            self.collector.add(peer, admitted, Path(f"{admitted}/{peer}/{self.count}"))
+            self.collector.add(peer, number, path, str(path))
         except UpdateRefusedError:
             return
-        assert admitted > self.closed
-        assert peer in self.latest.get(admitted, dict.fromkeys(self.everybody))
+        assert number > self.closed
+        assert peer in self.latest.get(number, dict.fromkeys(self.everybody))
 
     @rule(seconds=st.floats(0, 2))
     def wait(self, seconds: float) -> None:

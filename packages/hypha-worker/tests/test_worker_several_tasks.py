@@ -149,7 +149,7 @@ def aggregate(lab: Lab, *senders: MemoryEndpoint) -> TaskSpec:
     """Make a parameter server that takes updates from `senders`."""
     results = peers(lab.schedulers[0].endpoint)
     optimizer = Nesterov(learning_rate=1.0, momentum=0.0)
-    config = AggregateConfig(updates=peers(*senders), results=results, optimizer=optimizer)
+    config = AggregateConfig(updates=peers(*senders), results=results, optimizer=optimizer, term=1)
     return TaskSpec(executor="aggregate/fake", aggregation=config)
 
 

@@ -17,7 +17,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.rejection import RejectionReason
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import KEPT_REQUESTS, LOG_INTERVAL, RequestHistory
 from hypha_worker.cli import main
@@ -33,8 +32,8 @@ def received(name: str = "script") -> ReceivedRequest:
     return ReceivedRequest(PEER, request, 0.0)
 
 
-def reason(code: str) -> RejectionReason:
-    return RejectionReason(f"because of {code}", Rejection(code=code))
+def reason(code: str) -> Rejection:
+    return Rejection(code=code, text=f"because of {code}")
 
 
 def test_first_refusal_of_each_kind_is_logged_then_one_an_hour(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +110,7 @@ def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(o
         result = await site.command("pause")
         assert (result.exit_code, result.stdout) == (0, "paused: no more offers, also after a restart; 1 jobs go on\n")
         assert (await status(site))["state"] == "paused"
-        assert [rejection.code for rejection in (await why_not(site)).rejections or ()] == ["paused"]
+        assert [rejection.code for rejection in (await why_not(site)).rejections] == ["paused"]
         await pubsub.publish(site.lab.scheduler.endpoint, WORKER_REQUESTS, site.lab.scheduler.request(cpu=1.0))
         while "its owner has paused" not in str((await status(site))["requests"][0]["reasons"]):
             await anyio.sleep(0.05)
@@ -120,7 +119,7 @@ def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(o
 
     async def resumed(site: Any) -> None:
         assert (await status(site))["state"] == "paused"
-        assert [rejection.code for rejection in (await why_not(site)).rejections or ()] == ["paused"]
+        assert [rejection.code for rejection in (await why_not(site)).rejections] == ["paused"]
         assert (await site.command("resume")).stdout == "resumed\n"
         assert (await status(site))["state"] == "running"
         await site.lab.scheduler.hire()

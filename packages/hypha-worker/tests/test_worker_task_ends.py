@@ -338,7 +338,8 @@ def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
     async def case(lab: Any) -> None:
         async def reasons(**wanted: float) -> tuple[str, ...]:
             message = WhyNot(request=lab.scheduler.request(**wanted))
-            return (await rpc.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)).reasons
+            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)
+            return tuple(rejection.text for rejection in answer.rejections)
 
         assert await reasons(cpu=1.0) == ()
         assert await reasons(cpu=8.0, bid=10.0) == (

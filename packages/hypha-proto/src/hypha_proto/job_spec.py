@@ -178,9 +178,6 @@ class TrainConfig(Message, frozen=True):
     """Steps of the learning-rate schedule in a round; None means that a worker counts its own steps, in all rounds."""
     first_round: Annotated[U32 | None, OMIT] = None
     """Number of the round in which this worker starts; None means 1."""
-    first_step: Annotated[U64 | None, OMIT] = None
-    """Inner steps already taken in the learning-rate schedule; None means 0. Read by executors without `round_steps`,
-    not sent yet."""
     evaluation: Annotated[Evaluation | None, OMIT] = None
     term: Annotated[U32 | None, OMIT] = None
     """Term of the parameter server. If it is given, the worker states each update to the scheduler, and hands an outer
@@ -203,9 +200,7 @@ class AggregateConfig(Message, frozen=True):
     results: Reference
     """Receivers of outer updates."""
     optimizer: Nesterov
-    members: Annotated[bool | None, OMIT] = None
-    """Whether the scheduler announces each round's members (see `round_membership`)."""
-    term: Annotated[U32 | None, OMIT] = None
+    term: U32
     """Number of this parameter server among those that the job has had, from 1; its pushes state it."""
     momentum: Annotated[Reference | None, OMIT] = None
     """The outer momentum to begin with, one safetensors file in float32; None means none."""

@@ -5,6 +5,7 @@ Renewals use ``/hypha-api``, everything else ``/hypha-lease/0.1.0`` and ``/hypha
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Annotated, Final, Literal
 
@@ -22,6 +23,7 @@ LEASE_SWEEP: Final = 0.25
 """Interval in seconds at which workers drop expired leases and cancel their jobs."""
 
 
+_CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 _RESOURCE_CODES: Final = ("gpu", "cpu", "memory", "storage")
 REJECTION_CODES: Final = ("price", *_RESOURCE_CODES, "executor", "busy", "not-allowed", "quota", "draining", "paused")
 """Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
@@ -73,22 +75,25 @@ class WhyNot(Message, frozen=True):
 
 
 class Rejection(Message, frozen=True):
-    """One reason against an offer, for programs: a code, and the amounts if the reason is an amount."""
+    """One reason against an offer: a code for programs, words for the operator, and the amounts if it is an amount."""
 
     code: str
-    """One of `REJECTION_CODES`; a newer worker may send others."""
+    """One of `REJECTION_CODES`, or another that a newer worker sends: lower-case words joined by hyphens."""
+    text: str
     required: Annotated[Amount | None, OMIT] = None
     """What the request or this worker's price requires: GB, cores, or tokens per lease-hour."""
     available: Annotated[Amount | None, OMIT] = None
     """What there is of it: free resources, or the bid."""
 
+    def __post_init__(self) -> None:
+        if not _CODE.fullmatch(self.code):
+            raise ValueError(f"code {self.code[:24]!r} of a rejection is not of the form 'not-allowed'")
+
 
 class Reasons(Message, frozen=True):
-    """Every reason against an offer, in words for the operator; empty if the worker would make one."""
+    """Every reason against an offer; empty if the worker would make one."""
 
-    reasons: tuple[str, ...]
-    rejections: Annotated[tuple[Rejection, ...] | None, OMIT] = None
-    """The same reasons for programs."""
+    rejections: tuple[Rejection, ...] = ()
 
 
 Outcome = Literal["finished", "failed", "cancelled"]

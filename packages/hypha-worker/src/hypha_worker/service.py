@@ -470,11 +470,7 @@ class Worker:
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""
         received = ReceivedRequest(scheduler, message.request, anyio.current_time())
-        reasons = explain_refusal(self.arbiter, self.lease_manager, received)
-        return Reasons(
-            reasons=tuple(reason.text for reason in reasons),
-            rejections=tuple(reason.rejection for reason in reasons),
-        )
+        return Reasons(rejections=explain_refusal(self.arbiter, self.lease_manager, received))
 
 
 def _why_ended(lease: Lease) -> str:

@@ -80,9 +80,7 @@ def build_setup(
     )  # afterwards no process has whole tensors
     placed, optimizer = device.prepare(
         model,
-        lambda parameters: InnerOptimizer(
-            parameters, config.optimizer, config.scheduler, config.first_step or 0, config.round_steps
-        ),
+        lambda parameters: InnerOptimizer(parameters, config.optimizer, config.scheduler, config.round_steps),
     )
     replica = before or Replica(model, files.model, group.leads)
     weights: Weights = ShardedWeights(placed, replica.members) if before else WholeWeights(replica.members, group)

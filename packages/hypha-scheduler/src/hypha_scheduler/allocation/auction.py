@@ -14,7 +14,7 @@ from random import Random
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import TEMPORARY_LEASE, Reasons, Rejection
+from hypha_proto.leases import TEMPORARY_LEASE, Rejection
 from hypha_proto.offers import MAX_OFFER_LIFE, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.peer_backoff import PeerBackoff
@@ -161,7 +161,7 @@ class Auction:
     """Peers with which the job has leases from earlier searches."""
     exclusive: frozenset[PeerId] = frozenset()
     """Those of them that have a lease of a role with `distinct_peers`, and get no other."""
-    rejections: dict[tuple[PeerId, str], Reasons] = field(default_factory=dict)
+    rejections: dict[tuple[PeerId, str], tuple[Rejection, ...]] = field(default_factory=dict)
     """Reason for which the last offer of a peer for a role was rejected or came to nothing."""
     _requests: dict[str, RoleRequest] = field(init=False)
     _request_roles: dict[uuid.UUID, str] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Auction:
         role = self._request_roles.get(offer.request_id)
         if role is None or self._backoff.is_left_out(peer, now):
             return False
-        if (reasons := self._reasons_against(peer, offer, self._requests[role])) is not None:
+        if reasons := self._reasons_against(peer, offer, self._requests[role]):
             self._offers.pop((peer, role), None)
             self._record_rejection(peer, role, reasons)
             return False
@@ -203,23 +203,27 @@ class Auction:
         self.rejections.pop((peer, role), None)
         return True
 
-    def _reasons_against(self, peer: PeerId, offer: WorkerOffer, role_request: RoleRequest) -> Reasons | None:
+    def _reasons_against(self, peer: PeerId, offer: WorkerOffer, role_request: RoleRequest) -> tuple[Rejection, ...]:
         role, wanted = role_request.role, role_request.spec.resources
         if peer in role_request.excluded:
             text = f"is excluded for {role}: attempts of this job failed there"
-            return Reasons(reasons=(text,), rejections=(Rejection(code=EXCLUDED),))
+            return (Rejection(code=EXCLUDED, text=text),)
         if offer.price > role_request.max_price:
             text = f"asks {offer.price:g} tokens an hour for {role}, more than the job pays"
-            return Reasons(reasons=(text,), rejections=(Rejection(code="price"),))
+            return (Rejection(code="price", text=text),)
         if lacking := offer.resources.lacking(wanted):
-            rejections = tuple(
-                Rejection(code=name, required=getattr(wanted, name), available=getattr(offer.resources, name))
+            return tuple(
+                Rejection(
+                    code=name,
+                    text=f"offers too little {name} for {role}",
+                    required=getattr(wanted, name),
+                    available=getattr(offer.resources, name),
+                )
                 for name in lacking
             )
-            return Reasons(reasons=(f"offers too little {', '.join(lacking)} for {role}",), rejections=rejections)
-        return None
+        return ()
 
-    def _record_rejection(self, peer: PeerId, role: str, reasons: Reasons) -> None:
+    def _record_rejection(self, peer: PeerId, role: str, reasons: tuple[Rejection, ...]) -> None:
         if (peer, role) in self.rejections or len(self.rejections) < _MAX_PEERS * len(self._requests):
             self.rejections[peer, role] = reasons
 
@@ -408,7 +412,7 @@ class Auction:
     def _leave_out(self, offer: AcceptedOffer, what: str, now: float) -> float:
         pause = self._backoff.record_failure(offer.peer, now)
         text = f"{what} the lease that it had offered for {offer.role}; its offers are ignored for {pause:.1f} s"
-        self._record_rejection(offer.peer, offer.role, Reasons(reasons=(text,), rejections=(Rejection(code=DENIED),)))
+        self._record_rejection(offer.peer, offer.role, (Rejection(code=DENIED, text=text),))
         return pause
 
     def give_up(self) -> tuple[AcceptedOffer, ...]:

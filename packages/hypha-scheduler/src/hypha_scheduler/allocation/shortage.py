@@ -5,21 +5,18 @@ The auction records why it rejected offers; `shortage_report` asks the workers a
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import Reasons, Rejection
+from hypha_proto.leases import Rejection
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 
 TAKEN: Final = "taken"
 """Code of a peer that already has another role of this job."""
-UNKNOWN: Final = "unknown"
-"""Code of a worker that gives its reasons in words only."""
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _ORDER: Final = (
     "draining",
@@ -33,12 +30,10 @@ _ORDER: Final = (
     DENIED,
     EXCLUDED,
     TAKEN,
-    UNKNOWN,
 )
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
 _PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
-_CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read, and their length in characters."""
 _MAX_REASON_LENGTH: Final = 200
@@ -90,7 +85,7 @@ class Shortage:
         return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {_UNITS[code]})"
 
 
-Answers = Mapping[tuple[PeerId, str], Reasons]
+Answers = Mapping[tuple[PeerId, str], tuple[Rejection, ...]]
 """Reasons against an offer, by peer and role; none if the peer would make one."""
 
 
@@ -107,7 +102,7 @@ def count_reasons(role: str, wanted: Resources, answers: Answers, held: Mapping[
     largest: dict[str, float] = {}
     peers = {*held, *(peer for peer, other in answers if other == role)}
     for peer in peers:
-        rejection = _most_important(answers.get((peer, role))) if peer not in held else _taken(held[peer], role)
+        rejection = _most_important(answers.get((peer, role), ())) if peer not in held else _taken(held[peer], role)
         if rejection is not None:
             counts[rejection.code] += 1
             if rejection.code in _UNITS and rejection.available is not None:
@@ -116,23 +111,18 @@ def count_reasons(role: str, wanted: Resources, answers: Answers, held: Mapping[
 
 
 def _taken(held: str, role: str) -> Rejection | None:
-    return None if held == role else Rejection(code=TAKEN)
+    return None if held == role else Rejection(code=TAKEN, text="")
 
 
-def _most_important(answer: Reasons | None) -> Rejection | None:
+def _most_important(answer: Sequence[Rejection]) -> Rejection | None:
     """Return the reason by which a peer is counted; None if it would make an offer."""
-    if answer is None:
-        return None
-    known = [entry for entry in (answer.rejections or ())[:_MAX_REASONS] if _CODE.fullmatch(entry.code)]
-    if known:
-        return min(known, key=lambda entry: _position(entry.code))
-    return Rejection(code=UNKNOWN) if answer.reasons or answer.rejections else None
+    return min(answer[:_MAX_REASONS], key=lambda entry: _position(entry.code), default=None)
 
 
-def may_become_suitable(answer: Reasons, wanted: Resources) -> bool:
+def may_become_suitable(answer: Sequence[Rejection], wanted: Resources) -> bool:
     """Return whether a worker makes no offer because of leases that others may release.
 
-    Reasons without a known code count, too; and a resource of which a job asks none, since its default is leased then.
+    Reasons with an unknown code count, too; and a resource of which a job asks none, since its default is leased then.
     """
     rejection = _most_important(answer)
     if rejection is None:
@@ -150,8 +140,8 @@ def describe_peers(answers: Answers, held: Mapping[PeerId, str]) -> list[str]:
     """Return a line for each peer with all its reasons."""
     texts: dict[PeerId, list[str]] = {}
     for (peer, role), answer in answers.items():
-        reasons = answer.reasons[:_MAX_REASONS]
-        texts.setdefault(peer, []).extend(f"{role}: {reason[:_MAX_REASON_LENGTH]}" for reason in reasons)
+        reasons = (rejection.text[:_MAX_REASON_LENGTH] for rejection in answer[:_MAX_REASONS])
+        texts.setdefault(peer, []).extend(f"{role}: {reason}" for reason in reasons)
     for peer, role in held.items():
         texts[peer] = [f"taken for {role} already: each part of a job runs on a worker of its own"]
     return [f"{peer}: {'; '.join(found) or 'would make an offer now'}" for peer, found in sorted(texts.items())]

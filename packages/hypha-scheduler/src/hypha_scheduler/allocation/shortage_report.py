@@ -16,7 +16,7 @@ from hypha_net import rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import WHY_NOT, Reasons, WhyNot
+from hypha_proto.leases import WHY_NOT, Rejection, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, WorkerRequest
 from hypha_scheduler.allocation.auction import Auction, RoleRequest
 from hypha_scheduler.allocation.shortage import (
@@ -147,11 +147,10 @@ class ShortageReport:
             for role_request in self.auction.open_requests:
                 question = WhyNot(request=self.requests[role_request.role])
                 answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_CONTENTION_TIMEOUT)
-                if may_become_suitable(answer, role_request.spec.resources):
+                if may_become_suitable(answer.rejections, role_request.spec.resources):
                     contended.append(peer)
         except UnsupportedProtocolError:
-            if peer in candidates(self.endpoint):  # an older worker, and no node of another role
-                contended.append(peer)
+            pass  # a node of another role
         except NetError:
             contended.append(peer)
 
@@ -168,9 +167,9 @@ class ShortageReport:
             for request in self.auction.open_requests
         ]
 
-    async def _ask(self) -> dict[tuple[PeerId, str], Reasons]:
+    async def _ask(self) -> dict[tuple[PeerId, str], tuple[Rejection, ...]]:
         """Ask workers about the open requests; return their answers, and why offers were rejected here."""
-        answers: dict[tuple[PeerId, str], Reasons] = {}
+        answers: dict[tuple[PeerId, str], tuple[Rejection, ...]] = {}
         open_roles = {request.role for request in self.auction.open_requests}
         requests = {role: request for role, request in self.requests.items() if role in open_roles}
         async with anyio.create_task_group() as tasks:
@@ -190,11 +189,10 @@ class ShortageReport:
         return list(dict.fromkeys((*connected, *found)))[:_MAX_PEERS_ASKED]
 
     async def _ask_peer(
-        self, peer: PeerId, role: str, request: WorkerRequest, answers: dict[tuple[PeerId, str], Reasons]
+        self, peer: PeerId, role: str, request: WorkerRequest, answers: dict[tuple[PeerId, str], tuple[Rejection, ...]]
     ) -> None:
         try:
-            answers[peer, role] = await rpc.call(
-                self.endpoint, peer, WHY_NOT, WhyNot(request=request), timeout=_TIMEOUT
-            )
+            answer = await rpc.call(self.endpoint, peer, WHY_NOT, WhyNot(request=request), timeout=_TIMEOUT)
+            answers[peer, role] = answer.rejections
         except NetError as error:
             _log.debug("%s did not answer why it made no offer: %s", peer, error)

@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Final
 
 from hypha_proto.ids import PeerId
+from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_worker.bidding.evaluation import Evaluation, find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.rejection import (
-    RejectionReason,
     executor_reasons,
     policy_reasons,
     quota_reasons,
@@ -58,7 +58,7 @@ class Arbiter:
 
     def rejection_reasons(
         self, scheduler: PeerId, request: WorkerRequest, free: Capacity, usage: LeaseUsage = _UNUSED
-    ) -> tuple[RejectionReason, ...]:
+    ) -> tuple[Rejection, ...]:
         """Return every reason against an offer; empty if one would be made.
 
         Args:

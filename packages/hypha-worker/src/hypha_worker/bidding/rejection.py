@@ -1,12 +1,11 @@
 """Reasons against an offer, each in words for the operator and as a code for programs.
 
-Pure; called by `arbiter`. Of other schedulers' leases a reason reveals only that they hold too much (``busy``).
+Pure. Of other schedulers' leases a reason reveals only that they hold too much (``busy``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from hypha_proto.ids import PeerId
@@ -22,56 +21,48 @@ MAX_EXECUTORS: Final = 8
 """Missing executors that are named; a request may ask for thousands."""
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionReason:
-    """One reason against an offer."""
-
-    text: str
-    rejection: Rejection
+DRAINING: Final = Rejection(code="draining", text="this worker drains: it makes no more offers")
+PAUSED: Final = Rejection(code="paused", text="its owner has paused this worker: it makes no offers")
 
 
-DRAINING: Final = RejectionReason("this worker drains: it makes no more offers", Rejection(code="draining"))
-PAUSED: Final = RejectionReason("its owner has paused this worker: it makes no offers", Rejection(code="paused"))
-
-
-def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[RejectionReason]:
+def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[Rejection]:
     """Yield reasons in the owner's choice of schedulers and prices."""
     if not policy.is_allowed(scheduler):
         text = f"scheduler {scheduler} is not among offer.schedulers of this worker"
-        yield RejectionReason(text, Rejection(code="not-allowed"))
+        yield Rejection(code="not-allowed", text=text)
     if policy.offer_price(bid) is None:
         text = f"the bid of {bid:g} is below {policy.least_bid:g}, the least this worker accepts"
-        yield RejectionReason(text, Rejection(code="price", required=policy.least_bid, available=bid))
+        yield Rejection(code="price", text=text, required=policy.least_bid, available=bid)
 
 
-def quota_reasons(quota: Quota, usage: LeaseUsage) -> Iterator[RejectionReason]:
+def quota_reasons(quota: Quota, usage: LeaseUsage) -> Iterator[Rejection]:
     """Yield the limits of `quota` that the scheduler has reached."""
     for limit in quota.reached(usage):
         text = f"this scheduler has {limit.used}, and offer.{limit.key} of this worker is {limit.limit}"
-        yield RejectionReason(text, Rejection(code="quota", required=limit.used + 1.0, available=float(limit.limit)))
+        yield Rejection(code="quota", text=text, required=limit.used + 1.0, available=float(limit.limit))
 
 
-def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescriptor, ...]) -> Iterator[RejectionReason]:
+def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescriptor, ...]) -> Iterator[Rejection]:
     """Yield the executors of a request that this worker lacks, at most `MAX_EXECUTORS`."""
     configured = ", ".join(sorted(map(str, capabilities.executors))) or "none"
     for executor in capabilities.missing_executors(wanted)[:MAX_EXECUTORS]:
         text = f"executor {executor!s} is not configured; configured: {configured}"
-        yield RejectionReason(text, Rejection(code="executor"))
+        yield Rejection(code="executor", text=text)
 
 
 def start_reasons(
     starts: Mapping[ExecutorDescriptor, ExecutorStarts], wanted: tuple[ExecutorDescriptor, ...]
-) -> Iterator[RejectionReason]:
+) -> Iterator[Rejection]:
     """Yield the executors of a request that are out of bids because they fail at their start."""
     known = [found for executor in wanted[:MAX_EXECUTORS] if (found := starts.get(executor)) is not None]
     for name in dict.fromkeys(each.executor for each in known if each.exclusion is not None):
         text = f"executor {name} is out of bids, because it fails at its start"
-        yield RejectionReason(text, Rejection(code="executor"))
+        yield Rejection(code="executor", text=text)
 
 
 def resource_reasons(
     policy: OfferPolicy, capabilities: Capabilities, request: WorkerRequest, free: Capacity
-) -> Iterator[RejectionReason]:
+) -> Iterator[Rejection]:
     """Yield the resources of which the machine has too little, or too little at present."""
     wanted, sharded = request.spec.resources, capabilities.is_sharded(request.spec.executor)
     total = capabilities.capacity.available(sharded=sharded)
@@ -81,7 +72,7 @@ def resource_reasons(
         text = f"{name}: {required:g} requested, this worker has {available:g}"
         if name not in capabilities.capacity.resources.lacking(wanted):
             text = _single_gpu_text(wanted, total, request.spec.executor)
-        yield RejectionReason(text, Rejection(code=name, required=required, available=available))
+        yield Rejection(code=name, text=text, required=required, available=available)
     leased = [name for name in free.available(sharded=sharded).lacking(wanted) if name not in lacking]
     if policy.strategy == "whole" and not free.resources.covers(capabilities.capacity.resources):
         yield _busy("the machine is offered as a whole only, and a part of it is leased")
@@ -99,12 +90,12 @@ def _single_gpu_text(wanted: Resources, single: Resources, executors: Sequence[E
     )
 
 
-def _default_reasons(capabilities: Capabilities, wanted: Resources, free: Capacity) -> Iterator[RejectionReason]:
+def _default_reasons(capabilities: Capabilities, wanted: Resources, free: Capacity) -> Iterator[Rejection]:
     for name in capabilities.exhausted_defaults(wanted, free.resources):
         default = getattr(capabilities.defaults, name)
         text = f"{name}: none is free, and a job that asks for none gets {default:g} here"
-        yield RejectionReason(text, Rejection(code=name, required=default, available=0.0))
+        yield Rejection(code=name, text=text, required=default, available=0.0)
 
 
-def _busy(text: str) -> RejectionReason:
-    return RejectionReason(text, Rejection(code="busy"))
+def _busy(text: str) -> Rejection:
+    return Rejection(code="busy", text=text)

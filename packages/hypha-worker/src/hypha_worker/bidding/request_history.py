@@ -16,9 +16,10 @@ import anyio
 
 from hypha_net.log_throttle import LogThrottle
 from hypha_proto.ids import PeerId
+from hypha_proto.leases import Rejection
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.rejection import DRAINING, MAX_EXECUTORS, PAUSED, RejectionReason
+from hypha_worker.bidding.rejection import DRAINING, MAX_EXECUTORS, PAUSED
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.leasing.terms import LeaseUsage
@@ -70,7 +71,7 @@ class RequestHistory:
         """Keep a request that gets an offer."""
         self._keep(received, price, ())
 
-    def note_refusal(self, received: ReceivedRequest, reasons: Sequence[RejectionReason]) -> None:
+    def note_refusal(self, received: ReceivedRequest, reasons: Sequence[Rejection]) -> None:
         """Keep a request that gets none; log the first of each kind, then one in an hour with the number of others.
 
         Args:
@@ -78,7 +79,7 @@ class RequestHistory:
         """
         texts = tuple(reason.text for reason in reasons) or (_TAKEN,)
         self._keep(received, None, texts)
-        suppressed = self._throttle.suppressed_count(reasons[0].rejection.code if reasons else None)
+        suppressed = self._throttle.suppressed_count(reasons[0].code if reasons else None)
         if suppressed is not None:
             more = f" ({suppressed} more of this kind since it was last logged)" if suppressed else ""
             _log.info("no offer to scheduler %s: %s%s", received.scheduler, "; ".join(texts), more)
@@ -99,7 +100,7 @@ class RequestHistory:
         )
 
 
-def explain_refusal(arbiter: Arbiter, leases: LeaseManager, received: ReceivedRequest) -> tuple[RejectionReason, ...]:
+def explain_refusal(arbiter: Arbiter, leases: LeaseManager, received: ReceivedRequest) -> tuple[Rejection, ...]:
     """Return every reason against an offer for a request now; empty if one would be made."""
     usage = leases.usage.get(received.scheduler, LeaseUsage())
     reasons = arbiter.rejection_reasons(received.scheduler, received.request, leases.free, usage)

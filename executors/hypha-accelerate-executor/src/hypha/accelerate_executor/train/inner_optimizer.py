@@ -57,7 +57,6 @@ class InnerOptimizer:
         parameters: Iterable[torch.nn.Parameter],
         config: Adam,
         schedule: LearningRateSchedule | None = None,
-        first_step: int = 0,
         round_steps: float | None = None,
     ) -> None:
         """Create the optimizer; values that the job leaves out are the defaults of `torch.optim.AdamW`.
@@ -66,14 +65,13 @@ class InnerOptimizer:
             parameters: parameters to optimize.
             config: learning rate, betas, epsilon, weight decay, maximum gradient norm.
             schedule: learning-rate schedule; None keeps it constant.
-            first_step: steps of the schedule already taken, for a worker that joins late.
             round_steps: steps of the schedule in each round; None counts this worker's own steps, in all rounds.
         """
         self.parameters = list(parameters)
         self.max_norm = config.max_grad_norm
         self._rate = config.learning_rate
         self._factor = learning_rate_factor(schedule)
-        self._steps: float = first_step
+        self._steps = 0.0
         self._round_steps = round_steps
         self._end_of_round = math.inf
         self.adamw: torch.optim.Optimizer = torch.optim.AdamW(

@@ -138,7 +138,6 @@ class PlacedJob:
             updates=PeersReference(peers=self.workers, strategy=All()),
             results=PeersReference(peers=(*self.workers, self.scheduler), strategy=All()),
             optimizer=outer_optimizer(self.job),
-            members=True,
             term=self.term,
             momentum=self._served(MOMENTUM) if self.has_momentum else None,
         )

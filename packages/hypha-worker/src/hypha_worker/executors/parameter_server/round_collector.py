@@ -1,9 +1,8 @@
 """Decides which updates belong to a round, and when the round is complete.
 
-Pure: the clock is passed in, and files are only named. Called by `server`. A round is complete when every member's
-update has arrived, or at its deadline with those that have. Jobs with a fixed list of workers announce no members: then
-every permitted sender counts with equal weight, and there is no deadline. Others announce the digest of each member's
-update, too, and only an update with this digest counts.
+Pure: the clock is passed in, and files are only named. The scheduler announces the members of each round. A round is
+complete when every member's update has arrived, or at its deadline with those that have. Where the digest of a member's
+update is announced, too, only an update with this digest counts.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class _Membership:
     """Members of a round with their weights, and its deadline on the local clock."""
 
     weights: Mapping[PeerId, float]
-    deadline: float | None
-    digests: Mapping[PeerId, str | None] = field(default_factory=dict)
+    deadline: float
+    digests: Mapping[PeerId, str | None]
     """Digests of the updates, where they are known."""
 
 
@@ -73,13 +72,9 @@ class RoundCollector:
     Attributes:
         senders: peers that may send updates, by the job's spec or the newest `SetWorkers`; members that the scheduler
             announces are added.
-        members_announced: whether the scheduler announces each round's members.
-        term: term of this parameter server; None if the scheduler counts none.
     """
 
     senders: set[PeerId]
-    members_announced: bool
-    term: int | None = None
     round: int | None = None
     """The current round; None until the members of the first round are announced."""
     workers: frozenset[PeerId] | None = None
@@ -90,10 +85,6 @@ class RoundCollector:
     """Senders of which an update was refused, with its round."""
     _used: dict[PeerId, set[str]] = field(default_factory=dict)
     """Digests of the updates in earlier rounds, by sender."""
-
-    def __post_init__(self) -> None:
-        if not self.members_announced:
-            self.round = 1
 
     def set_workers(self, workers: Iterable[PeerId]) -> None:
         """Replace the job's workers."""
@@ -118,8 +109,6 @@ class RoundCollector:
         return None, self._drop_nonmembers(number, weights.keys())
 
     def _reason_against(self, message: SetMembers) -> str | None:
-        if not self.members_announced:
-            return "the task's aggregation does not enable announced members"
         if self.round is not None and message.round < self.round:
             return f"round {message.round} is over, the current round is {self.round}"
         if self.round is not None and message.round >= self.round + MAX_ROUNDS_AHEAD:
@@ -139,13 +128,13 @@ class RoundCollector:
                 dropped.append(DroppedUpdate(peer, self._updates.pop((number, peer)).path, reason))
         return dropped
 
-    def admit(self, peer: PeerId, round_number: int, digest: str = "") -> int:
-        """Return the round of an update that `peer` is about to send.
+    def admit(self, peer: PeerId, round_number: int, digest: str) -> None:
+        """Check an update that `peer` is about to send.
 
         Args:
             peer: its sender.
             round_number: the round that it is for.
-            digest: its digest; empty if it is not known yet.
+            digest: its digest.
 
         Raises:
             UpdateRefusedError: the update is not expected.
@@ -164,27 +153,20 @@ class RoundCollector:
             raise UpdateRefusedError("an update of this peer for another round is already waiting")
         if (round_number, peer) in self._refused:
             raise UpdateRefusedError(f"an update of {peer} was refused in round {round_number} before")
-        if digest:
-            self._check_digest(round_number, peer, digest)
-        return round_number
+        reason = self._mismatch(round_number, peer, digest) or self._replay(round_number, peer, digest)
+        if reason is not None:
+            raise UpdateRefusedError(reason)
 
     def refuse(self, peer: PeerId, round_number: int) -> Path | None:
         """Let nothing of a peer count in a round any more; return its file that had arrived, to be deleted.
 
-        A scheduler with terms goes on without the member when it hears of the refusal, and records the round so.
+        The scheduler goes on without the member when it hears of the refusal, and records the round so.
         """
-        if self.term is None:
-            return None
         is_near = self.round is None or self.round <= round_number <= self.round + MAX_ROUNDS_AHEAD
         if is_near and len(self._refused) < _MAX_REFUSED:
             self._refused.add((round_number, peer))
         dropped = self._updates.pop((round_number, peer), None)
         return None if dropped is None else dropped.path
-
-    def _check_digest(self, round_number: int, peer: PeerId, digest: str) -> None:
-        reason = self._mismatch(round_number, peer, digest) or self._replay(round_number, peer, digest)
-        if reason is not None:
-            raise UpdateRefusedError(reason)
 
     def _mismatch(self, round_number: int, peer: PeerId, digest: str) -> str | None:
         """Return why an update is not the one that its worker has stated to the scheduler; None if it may be."""
@@ -196,8 +178,6 @@ class RoundCollector:
 
     def _replay(self, round_number: int, peer: PeerId, digest: str) -> str | None:
         """Return why an update is one that its sender has sent for another round; None if it is not."""
-        if self.term is None:  # executors of the older network may send the same more than once
-            return None
         waits = any(
             sender == peer and number != round_number and update.digest == digest
             for (number, sender), update in self._updates.items()
@@ -206,7 +186,7 @@ class RoundCollector:
             return None
         return f"update: {peer} has sent {digest} for another round already: send the update of round {round_number}"
 
-    def add(self, peer: PeerId, round_number: int, path: Path, digest: str = "") -> Path | None:
+    def add(self, peer: PeerId, round_number: int, path: Path, digest: str) -> Path | None:
         """Add an update that has arrived; return the file that it replaces, if a lost receipt made the peer send twice.
 
         Raises:
@@ -226,7 +206,7 @@ class RoundCollector:
             return None
         if all((self.round, peer) in self._updates for peer in members.weights):
             return 0.0
-        return None if members.deadline is None else max(0.0, members.deadline - now)
+        return max(0.0, members.deadline - now)
 
     @property
     def is_empty(self) -> bool:
@@ -266,8 +246,7 @@ class RoundCollector:
 
     def _use(self, number: int, peer: PeerId) -> Path:
         update = self._updates.pop((number, peer))
-        if self.term is not None:
-            self._used.setdefault(peer, set()).add(update.digest)
+        self._used.setdefault(peer, set()).add(update.digest)
         return update.path
 
     def is_late(self, peer: PeerId, round_number: int) -> bool:
@@ -282,8 +261,6 @@ class RoundCollector:
         return round_number < self.round or (membership is not None and peer not in membership.weights)
 
     def _current_membership(self) -> _Membership | None:
-        if not self.members_announced:
-            return _Membership(dict.fromkeys(sorted(self.senders), 1.0), None)
         return None if self.round is None else self._members.get(self.round)
 
     def _drop_nonmembers(self, number: int, members: Iterable[PeerId]) -> list[Path]:

@@ -1,6 +1,6 @@
 """Runs the parameter server of a job: receives pseudo-gradients, takes the outer step, pushes the outer update.
 
-Called by `tasks.task_run` as an execution. Training executors push to it through their bridges; the outer update goes
+Training executors push to it through their bridges; the outer update goes
 to their bridges and to the scheduler, which adds it to its own copy of the model.
 """
 
@@ -53,10 +53,10 @@ ANNOUNCEMENT_WAIT: Final = 5.0
 _MAX_UNANNOUNCED: Final = 16
 """Largest number of updates that wait for it."""
 MAX_PUSHES: Final = 3
-"""Largest number of outer updates of a job with a term that are being pushed; with a further one, the oldest ends."""
+"""Largest number of outer updates of a job that are being pushed; with a further one, the oldest ends."""
 _HEADER_ALLOWANCE: Final = 1 << 20
 SCHEDULER_PAUSES: Final = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before the outer update of a job with a term is pushed to the scheduler again; the last repeats."""
+"""Seconds before an outer update is pushed to the scheduler again; the last repeats."""
 MAX_REFUSALS: Final = 3
 """Refusals of an outer update by the scheduler after which it is not pushed again, unless its disk is full."""
 _CODECS: Final = ("fp32",)
@@ -90,10 +90,10 @@ class ParameterServer(Execution):
         self._context = context
         self._config = config
         senders = set(reference_peers([config.updates]))
-        self._collector = RoundCollector(senders, members_announced=bool(config.members), term=config.term)
+        self._collector = RoundCollector(senders)
         self._reference = _ReferenceLayout()
         self._candidates: dict[Path, _Candidate] = {}
-        """In order of arrival; only of jobs with a term."""
+        """In order of arrival."""
         self._momentum: Mapping[str, TensorInfo] | None = None
         """Tensors of the momentum that the job begins with."""
         self._has_begun = anyio.Event()
@@ -143,13 +143,12 @@ class ParameterServer(Execution):
         if self._is_over:
             return Refusal(reason=f"{NO_JOB} of job {self._context.job_id}: it is over")
         self._count += 1
-        if self._config.term is not None:
-            if header.term is not None and header.term != self._config.term:  # it may be sent again under this term
-                reason = f"term: {header.term} is not {self._config.term}, the term of this parameter server"
-                return Refusal(reason=reason)
-            await self._wait_until_announced(peer)
-            if self._collector.workers is not None and peer not in self._collector.senders:
-                return Refusal(reason=f"{peer} is not a worker of this job")
+        if header.term is not None and header.term != self._config.term:  # it may be sent again under this term
+            reason = f"term: {header.term} is not {self._config.term}, the term of this parameter server"
+            return Refusal(reason=reason)
+        await self._wait_until_announced(peer)
+        if self._collector.workers is not None and peer not in self._collector.senders:
+            return Refusal(reason=f"{peer} is not a worker of this job")
         return self._accept_update(peer, header)
 
     async def _wait_until_announced(self, peer: PeerId) -> None:
@@ -169,14 +168,14 @@ class ParameterServer(Execution):
             self._check_statement(header)
             if self._collector.is_late(peer, header.round):
                 return self._accept_late_update(peer, header)
-            number = self._admit(peer, header)
+            self._admit(peer, header)
         except UpdateRefusedError as error:
             self._report_refusal(peer, header.round, str(error))
             return Refusal(reason=str(error))
-        path = self._context.work_dir / f"update-{number}-{self._count}.safetensors"
+        path = self._context.work_dir / f"update-{header.round}-{self._count}.safetensors"
 
         async def on_complete(size: int, digest: str) -> None:
-            await self._on_update_received(peer, number, path, size, digest)
+            await self._on_update_received(peer, header.round, path, size, digest)
 
         return self._target(path, on_complete)
 
@@ -212,12 +211,12 @@ class ParameterServer(Execution):
         known = self._reference.size
         return known + known // 50 + _HEADER_ALLOWANCE if known else sys.maxsize
 
-    def _admit(self, peer: PeerId, header: PushHeader) -> int:
+    def _admit(self, peer: PeerId, header: PushHeader) -> None:
         if header.kind != PSEUDO_GRADIENT:
             raise UpdateRefusedError(f"{header.kind[:40]!r} is not accepted here, only {PSEUDO_GRADIENT}")
         if header.codec not in _CODECS:
             raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
-        return self._collector.admit(peer, header.round, header.digest)
+        self._collector.admit(peer, header.round, header.digest)
 
     def _check_statement(self, header: PushHeader) -> None:
         """Check what the header of an update states besides its round; it may state nothing.
@@ -258,8 +257,6 @@ class ParameterServer(Execution):
         if isinstance(first, TensorLayout):
             if difference := first.difference(layout):
                 raise UpdateRefusedError(f"{_OTHER_LAYOUT}: {difference}")
-        elif self._config.term is None:
-            self._reference = _ReferenceLayout(layout, size)
         else:  # a single sender does not decide what the model is
             self._candidates[path] = _Candidate(layout, size)
 
@@ -367,7 +364,7 @@ class ParameterServer(Execution):
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
         """Run one round; return whether it was the last."""
         await self._wait_for_updates()
-        if self._config.term is not None and self._collector.is_empty and not self._has_empty_round:
+        if self._collector.is_empty and not self._has_empty_round:
             self._has_empty_round = True  # all of its members may be gone; the scheduler announces others
             await self._report_missing(self._collector.round or 0, self._collector.drop_members())
             return False
@@ -457,7 +454,7 @@ class ParameterServer(Execution):
     async def _push_outer_update(self, done: CompleteRound, result: Path, tasks: anyio.abc.TaskGroup) -> OuterPush:
         """Push the outer update to all receivers concurrently; wait for those that take part in the round.
 
-        In a job with a term, only the scheduler must have it: the members may be gone, and are not waited for long.
+        Only the scheduler must have it: the members may be gone, and are not waited for long.
         """
         size, digest = await transfer.describe(result)
         header = PushHeader(
@@ -470,7 +467,7 @@ class ParameterServer(Execution):
             lease=self._context.lease,
             scheduler=self._context.scheduler,
             term=self._config.term,
-            samples=int(sum(weight for _, _, weight in done.updates)) if self._config.members else 0,
+            samples=int(sum(weight for _, _, weight in done.updates)),
         )
         participants, others = self._receivers(done)
         push = OuterPush(result, header, participants, others, repeats=self._recorder is not None)
@@ -482,15 +479,13 @@ class ParameterServer(Execution):
 
     @property
     def _recorder(self) -> PeerId | None:
-        """The scheduler, if the job goes on when it alone has an outer update."""
-        is_recorded = self._config.term is not None and self._context.scheduler in reference_peers(
-            [self._config.results]
-        )
-        return self._context.scheduler if is_recorded else None
+        """The scheduler, if it receives outer updates: the job goes on when it alone has one."""
+        scheduler = self._context.scheduler
+        return scheduler if scheduler in reference_peers([self._config.results]) else None
 
     async def _run_push(self, push: OuterPush) -> None:
         self._pushes.append(push)
-        if self._config.term is not None and len(self._pushes) > MAX_PUSHES:
+        if len(self._pushes) > MAX_PUSHES:
             self._pushes[0].stop()
         try:
             await push.run(self._push_to)
@@ -506,12 +501,12 @@ class ParameterServer(Execution):
     async def _push_to_scheduler(self, path: Path, header: PushHeader) -> int:
         """Push an outer update to the scheduler; return the bytes sent.
 
-        A job with a term cannot go on without: its push is repeated until the scheduler has the update or the job ends,
+        A job cannot go on without: the push is repeated until the scheduler has the update or the job ends,
         for example when its disk is full. What becomes of the job if it refuses the update for another reason, which
         it does when it has it already, it says when it hears of the step.
 
         Raises:
-            NetError: without a term, it was not sent; with one, it was refused `MAX_REFUSALS` times for other reasons.
+            NetError: it was refused `MAX_REFUSALS` times for other reasons.
         """
         scheduler, failures, refusals = self._context.scheduler, 0, 0
         while True:
@@ -523,7 +518,7 @@ class ParameterServer(Execution):
                 )
             except NetError as error:
                 refusals += isinstance(error, TransferRefusedError) and not error.reason.startswith(NO_ROOM)
-                if self._config.term is None or refusals == MAX_REFUSALS:
+                if refusals == MAX_REFUSALS:
                     raise
                 _log.warning("outer update of round %d did not reach the scheduler: %s", header.round, error)
             await anyio.sleep(backoff.jittered(SCHEDULER_PAUSES, failures))
