@@ -147,7 +147,7 @@ def test_worker_that_gives_its_task_up_gets_no_other_one(is_released: bool) -> N
     async def case() -> None:
         job = begin(resources={"num_workers": 3, "min_workers": 2})
         if is_released:
-            job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it"))
+            job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
         else:
             job.end_task(A, TaskState.CANCELLED, "no room for the file in /work: No space left on device")
         [train] = [request for request in job.operator.role_requests() if request.role == TRAIN]
@@ -180,7 +180,14 @@ def test_third_failure_on_a_lease_replaces_the_worker() -> None:
         assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
         wanted = {request.role: request for request in job.operator.role_requests()}
         assert (wanted[TRAIN].count, wanted[TRAIN].excluded) == (3, {A})
-        assert job.outcome is None
+        [excluded] = job.named("worker_excluded")
+        assert (excluded["worker"], excluded["role"], excluded["seconds"]) == (str(A), TRAIN, 60.0)
+        job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
+        assert job.outcome is None, "it is used rather than that the job fails"
+        assert job.operator.role_requests()[0].excluded == frozenset()
+        job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
+        assert job.outcome is not None
+        assert job.outcome.endswith("2 of 3 held")
 
     simulate(case)
 

@@ -32,6 +32,7 @@ from hypha_proto.transfer import OUTER_UPDATE, Refusal
 from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.strategies.avoidance import PATIENCE
 from hypha_scheduler.strategies.base import EndJob, RetryAfter, SliceToUse, StartTask, StopTask, TaskRef, TaskState
 from hypha_scheduler.strategies.inference.operator import (
     FIRST_SLICES,
@@ -39,7 +40,6 @@ from hypha_scheduler.strategies.inference.operator import (
     MAX_FAILURES,
     MAX_IN_HAND,
     MAX_LOSSES,
-    PATIENCE,
     REPEAT_AFTER,
 )
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
@@ -698,7 +698,7 @@ def test_a_slice_that_ten_workers_were_lost_with_ends_the_job(tmp_path: Path) ->
         [task] = run.tasks
         fetched(run, task)
         run.lose(task.lease.id)
-        run.acquire()
+        let_patience_end(run)
     assert "10 workers were lost while they computed slice 0; the last: it is gone" in str(run.ended[0].failure)
 
 

@@ -6,7 +6,6 @@ Called by `operator`.
 from __future__ import annotations
 
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -15,6 +14,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.task_graph import TaskState
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, RetryAfter, StopTask, TaskEnded, TaskRef
 from hypha_scheduler.strategies.diloco import records, training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
@@ -26,7 +26,7 @@ from hypha_scheduler.strategies.diloco.specs import TRAIN
 
 _ASK_AGAIN: Final = 5.0
 """Seconds after which a worker that may not begin yet is looked at again."""
-_MAX_RELEASES: Final = 2
+MAX_RELEASES: Final = 2
 """How often a worker is released, because it is overdue or its task did not start, until it is excluded."""
 
 
@@ -49,21 +49,20 @@ class Membership:
     """Returns the runner's effects for those of the training state."""
     start_ready: Callable[[], Effects]
     """Starts the tasks whose inputs exist."""
-    excluded: set[PeerId] = field(default_factory=set)
-    """Peers that get no task of a worker any more."""
+    avoidance: Avoidance
     draining: set[uuid.UUID] = field(default_factory=set)
     """Leases of workers that end when their tasks have ended."""
-    _releases: Counter[PeerId] = field(default_factory=Counter)
     _stopped: set[uuid.UUID] = field(default_factory=set)
     """Leases whose tasks this job has stopped."""
 
     # ---------------------------------------------------------------------------------------------------------- demand
 
-    def demand(self, request: RoleRequest) -> RoleRequest:
+    def demand(self, request: RoleRequest, now: float) -> RoleRequest:
         """Return the demand for workers: replacements for the draining ones are sought while those finish a round."""
         if self.is_over:
             return replace(request, count=0, minimum=0)
-        return replace(request, count=request.count + len(self.draining), excluded=frozenset(self.excluded))
+        unwanted = self.avoidance.unwanted(TRAIN, now)
+        return replace(request, count=request.count + len(self.draining), excluded=unwanted)
 
     @property
     def is_over(self) -> bool:
@@ -134,33 +133,32 @@ class Membership:
                 effects = (*effects, event, replaced_event(peer, TRAIN, why), records.left_record(peer, why))
         return effects
 
-    def release(self, peer: PeerId, why: str, *, exclude: bool = False) -> Effects:
+    def release(self, peer: PeerId, why: str, now: float, *, exclude: bool = False) -> Effects:
         """Cancel the task of a worker and give its lease back; it is lost when that has ended."""
         lease = self.running.workers.get(peer)
         task = None if lease is None else self.running.task_of(lease)
-        self._releases[peer] += 1
-        if exclude or self._releases[peer] >= _MAX_RELEASES:
-            self.excluded.add(peer)
+        if exclude:
+            excluded = self.avoidance.exclude(TRAIN, peer, why, now)
+        else:
+            excluded = self.avoidance.record_failure(TRAIN, peer, None, why, now)
         if task is None:
-            return ()
+            return excluded
         self._stopped.add(task.lease.id)
-        return (StopTask(task, why),)
+        return (*excluded, StopTask(task, why))
 
     def not_started(self, task: TaskRef, why: str, now: float) -> Effects:
         """Go on without a worker that did not take its task."""
         peer = task.lease.peer
-        self._releases[peer] += 1
-        if self._releases[peer] >= _MAX_RELEASES:
-            self.excluded.add(peer)
-        return self.lost(peer, why, now)
+        return (*self.avoidance.record_failure(TRAIN, peer, None, why, now), *self.lost(peer, why, now))
 
     def executor_ended(self, task: TaskRef, end: TaskEnded, now: float) -> Effects | JobFault:
         """Start an executor again that has ended before the job was done, or go on without its worker."""
         peer, lease = task.lease.peer, task.lease.id
         if end.state is TaskState.CANCELLED:
-            if lease not in self._stopped and lease not in self.draining:  # its worker gave it up: the disk is full
-                self.excluded.add(peer)
-            return self.lost(peer, f"its executor was cancelled: {end.reason or 'no reason was given'}", now)
+            why = f"its executor was cancelled: {end.reason or 'no reason was given'}"
+            if lease in self._stopped or lease in self.draining:
+                return self.lost(peer, why, now)
+            return self._avoid(peer, why, now)  # its worker gave it up: the disk is full
         is_refused = self.running.training.contributions.refusals[peer] > 0
         known = replace(end, exit_code=None) if is_refused else end  # what a refusal ends is no fault of the job
         at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.batch_size)
@@ -168,10 +166,13 @@ class Membership:
             case FailJob(reason):
                 return JobFault(f"task {task.name} on worker {peer}: {reason}")
             case Replace(reason):
-                self.excluded.add(peer)
-                return self.lost(peer, reason, now)
+                return self._avoid(peer, reason, now)
             case Restart() as restart:
                 return self._restart(task, end, restart, now)
+
+    def _avoid(self, peer: PeerId, why: str, now: float) -> Effects:
+        """Go on without a worker, and let one at another peer take its place."""
+        return (*self.avoidance.exclude(TRAIN, peer, why, now), *self.lost(peer, why, now))
 
     def _restart(self, task: TaskRef, end: TaskEnded, restart: Restart, now: float) -> Effects:
         running, peer, why = self.running, task.lease.peer, describe(end)

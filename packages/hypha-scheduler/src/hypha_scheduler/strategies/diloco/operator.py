@@ -24,6 +24,7 @@ from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.task_graph import Task, TaskState
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
     Effects,
     EmitEvent,
@@ -60,7 +61,7 @@ from hypha_scheduler.strategies.diloco.events import (
     suspected_event,
 )
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
-from hypha_scheduler.strategies.diloco.membership import JobFault, Membership
+from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdates
 from hypha_scheduler.strategies.diloco.restarts import OTHER_MODEL, describe
 from hypha_scheduler.strategies.diloco.restore import Restored
@@ -130,6 +131,9 @@ class DilocoOperator(Operator):
         self._context = context
         self._data = data
         self._restored = restored
+        self._avoidance = Avoidance(MAX_RELEASES)
+        self._used_avoided: set[str] = set()
+        """Roles that took workers which they avoid, for lack of others, since the last recorded round."""
         self._began = self._now = now
         self._builder = JobBuilder(job, context, data, restored)
         self._phase = _Phase.ALLOCATING
@@ -167,13 +171,15 @@ class DilocoOperator(Operator):
         if self._running is None:
             return ()
         workers, server = role_requests(self._job, has_begun=True)
-        return (self._membership.demand(workers), self._handover.demand(server))
+        return (self._membership.demand(workers, self._now), self._handover.demand(server, self._now))
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         """Start the parameter server; the trainers follow when its worker has confirmed it. Later ones join."""
+        self._now = now
         if self._phase is _Phase.TRAINING and self._running is not None:
             effects: Effects = ()
             for lease in leases:
+                self._avoidance.stop_seeking(lease.role)
                 add = self._membership.add if lease.role == TRAIN else self._handover.add
                 effects = (*effects, *add(lease, now))
             return effects
@@ -185,9 +191,17 @@ class DilocoOperator(Operator):
 
     def _begin(self, running: RunningJob) -> RunningJob:
         rounds = self._job.rounds.update_rounds
-        self._membership = Membership(running, self._commits, rounds, self._translate, self._start_ready)
+        self._membership = Membership(
+            running, self._commits, rounds, self._translate, self._start_ready, self._avoidance
+        )
         self._handover = ServerHandover(
-            self._builder, running, self._commits, self._membership, self._translate, self._start_ready
+            self._builder,
+            running,
+            self._commits,
+            self._membership,
+            self._translate,
+            self._start_ready,
+            self._avoidance,
         )
         self._running = running
         self._phase = _Phase.TRAINING
@@ -195,6 +209,7 @@ class DilocoOperator(Operator):
 
     def on_tasks_adopted(self, tasks: Sequence[TaskRef], now: float) -> Effects:
         """Go on with the open round and seek who is missing, or begin it anew with other workers if none is left."""
+        self._now = now
         can_go_on = self._running is None and self._phase is _Phase.ALLOCATING
         running = self._builder.adopt(tasks, now) if can_go_on else None
         if running is None:
@@ -218,6 +233,7 @@ class DilocoOperator(Operator):
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Continue without a lost worker or parameter server until another one takes its place."""
+        self._now = now
         if self._running is None:
             return ()
         self._membership.draining.discard(lease.id)
@@ -238,8 +254,15 @@ class DilocoOperator(Operator):
         return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job: it cannot begin, or go on, without the workers that it needs."""
+        """Fail the job, which cannot go on without the workers that it needs, unless there are some that it avoids."""
+        self._now = now
         if self._phase not in (_Phase.ALLOCATING, _Phase.TRAINING):
+            return ()
+        avoided = self._avoidance.excluded(role, now)
+        if avoided and role not in self._used_avoided:
+            self._used_avoided.add(role)
+            self._avoidance.seek_other(role, role, avoided, now)
+            self._avoidance.give_in(now)
             return ()
         paused = None if self._running is None else self._running.training.rounds.pause_reason
         return self._fail(reasons if paused is None else f"{paused}\n{reasons}")
@@ -370,6 +393,7 @@ class DilocoOperator(Operator):
 
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Process the report of an executor."""
+        self._now = now
         if self._running is None:
             return ProgressError(reason="the job has no workers yet"), ()
         peer = task.lease.peer
@@ -380,6 +404,7 @@ class DilocoOperator(Operator):
 
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
         """Handle what workers state and ask about rounds, and what background work observes."""
+        self._now = now
         if source is None:
             return None, self._on_notice(name, message, now)
         match message:
@@ -498,6 +523,7 @@ class DilocoOperator(Operator):
 
     def on_push_complete(self, task: TaskRef, header: PushHeader, path: Any, digest: str, now: float) -> Effects:
         """Record the round, which commits it."""
+        self._now = now
         running, number = self._running, header.round
         advance = None if running is None or task != running.server else self._commits.record(number, running.term)
         if running is None or advance is None:
@@ -513,6 +539,7 @@ class DilocoOperator(Operator):
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
         for peer in members:
             running.restarts.round_counted(peer)
+        self._used_avoided.clear()
         handed_over = self._handover.round_committed(now)
         return (record, commit, *self._translate(closing), *handed_over, *self._check_outcome(now))
 
@@ -520,6 +547,7 @@ class DilocoOperator(Operator):
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
         """Handle that an update was applied, the model completed, or an announcement answered."""
+        self._now = now
         running = self._running
         if running is not None and (effects := self._message_answered(running, tag, outcome, now)) is not None:
             return effects
@@ -576,7 +604,7 @@ class DilocoOperator(Operator):
             case Suspected():
                 return (suspected_event(effect.peer, effect.round, effect.seconds),)
             case Overdue(peer, reason):
-                return self._membership.release(peer, reason)
+                return self._membership.release(peer, reason, self._now)
             case StepOverdue(_, reason):
                 return self._handover.replace(reason, self._now)
             case Paused(reason):
@@ -600,8 +628,7 @@ class DilocoOperator(Operator):
         if refused.count < MAX_REFUSALS or refused.peer not in running.workers:
             return ()
         why = f"{refused.count} of its updates were refused, the last because {refused.reason}"
-        event = EmitEvent("worker_excluded", {"worker": str(refused.peer), "reason": why})
-        return (event, *self._membership.release(refused.peer, why, exclude=True))
+        return self._membership.release(refused.peer, why, self._now, exclude=True)
 
     def _note_evaluation(self, measured: Measured) -> None:
         """Let what a worker has evaluated decide on the best checkpoint."""
@@ -665,6 +692,7 @@ class DilocoOperator(Operator):
 
     def on_deadline(self, now: float) -> Effects:
         """Continue without what is late, or fail."""
+        self._now = now
         assert self._running is not None
         if self._phase is _Phase.EXITING:
             return self._stop_waiting(self._running)

@@ -17,6 +17,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, SendCommand, StopTask, TaskRef
 from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
@@ -52,12 +53,9 @@ class ServerHandover:
     """Returns the runner's effects for those of the training state."""
     start_ready: Callable[[], Effects]
     """Starts the tasks whose inputs exist."""
-    excluded: set[PeerId] = field(default_factory=set)
-    """Peers whose parameter servers have failed."""
+    avoidance: Avoidance
     is_draining: bool = False
     """Whether the worker of the parameter server has announced that it will end."""
-    _not_started: set[PeerId] = field(default_factory=set)
-    """Peers that did not take the task."""
     _standby: Lease | None = None
     """Lease of the next parameter server."""
     _is_replaced: bool = False
@@ -67,12 +65,12 @@ class ServerHandover:
 
     # ----------------------------------------------------------------------------------------------------------- leases
 
-    def demand(self, request: RoleRequest) -> RoleRequest:
+    def demand(self, request: RoleRequest, now: float) -> RoleRequest:
         """Return the demand for parameter servers: a second one while the first drains."""
         if self.membership.is_over:
             return replace(request, count=0, minimum=0)
         count = 2 if self.is_draining and self.running.server is not None else 1
-        return replace(request, count=count, excluded=frozenset(self.excluded))
+        return replace(request, count=count, excluded=self.avoidance.unwanted(AGGREGATE, now))
 
     def add(self, lease: Lease, now: float) -> Effects:
         """Let a lease take the place of a parameter server: at once, or after the next round if that drains."""
@@ -111,23 +109,19 @@ class ServerHandover:
         server = self.running.server
         if server is None:
             return ()
-        if exclude:
-            self.excluded.add(server.lease.peer)
-        return (*self.lost(why, now), StopTask(server, why))
+        excluded = self.avoidance.exclude(AGGREGATE, server.lease.peer, why, now) if exclude else ()
+        return (*excluded, *self.lost(why, now), StopTask(server, why))
 
     def not_started(self, task: TaskRef, why: str, now: float) -> Effects:
         """Go on without a parameter server whose worker did not take its task."""
-        peer = task.lease.peer
-        if peer in self._not_started:
-            self.excluded.add(peer)
-        self._not_started.add(peer)
-        return self.lost(why, now)
+        excluded = self.avoidance.record_failure(AGGREGATE, task.lease.peer, None, why, now)
+        return (*excluded, *self.lost(why, now))
 
     def failed(self, why: str, now: float) -> Effects:
         """Go on without a parameter server that has ended by itself."""
-        if self.running.server is not None:
-            self.excluded.add(self.running.server.lease.peer)
-        return self.lost(why, now)
+        server = self.running.server
+        excluded = () if server is None else self.avoidance.exclude(AGGREGATE, server.lease.peer, why, now)
+        return (*excluded, *self.lost(why, now))
 
     def round_committed(self, now: float) -> Effects:
         """Replace a parameter server that drains, if there is another lease."""
@@ -200,7 +194,7 @@ class ServerHandover:
             return ()
         if not isinstance(outcome, CommandAnswer) or not outcome.accepted:
             why = outcome.reason if isinstance(outcome, CommandAnswer) else str(outcome)
-            return self.membership.release(told.peer, f"it was not told of the new parameter server: {why[:200]}")
+            return self.membership.release(told.peer, f"it was not told of the new parameter server: {why[:200]}", now)
         running.server_terms[told.peer] = told.term
         stated = running.training.contributions.get(told.peer, told.round)
         if told.update in (None, outcome.sends) or stated is None or stated.update != told.update:

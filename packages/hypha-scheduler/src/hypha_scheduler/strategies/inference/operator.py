@@ -17,8 +17,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
-from hypha_scheduler.allocation.exclusions import Exclusion, Exclusions
 from hypha_scheduler.errors import files_unusable
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
     DatasetView,
     Effect,
@@ -71,10 +71,6 @@ FIRST_SLICES: Final = 3
 """Committed parts, with nothing but errors of one kind in them, after which the job fails."""
 _FAILURES_OF_WORKER: Final = 2
 """Attempts in a row that fail at one worker, and invalid parts, until its lease is released and it is excluded."""
-PATIENCE: Final = 3.0
-"""Seconds for which another worker is sought before one is used at which attempts have failed."""
-_ALONE: Final = 30.0
-"""Seconds for which no other worker is sought again after none was found."""
 _BAD_JOB: Final = 2
 """Exit code of an executor that cannot do what its settings say; no other worker could."""
 _NO_ROOM: Final = 74
@@ -133,8 +129,6 @@ class InferenceOperator(Operator):
             self._tally.restore(restored.worker_of[index], part.counts)
         self._began = False
         self._barren = 0
-        self._blamed = 0
-        """Failures of workers so far."""
         self._failed_starts = 0
         self._moving = 0
         """Parts that are not yet among the results."""
@@ -142,13 +136,7 @@ class InferenceOperator(Operator):
         """When leases that are of no more use were released; until then as many are wanted as have tasks."""
         self._exit_by: float | None = None
         """When the job no longer waits for executors to exit."""
-        self._exclusions = Exclusions(_FAILURES_OF_WORKER)
-        self._resting: dict[PeerId, float] = {}
-        """When workers at which an attempt failed start the next, while there is no other."""
-        self._alone_until = 0.0
-        """How long no other worker is sought, as none was found."""
-        self._idle_since: float | None = None
-        """Since when no worker has had a task while some are excluded."""
+        self._avoidance = Avoidance(_FAILURES_OF_WORKER)
         self._now = 0.0
         self._is_finishing = False
         self.is_finished = False
@@ -170,21 +158,22 @@ class InferenceOperator(Operator):
         if self._releasing_at is not None:
             count = min(count, self._workers.busy)
         minimum = 0 if self._releasing_at is not None else self._minimum(count)
-        return (replace(role_request(self._job, count, minimum), excluded=self._excluded()),)
+        return (replace(role_request(self._job, count, minimum), excluded=self._avoidance.unwanted(ROLE, self._now)),)
 
-    def _excluded(self) -> frozenset[PeerId]:
-        """Return the workers that are not wanted now; none if nobody else was found."""
-        if self._idle_since is not None and self._idle_since + PATIENCE <= self._now:
-            return frozenset()
-        return self._exclusions.peers(ROLE, self._now) | self._resting.keys()
-
-    def _note_idle(self, now: float) -> None:
-        """Note since when no worker has a task although some are excluded."""
+    def _seek_other(self, now: float) -> None:
+        """Seek another worker while all are avoided."""
         self._now = now
-        if self._workers.busy or not self._exclusions.peers(ROLE, now):
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
+        avoided = self._avoidance.failed(ROLE)
+        if avoided and not self._workers.working and self._ledger.unfinished:
+            self._avoidance.seek_other(ROLE, ROLE, avoided, now)
+        else:
+            self._avoidance.stop_seeking(ROLE)
+
+    def _rests(self, worker: Worker) -> bool:
+        """Return whether another worker is sought before a task starts on a lease."""
+        if worker.is_leaving or self._workers.working or self._avoidance.gives_in(ROLE, self._now):
+            return False
+        return worker.lease.peer in self._avoidance.failed(ROLE)
 
     def _minimum(self, count: int) -> int:
         return min(count, 1 if self._began else self._job.resources.min_workers)
@@ -204,28 +193,23 @@ class InferenceOperator(Operator):
         if not self._began:
             self._began = True
             self._tally.began = now
-        self._forget_resting(leases)
         self._workers.add(leases)
-        effects = self._start_tasks(now)
-        self._note_idle(now)
-        return effects
-
-    def _forget_resting(self, leases: Sequence[Lease]) -> None:
-        """Give up the leases that rest, which the runner releases since another was found."""
-        for worker in self._workers.idle():
-            if worker.lease.peer in self._resting and any(lease.peer != worker.lease.peer for lease in leases):
-                self._workers.remove(worker.lease)
+        for lease in leases:
+            self._avoidance.note_found(ROLE, lease.peer)
+        return self._start_tasks(now)
 
     def _start_tasks(self, now: float) -> Effects:
-        """Start tasks on idle leases while there is work for them; the others are released."""
-        effects: list[Effect] = []
-        for worker in self._workers.idle():
-            if now < self._resting.get(worker.lease.peer, now):
-                continue
-            if not worker.is_leaving and self._workers.working < self._ledger.unfinished:
+        """Start tasks on idle leases while there is work for them; the others are released, unless all are avoided."""
+        self._seek_other(now)
+        idle, effects = self._workers.idle(), list[Effect]()
+        for worker in idle:
+            is_usable = not worker.is_leaving and not self._rests(worker)
+            if is_usable and self._workers.working < self._ledger.unfinished:
                 effects.append(StartTask(worker.begin(), self._data.spec))
-            elif self._releasing_at is None:
-                self._releasing_at = now
+        rest = [worker for worker in idle if worker.task is None]
+        if self._releasing_at is None and not all(self._rests(worker) for worker in rest):
+            self._releasing_at = now
+        self._seek_other(now)
         return tuple(effects)
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
@@ -244,17 +228,11 @@ class InferenceOperator(Operator):
                     event,
                     *self._fail(f"{MAX_LOSSES} workers were lost while they computed {what}; the last: {reason}"),
                 )
-        effects = (event, *blame, *self._start_tasks(now))
-        self._note_idle(now)
-        return effects
+        return (event, *blame, *self._start_tasks(now))
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
-        """Fail the job unless workers are excluded: there is nobody to compute what is left."""
-        if not self._excluded():
-            return self._fail(reasons)
-        self._resting.clear()
-        self._idle_since = now - PATIENCE
-        return self._start_tasks(now)
+        """Fail the job unless workers are avoided: there is nobody to compute what is left."""
+        return self._start_tasks(now) if self._avoidance.give_in(now) else self._fail(reasons)
 
     def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
         """Let a worker that shuts down finish what it computes, and look for another."""
@@ -281,11 +259,8 @@ class InferenceOperator(Operator):
         if isinstance(update, TaskNotStarted):
             self._workers.remove(task.lease)
             why = f"it did not start: {update.reason}"
-            effects = (*self._attempt_failed(task, worker, why, now), *self._continue(now))
-        else:
-            effects = self._task_ended(task, worker, update, now)
-        self._note_idle(now)
-        return effects
+            return (*self._attempt_failed(task, worker, why, now), *self._continue(now))
+        return self._task_ended(task, worker, update, now)
 
     def _task_ended(self, task: TaskRef, worker: Worker, end: TaskEnded, now: float) -> Effects:
         held = self._ledger.release(task)
@@ -299,17 +274,15 @@ class InferenceOperator(Operator):
         worker.failures += 1
         worker.is_leaving |= worker.failures >= _FAILURES_OF_WORKER or end.exit_code == _NO_ROOM
         blamed = () if end.state is TaskState.CANCELLED else held
-        if not worker.is_leaving and not self._workers.working and now >= self._alone_until:
-            self._resting[task.lease.peer] = now + PATIENCE
         failed = self._attempt_failed(task, worker, text, now, blamed)
         if end.exit_code == _NO_ROOM:
-            failed += self._tell_excluded(self._exclusions.exclude(ROLE, task.lease.peer, reason, now))
+            failed += self._avoidance.exclude(ROLE, task.lease.peer, reason, now)
         return (*failed, *self._continue(now))
 
     def _is_other_proven(self, peer: PeerId) -> bool:
         """Return whether a worker with a task, and not `peer`, has committed a part."""
         return any(
-            worker.works and worker.lease.peer != peer and self._exclusions.is_proven(ROLE, worker.lease.peer)
+            worker.works and worker.lease.peer != peer and self._avoidance.is_proven(ROLE, worker.lease.peer)
             for worker in self._workers
         )
 
@@ -321,11 +294,7 @@ class InferenceOperator(Operator):
         peer = task.lease.peer
         for index in held[:1]:
             self._ledger.failed_at[index].add(peer)
-        self._blamed += 1
-        return self._tell_excluded(self._exclusions.record_failure(ROLE, peer, f"failure {self._blamed}", reason, now))
-
-    def _tell_excluded(self, exclusions: tuple[Exclusion, ...]) -> tuple[Effect, ...]:
-        return tuple(EmitEvent("worker_excluded", exclusion.fields()) for exclusion in exclusions)
+        return self._avoidance.record_failure(ROLE, peer, None, reason, now)
 
     def _may_end(self, worker: Worker, end: TaskEnded, held: Sequence[int]) -> bool:
         """Return whether an attempt was to end; one that drains may have a slice left that it did not begin."""
@@ -372,9 +341,9 @@ class InferenceOperator(Operator):
         That one gets it, then.
         """
         failed = self._ledger.failed_at[index]
-        if any(self._exclusions.is_proven(ROLE, peer) for peer in failed):
+        if any(self._avoidance.is_proven(ROLE, peer) for peer in failed):
             return False
-        return any(worker.works and self._exclusions.is_proven(ROLE, worker.lease.peer) for worker in self._workers)
+        return any(worker.works and self._avoidance.is_proven(ROLE, worker.lease.peer) for worker in self._workers)
 
     def _may_take(self, task: TaskRef, index: int) -> bool:
         """Return whether a slice may be assigned to a worker: others that did not fail at it come first."""
@@ -390,7 +359,7 @@ class InferenceOperator(Operator):
     def _avoids(self, peer: PeerId, index: int) -> bool:
         if peer in self._ledger.failed_at.get(index, ()):
             return True
-        return self._ledger.failures[index] >= MAX_FAILURES and not self._exclusions.is_proven(ROLE, peer)
+        return self._ledger.failures[index] >= MAX_FAILURES and not self._avoidance.is_proven(ROLE, peer)
 
     def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
         """Pass on measurements; assign no more slices to what drains."""
@@ -492,7 +461,7 @@ class InferenceOperator(Operator):
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
         self._barren = worker.failures = 0
-        self._exclusions.record_success(ROLE, task.lease.peer, part_name(index), now)
+        self._avoidance.record_success(ROLE, task.lease.peer, part_name(index), now)
         worker.waits_since = None
         self._moving += 1
         return (
@@ -569,7 +538,7 @@ class InferenceOperator(Operator):
         if worker.refused >= _FAILURES_OF_WORKER and not worker.is_leaving:
             worker.is_leaving = True
             reason = f"it sent {worker.refused} invalid parts, the last: {part.reason}"
-            effects += self._tell_excluded(self._exclusions.exclude(ROLE, part.task.lease.peer, reason, now))
+            effects += self._avoidance.exclude(ROLE, part.task.lease.peer, reason, now)
             effects.append(StopTask(part.task, reason))
         return tuple(effects)
 
@@ -614,19 +583,10 @@ class InferenceOperator(Operator):
         return (EndJob(failure=reason),)
 
     def next_deadline(self) -> float | None:
-        """Return when leases were released, or when executors are no longer waited for."""
-        found = (self._releasing_at, self._exit_by if self.is_finished else None, *self._avoidance_ends())
+        """Return when leases were released, executors are no longer waited for, or avoided workers may be used."""
+        avoidance_ends = self._avoidance.next_deadline(self._now)
+        found = (self._releasing_at, self._exit_by if self.is_finished else None, avoidance_ends)
         return None if self._is_over else min((at for at in found if at is not None), default=None)
-
-    def _avoidance_ends(self) -> tuple[float | None, ...]:
-        """Return when workers at which attempts failed may be used again."""
-        idle_until = None if self._idle_since is None else self._idle_since + PATIENCE
-        has_given_in = idle_until is not None and idle_until <= self._now
-        return (
-            None if has_given_in else idle_until,
-            self._exclusions.next_end(self._now),
-            *self._resting.values(),
-        )
 
     def on_deadline(self, now: float) -> Effects:
         """Forget released leases, or end the job."""
@@ -634,15 +594,12 @@ class InferenceOperator(Operator):
             self._releasing_at = None
             for worker in self._workers.idle():
                 self._workers.remove(worker.lease)
-        for peer in [peer for peer, until in self._resting.items() if until <= now]:
-            del self._resting[peer]
-            self._alone_until = now + _ALONE
+        self._now = now
         effects = self._start_tasks(now) if not self._is_over and self._ledger.unfinished else ()
-        self._note_idle(now)
         return (*effects, *self._end_if_over(now))
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return counts and rates, the share of each worker, and where the results are."""
         found = self._tally.summary(traffic, self._ledger.assigned_rows)
-        found["excluded"] = self._exclusions.summary()
+        found["excluded"] = self._avoidance.summary()
         return {"slices": len(self._ledger.rows), **found, "results_dir": str(self._data.files.results)}

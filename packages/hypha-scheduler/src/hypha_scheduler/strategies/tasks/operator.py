@@ -32,9 +32,9 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.allocation.exclusions import Exclusion, Exclusions
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies import base
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
 from hypha_scheduler.strategies.tasks import locations, records
 from hypha_scheduler.strategies.tasks.collection import FETCH, Collection
@@ -112,7 +112,7 @@ class TasksOperator(base.Operator):
     """Digest of the tasks as their owner has defined them; that of `graph` if None. URLs in `graph` may be signed."""
     instances: Instances = field(init=False)
     ledger: OutputLedger = field(default_factory=OutputLedger)
-    exclusions: Exclusions = field(default_factory=lambda: Exclusions(MAX_FAILURES_OF_WORKER))
+    avoidance: Avoidance = field(default_factory=lambda: Avoidance(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
     collection: Collection = field(init=False)
     _running: dict[uuid.UUID, Run] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class TasksOperator(base.Operator):
     def __post_init__(self) -> None:
         first = self.earlier.runs * ATTEMPTS_PER_RUN + 1
         self.instances = Instances(self.graph, self._on_ready, first)
-        self.placement = Placement(self.graph, self.instances, self._input_holders, self.exclusions)
+        self.placement = Placement(self.graph, self.instances, self._input_holders, self.avoidance)
         self.collection = Collection(self.context, self.ledger)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
@@ -234,7 +234,7 @@ class TasksOperator(base.Operator):
         """Fail the job if nothing runs that could free workers, and none are avoided."""
         if self._running:
             return ()
-        return self._settle(now) if self.placement.give_in(now) else self._fail(reasons)
+        return self._settle(now) if self.avoidance.give_in(now) else self._fail(reasons)
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of an attempt."""
@@ -289,8 +289,11 @@ class TasksOperator(base.Operator):
     def next_deadline(self) -> float | None:
         """Return when something is due."""
         ends = () if self._ends_at is None else (self._ends_at,)
-        avoidance = () if self._is_over or (at := self.placement.next_deadline()) is None else (at,)
-        return min((*ends, *avoidance, *(at for at, _, _, _ in self._deadlines[:1])), default=None)
+        avoided = None if self._is_over else self.avoidance.next_deadline(self.placement.now)
+        return min(
+            (*ends, *(() if avoided is None else (avoided,)), *(at for at, _, _, _ in self._deadlines[:1])),
+            default=None,
+        )
 
     def on_deadline(self, now: float) -> Effects:
         """Go on with what was to wait."""
@@ -332,7 +335,7 @@ class TasksOperator(base.Operator):
         """Return the tasks and their outputs for ``result.json``."""
         paths = {key: stored.copy for key in self._made if (stored := self.ledger.get(key)) is not None}
         found = summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
-        return {**found, "excluded": self.exclusions.summary()}
+        return {**found, "excluded": self.avoidance.summary()}
 
     # ----------------------------------------------------------------------------------------------- ends of attempts
 
@@ -352,7 +355,7 @@ class TasksOperator(base.Operator):
         instance.worker, instance.seconds = worker, now - run.began
         self._records.append(records.finished(instance.name, instance.attempts, worker, instance.seconds, end.outputs))
         self._finish(instance, worker, None if run.is_lost else run.task.lease.id, end.outputs)
-        self._tell_excluded(self.exclusions.record_success(run.task.lease.role, worker, instance.name, now))
+        self._records += self.avoidance.record_success(run.task.lease.role, worker, instance.name, now)
         if run.task.lease.id in self.placement.leases and self.placement.leases[run.task.lease.id].is_draining:
             self._evacuate(run.task.lease.id)
 
@@ -418,7 +421,7 @@ class TasksOperator(base.Operator):
         It gets one more attempt, at such a worker.
         """
         role = instance.task.role.name
-        if any(self.exclusions.is_proven(role, peer) for peer in instance.failed_at):
+        if any(self.avoidance.is_proven(role, peer) for peer in instance.failed_at):
             return False
         return self.placement.holds_proven(role)
 
@@ -426,10 +429,7 @@ class TasksOperator(base.Operator):
         """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
         lease = run.task.lease
         run.instance.failed_at.add(lease.peer)
-        self._tell_excluded(self.exclusions.record_failure(lease.role, lease.peer, run.instance.name, reason, now))
-
-    def _tell_excluded(self, exclusions: Iterable[Exclusion]) -> None:
-        self._records += [EmitEvent("worker_excluded", exclusion.fields()) for exclusion in exclusions]
+        self._records += self.avoidance.record_failure(lease.role, lease.peer, run.instance.name, reason, now)
 
     def _count_loss(self, run: Run, reason: str, now: float) -> None:
         instance = run.instance
@@ -718,7 +718,7 @@ class TasksOperator(base.Operator):
     def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
         run = self._running[held.lease.id] = Run(task, instance, now)
-        if self.exclusions.is_excluded(held.lease.role, held.lease.peer, now):
+        if self.avoidance.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
         self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
         self._starts.append(StartTask(task, self._with_locations(run)))

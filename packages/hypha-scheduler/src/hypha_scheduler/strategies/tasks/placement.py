@@ -1,7 +1,7 @@
 """Placement of ready instances on leases: where their inputs are if they can, in their order otherwise. Pure.
 
-An instance avoids workers at which it failed, and those that its role excludes, while the job has another one, and for
-`PATIENCE` seconds in which another is sought. Decides how many leases of each role are wanted. Called by `operator`.
+An instance avoids workers at which it failed, and those that its role excludes, while there may be another one, as
+`avoidance` says. Decides how many leases of each role are wanted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.allocation.exclusions import Exclusions
+from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Lease
 from hypha_scheduler.strategies.tasks.graph import Role, TaskGraph
 from hypha_scheduler.strategies.tasks.instances import Instance, Instances, Phase
 
-PATIENCE: Final = 3.0
-"""Seconds for which another worker is sought before an instance starts at one that it avoids."""
-
-_ALONE: Final = 30.0
-"""Seconds for which no other worker is sought again after none was found."""
 _ANY: Final = ""
 """Name of what is sought for instances that avoid excluded workers only."""
 
@@ -51,16 +46,6 @@ class HeldLease:
 
 
 @dataclass(slots=True)
-class _Sought:
-    """An instance for which another worker is sought."""
-
-    name: str
-    avoided: frozenset[PeerId]
-    ends: float | None = None
-    """When it may start at any; None while the job holds all the leases that it may, so that none is sought."""
-
-
-@dataclass(slots=True)
 class Placement:
     """Leases and ready instances by role."""
 
@@ -68,7 +53,7 @@ class Placement:
     instances: Instances
     inputs_at: Callable[[Instance], Sequence[PeerId]]
     """Returns the workers that hold an instance's inputs."""
-    exclusions: Exclusions
+    avoidance: Avoidance
     leases: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
     """In the order in which they were found."""
     _began: bool = False
@@ -78,11 +63,7 @@ class Placement:
     """Ready instances by role and by a worker that holds inputs."""
     _wary: defaultdict[str, dict[str, Instance]] = field(default_factory=lambda: defaultdict(dict))
     """Instances by role and name that avoid certain workers; some are ready no longer."""
-    _sought: dict[str, _Sought] = field(default_factory=dict)
-    """What another worker is sought for, by role."""
-    _alone: dict[str, tuple[frozenset[PeerId], float]] = field(default_factory=dict)
-    """Peers beside which none was found, by role, and how long no other is sought before they are used."""
-    _now: float = 0.0
+    now: float = 0.0
     """Time of the last `place`."""
 
     # ---------------------------------------------------------------------------------------------------------- leases
@@ -92,8 +73,7 @@ class Placement:
         self._began = True
         self.leases |= {lease.id: HeldLease(lease) for lease in leases}
         for lease in leases:
-            if lease.peer not in self._alone.get(lease.role, (frozenset(), 0.0))[0]:
-                self._alone.pop(lease.role, None)
+            self.avoidance.note_found(lease.role, lease.peer)
 
     def mark_surplus(self) -> None:
         """Mark the leases that the runner releases now: those at excluded peers, and the newest idle ones of a role."""
@@ -127,7 +107,7 @@ class Placement:
         if not self._began:  # begin with the first that is found
             counts = dict.fromkeys(list(counts)[:1], 1)
         requests = (role.request(self.graph.job, count) for role, count in counts.items())
-        return [replace(request, excluded=self._excluded(request.role)) for request in requests]
+        return [replace(request, excluded=self._unwanted(request.role)) for request in requests]
 
     def _counts(self) -> dict[Role, int]:
         ready, running = self.instances.ready, self.instances.running
@@ -144,41 +124,16 @@ class Placement:
 
     # -------------------------------------------------------------------------------------------------------- avoidance
 
-    def next_deadline(self) -> float | None:
-        """Return when an instance may start at workers that it avoids, or an exclusion ends."""
-        ends = (sought.ends for sought in self._sought.values())
-        times = (*ends, self.exclusions.next_end(self._now))
-        return min((at for at in times if at is not None and at > self._now), default=None)
-
-    def give_in(self, now: float) -> bool:
-        """Let instances start at workers that they avoid, as no other was found; return whether there are any."""
-        waiting = [sought for sought in self._sought.values() if sought.ends is None or sought.ends > now]
-        for sought in waiting:
-            sought.ends = now
-        return bool(waiting)
-
-    def _excluded(self, role: str) -> frozenset[PeerId]:
+    def _unwanted(self, role: str) -> frozenset[PeerId]:
         """Return the peers of which no lease is wanted."""
-        if self._gives_in(role):
-            return frozenset()
-        excluded = self.exclusions.peers(role, self._now)
-        if (sought := self._sought.get(role)) is not None:
-            excluded |= sought.avoided
+        unwanted = self.avoidance.unwanted(role, self.now)
+        if self.avoidance.gives_in(role, self.now):
+            return unwanted
         wary = self._ready_wary(role)
         ready = sum(count for found, count in self.instances.ready.items() if found.name == role)
         if wary and len(wary) == ready:  # nothing would start at a worker that all of them avoid
-            excluded |= frozenset.intersection(*(frozenset(instance.failed_at) for instance in wary))
-        return excluded
-
-    def _gives_in(self, role: str) -> bool:
-        """Return whether another worker was sought in vain for what avoids all workers that are held."""
-        sought = self._sought.get(role)
-        if sought is None:
-            return False
-        if sought.ends is not None and sought.ends <= self._now:
-            return True
-        avoided, until = self._alone.get(role, (frozenset(), 0.0))
-        return self._now < until and avoided <= sought.avoided
+            unwanted |= frozenset.intersection(*(frozenset(instance.failed_at) for instance in wary))
+        return unwanted
 
     def _ready_wary(self, role: str) -> list[Instance]:
         found = self._wary[role]
@@ -189,9 +144,9 @@ class Placement:
     def _avoids(self, instance: Instance, peer: PeerId) -> bool:
         """Return whether an instance starts at a peer only if there is no other."""
         role = instance.task.role.name
-        if peer in instance.failed_at or self.exclusions.is_excluded(role, peer, self._now):
+        if peer in instance.failed_at or self.avoidance.is_excluded(role, peer, self.now):
             return True
-        return instance.has_used_retries and not self.exclusions.is_proven(role, peer)
+        return instance.has_used_retries and not self.avoidance.is_proven(role, peer)
 
     def _has_choice(self, instance: Instance) -> bool:
         """Return whether a worker is held, perhaps busy, that an instance does not avoid."""
@@ -205,8 +160,8 @@ class Placement:
     def holds_proven(self, role: str) -> bool:
         """Return whether a worker is held, and not excluded, that has finished an instance of a role."""
         return any(
-            self.exclusions.is_proven(role, held.lease.peer)
-            and not self.exclusions.is_excluded(role, held.lease.peer, self._now)
+            self.avoidance.is_proven(role, held.lease.peer)
+            and not self.avoidance.is_excluded(role, held.lease.peer, self.now)
             for held in self.leases.values()
             if held.lease.role == role and not held.is_draining and not held.is_surplus
         )
@@ -215,40 +170,34 @@ class Placement:
         if not self._avoids(instance, peer):
             return True
         role = instance.task.role.name
-        return self._gives_in(role) and self._sought[role].name == self._sought_name(instance)
+        return self.avoidance.gives_in(role, self.now) and self.avoidance.sought_for(role) == self._work(instance)
 
-    def _sought_name(self, instance: Instance) -> str:
+    def _work(self, instance: Instance) -> str:
+        """Return for what another worker is sought if it is for an instance."""
         return instance.name if instance.name in self._wary[instance.task.role.name] else _ANY
 
     def _seek(self) -> None:
         """Choose for each role what another worker is sought for: the first that avoids all which are held."""
         for role in self.graph.roles:
             stuck = self._stuck(role)
-            sought = self._sought.get(role.name)
             if not stuck:
-                self._sought.pop(role.name, None)
+                self.avoidance.stop_seeking(role.name)
                 continue
-            if sought is None or sought.name not in stuck:
-                sought = self._sought[role.name] = _Sought(*next(iter(stuck.items())))
-            self._update_end(role, sought)
+            work = self.avoidance.sought_for(role.name)
+            if work is None or work not in stuck:
+                work = next(iter(stuck))
+            may_be_found = self._may_find_other(role, stuck[work])
+            self.avoidance.seek_other(role.name, work, stuck[work], self.now, may_be_found=may_be_found)
 
-    def _update_end(self, role: Role, sought: _Sought) -> None:
-        if not self._is_searching(role, sought):
-            sought.ends = None
-        elif sought.ends is None:
-            sought.ends = self._now + PATIENCE
-        elif sought.ends <= self._now:
-            self._alone[role.name] = (sought.avoided, self._now + _ALONE)
-
-    def _is_searching(self, role: Role, sought: _Sought) -> bool:
+    def _may_find_other(self, role: Role, avoided: frozenset[PeerId]) -> bool:
         """Return whether another lease is sought; with as many as the job allows, one has to become idle first."""
         held = (held for held in self.leases.values() if held.lease.role == role.name and not held.is_surplus)
-        kept = sum(held.instance is not None or held.lease.peer not in sought.avoided for held in held)
+        kept = sum(held.instance is not None or held.lease.peer not in avoided for held in held)
         return kept < self._counts().get(role, 0)
 
     def _stuck(self, role: Role) -> dict[str, frozenset[PeerId]]:
         """Return what is ready and avoids all workers that are held, with the workers that it avoids."""
-        excluded = self.exclusions.peers(role.name, self._now)
+        excluded = self.avoidance.excluded(role.name, self.now)
         wary = self._ready_wary(role.name)
         stuck = {found.name: excluded | found.failed_at for found in wary if not self._has_choice(found)}
         if excluded and self.instances.ready[role] > len(wary) and not self._holds_other_than(role, excluded):
@@ -276,7 +225,7 @@ class Placement:
 
     def place(self, now: float) -> Iterator[tuple[HeldLease, Instance]]:
         """Yield what is to start on which lease; the caller starts it before the next."""
-        self._now = now
+        self.now = now
         is_settled = False
         while not is_settled:
             self._seek()
@@ -298,11 +247,15 @@ class Placement:
 
     def _usable(self, now: float) -> list[HeldLease]:
         """Return the free leases but those at excluded peers, unless nothing else was found."""
-        free = (held for held in self.leases.values() if held.is_free(now))
+        avoidance = self.avoidance
         return [
             held
-            for held in free
-            if not self.exclusions.is_excluded(held.lease.role, held.lease.peer, now) or self._gives_in(held.lease.role)
+            for held in self.leases.values()
+            if held.is_free(now)
+            and (
+                not avoidance.is_excluded(held.lease.role, held.lease.peer, now)
+                or avoidance.gives_in(held.lease.role, now)
+            )
         ]
 
     def _next(self, lease: Lease, local: bool) -> Instance | None:
