@@ -31,6 +31,8 @@ def main() -> None:
     for name in given.names:
         if name not in MEASURES:
             parser.error(f"no benchmark {name!r}; there are: {', '.join(MEASURES)}")
+    if given.folder is not None and not given.folder.is_dir():
+        parser.error(f"--folder: {given.folder} is no folder; create it first")
     rows = []
     for name in given.names or MEASURES:
         with open_run(

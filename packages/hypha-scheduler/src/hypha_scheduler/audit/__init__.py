@@ -1,7 +1,7 @@
 """Audit of a job: proves from the files in its directory what the job claims.
 
-An audit reads the journal, the manifests and the other files, and shares no code with what wrote them. The strategies
-call theirs at the end of a job, `cli` calls `audit` for the command of that name.
+An audit follows the journal, the manifests and the other files by itself: it shares with what wrote them only the
+reading of journal lines and the digests. The strategies call theirs at the end of a job.
 """
 
 from __future__ import annotations
