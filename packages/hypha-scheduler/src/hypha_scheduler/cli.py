@@ -220,7 +220,7 @@ def export_metrics(run_dir: Path, out: Path) -> None:
     """Convert a job's metrics.jsonl to TensorBoard event files.
 
     RUN_DIR is a job's directory under output_dir, or the run directory of `hypha-local demo`. Of a running job the
-    metrics so far are exported. View the files with `tensorboard --logdir`; this command does not need TensorBoard.
+    metrics so far are exported. View the files with `tensorboard --logdir`. Needs the extra "tensorboard".
     """
     from hypha_scheduler.metrics.tensorboard import MetricsFileError
     from hypha_scheduler.metrics.tensorboard import export_metrics as export
@@ -229,4 +229,6 @@ def export_metrics(run_dir: Path, out: Path) -> None:
         count = export(run_dir, out)
     except MetricsFileError as error:
         raise click.UsageError(str(error)) from None
+    except ImportError as error:
+        raise click.UsageError(f"{error}: install the extra, hypha-scheduler[tensorboard]") from None
     click.echo(f"{count} values in {out}; view them with: tensorboard --logdir {out}")

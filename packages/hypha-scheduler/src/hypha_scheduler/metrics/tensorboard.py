@@ -1,17 +1,13 @@
-"""TensorBoard export: converts a job's ``metrics.jsonl`` to event files. Called by the command ``export-metrics``.
+"""TensorBoard export: converts a job's ``metrics.jsonl`` to event files.
 
-An event file is a TFRecord file (https://www.tensorflow.org/tutorials/load_data/tfrecord) of protobuf messages.
-Scalars need few fields, so they are encoded here and TensorBoard need not be installed. The job and each worker get a
-directory, and therefore a curve, of their own.
+The job and each worker get a directory, and therefore a curve, of their own. Needs the extra ``tensorboard``.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +17,7 @@ from hypha_proto.ids import PeerId
 JOB: Final = "job"
 """Directory of the metrics of the whole job."""
 _EVENT_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
-_CASTAGNOLI: Final = 0x82F63B78
-_MASK: Final = 0xA282EAD8
 _END_OF_TIME: Final = 1 << 40
-_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
-"""Protobuf wire types."""
 
 
 class MetricsFileError(ValueError):
@@ -59,6 +51,7 @@ def export_metrics(run: Path, out: Path) -> int:
 
     Raises:
         MetricsFileError: there is no ``metrics.jsonl``, it contains no metric, or a line is not a scheduler event.
+        ImportError: the extra ``tensorboard`` is not installed.
     """
     scalars = _read_scalars(run / "metrics.jsonl")
     curves: dict[str, list[Scalar]] = {}
@@ -68,7 +61,7 @@ def export_metrics(run: Path, out: Path) -> int:
     for curve, points in curves.items():
         folder = out / curve
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"events.out.tfevents.{int(first):010d}.hypha").write_bytes(event_file(points, first))
+        _write(folder / f"events.out.tfevents.{int(first):010d}.hypha", points, first)
     return len(scalars)
 
 
@@ -127,69 +120,15 @@ def _time(value: object) -> float:
     return seconds
 
 
-# ------------------------------------------------------------------------------------------------------ the file format
+def _write(path: Path, scalars: Sequence[Scalar], began: float) -> None:
+    """Write an event file; a value beyond the range of single precision is infinity there."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import RecordWriter
 
-
-def event_file(scalars: Iterable[Scalar], began: float) -> bytes:
-    """Encode an event file: a version record, then one record per scalar."""
-    version = _field(1, _DOUBLE, struct.pack("<d", began)) + _text(3, b"brain.Event:2")
-    return _record(version) + b"".join(_record(_event(scalar)) for scalar in scalars)
-
-
-def _event(scalar: Scalar) -> bytes:
-    value = _text(1, scalar.tag.encode()) + _field(2, _FLOAT, struct.pack("<f", _single(scalar.value)))
-    summary = _text(1, value)
-    step = _field(2, _VARINT, _varint(scalar.step))
-    return _field(1, _DOUBLE, struct.pack("<d", scalar.time)) + step + _text(5, summary)
-
-
-def _single(value: float) -> float:
-    """Return `value`, or infinity if it is outside the range of single precision."""
-    return math.copysign(math.inf, value) if abs(value) > 3.4028235e38 else value
-
-
-def _field(number: int, wire_type: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | wire_type) + payload
-
-
-def _text(number: int, payload: bytes) -> bytes:
-    return _field(number, _BYTES, _varint(len(payload)) + payload)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _record(data: bytes) -> bytes:
-    """Encode a TFRecord: length and data, each followed by its masked CRC-32C."""
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
-
-
-def _masked(data: bytes) -> int:
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
-
-
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli) checksum of `data`."""
-    crc, table = 0xFFFFFFFF, _crc_table()
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
-
-
-@cache
-def _crc_table() -> tuple[int, ...]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_CASTAGNOLI if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
+    path.unlink(missing_ok=True)
+    with closing(RecordWriter(str(path))) as file:
+        file.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
+        for scalar in scalars:
+            summary = Summary(value=[Summary.Value(tag=scalar.tag, simple_value=scalar.value)])
+            file.write(Event(wall_time=scalar.time, step=scalar.step, summary=summary).SerializeToString())
