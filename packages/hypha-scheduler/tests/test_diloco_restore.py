@@ -88,7 +88,7 @@ class Run:
         except LedgerFullError:
             return
         fields = {"epoch": span.epoch, "slice": span.index, "first": span.first, "end": span.end}
-        self.journal.record_lazily("assigned", worker=str(peer), dataset="d", **fields)
+        self.journal.append("assigned", worker=str(peer), dataset="d", **fields)
 
     def contribute(self, peer: PeerId, count: int) -> None:
         """Contribute `count` samples of what the worker has, oldest first."""

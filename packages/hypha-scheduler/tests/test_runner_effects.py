@@ -28,7 +28,7 @@ from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.strategies.base import EmitEvent, EndJob, Lease, PushTarget, StartTask, TaskRef, WriteJournal
 
-ON_FSYNC = "hypha_scheduler.jobs.json_lines.os.fsync"
+ON_FSYNC = "hypha_scheduler.jobs.record_file.os.fsync"
 
 
 class Disk:
@@ -182,10 +182,11 @@ def test_effects_are_carried_out_in_order_whatever_happens_between(
     path = tmp_path / uuid.uuid4().hex
 
     async def sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        written = [entry["number"] for entry in read_journal(path)]
         await anyio.sleep(0.01)
-        on_disk.update(written)
-        return work(*arguments)
+        on_disk.update(entry["number"] for entry in read_journal(path))
+        done = work(*arguments)
+        await anyio.sleep(0.01)
+        return done
 
     def carry_out(queue: EffectQueue, effect: Any) -> None:
         number = effect.fields["number"]

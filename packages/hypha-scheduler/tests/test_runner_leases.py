@@ -14,8 +14,8 @@ from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, Scripte
 
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.progress import Acknowledged
-from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import (
     EndJob,
     RoleRequest,

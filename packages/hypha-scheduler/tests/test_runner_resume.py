@@ -11,8 +11,8 @@ import pytest
 from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
 
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import EndJob, JobContext, WriteJournal
 
 JOB = uuid.UUID(int=7)

@@ -32,8 +32,8 @@ from hypha_proto.tasks import TaskFinished
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.adoption import held_at_end
-from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.service import SchedulerService, serve
 from hypha_scheduler.strategies.base import (
     EndJob,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.event_file import EVENTS, EventFile
+from hypha_scheduler.jobs.events import EventFile
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco import events
 from hypha_scheduler.strategies.diloco.rounds import Late, Left

@@ -18,9 +18,7 @@ import anyio.lowlevel
 import pytest
 
 from hypha_net.testing import simulate
-from hypha_scheduler.jobs.end_record import RETRY_INTERVAL, EndRecord, EndRecorder
-from hypha_scheduler.jobs.event_file import EventFile
-from hypha_scheduler.jobs.events import JobEvents
+from hypha_scheduler.jobs.events import RETRY_INTERVAL, EndRecord, EndRecorder, EventFile, JobEvents
 from hypha_scheduler.jobs.journal import Journal, read_journal
 
 WITH_LIMIT = """
@@ -42,7 +40,7 @@ def in_a_process(folder: Path, code: str) -> str:
 
 
 WRITERS = {
-    "metrics.jsonl": "from hypha_scheduler.jobs.event_file import EventFile as File; append = File.write",
+    "metrics.jsonl": "from hypha_scheduler.jobs.events import EventFile as File; append = File.write",
     "journal.jsonl": "from hypha_scheduler.jobs.journal import Journal as File; append = File.record",
 }
 
@@ -69,7 +67,7 @@ with File(folder / "{name}") as file:
 
 def test_file_ends_with_a_whole_line_while_the_disk_stays_full(tmp_path: Path) -> None:
     code = """
-from hypha_scheduler.jobs.event_file import EventFile
+from hypha_scheduler.jobs.events import EventFile
 limit(1000)
 with EventFile(folder / "metrics.jsonl") as file:
     for number in range(100):

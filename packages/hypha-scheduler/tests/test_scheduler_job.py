@@ -819,20 +819,20 @@ def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, mo
     run_network(tmp_path, case)
 
 
-@pytest.mark.parametrize("kind", ["accepted", "placed", "ended"])
+@pytest.mark.parametrize("kind", ["accepted", "placed"])
 def test_full_disk_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    kept = Journal._write
+    kept = Journal.append
 
-    def write(journal: Journal, what: str, fields: dict[str, object]) -> None:
+    def append(journal: Journal, what: str, /, **fields: object) -> None:
         if what == kind:
             raise OSError(errno.ENOSPC, "No space left on device")
-        kept(journal, what, fields)
+        kept(journal, what, **fields)
 
     async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
         with monkeypatch.context() as full, expect_failure() as messages:
-            full.setattr(Journal, "_write", write)
+            full.setattr(Journal, "append", append)
             await service.run_job(job(model))
         assert "No space left on device" in messages[0]
         assert "; free space on that disk, then resume the job or submit it again" in messages[0]
@@ -843,22 +843,22 @@ def test_full_disk_fails_the_job_and_not_the_scheduler(
     assert "No space left on device; free space on that disk" in events(tmp_path)[-1]["error"]
 
 
-@pytest.mark.parametrize("kind", ["announced", "round", "contributed"])
+@pytest.mark.parametrize("kind", ["announced", "round", "contributed", "ended"])
 def test_job_pauses_while_the_disk_has_no_room_for_its_records(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    kept, failures = Journal._write, 3
+    kept, failures = Journal.append, 3
 
-    def write(journal: Journal, what: str, fields: dict[str, object]) -> None:
+    def append(journal: Journal, what: str, /, **fields: object) -> None:
         nonlocal failures
         if what == kind and failures:
             failures -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        kept(journal, what, fields)
+        kept(journal, what, **fields)
 
     async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
         with monkeypatch.context() as full:
-            full.setattr(Journal, "_write", write)
+            full.setattr(Journal, "append", append)
             result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
 

@@ -17,8 +17,8 @@ from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets
 from hypha_proto.datasets import DatasetRecord
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
-from hypha_scheduler.jobs.event_file import EVENTS, EventFile
-from hypha_scheduler.jobs.events import printable
+from hypha_scheduler.jobs.events import EventFile, printable
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.catalog import find_jobs, list_jobs
 from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, UnknownDatasetError, check_datasets

@@ -22,7 +22,7 @@ from hypha_proto.codec import parse_json
 from hypha_scheduler.client import AsyncClient, Client, Event, NoSchedulerError
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobCancelledError, JobFailedError
-from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.jobs.runner import CANCELLED
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.service import serve

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.journal import Journal, read_journal
+from hypha_scheduler.jobs.journal import Journal, check_names, read_journal
 
 
 def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
@@ -21,21 +21,6 @@ def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
     assert read_journal(path) == [{"record": "accepted", "format": 2, "job_id": "x"}]
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_journal(tmp_path / "none") == []
-
-
-def test_failed_background_sync_is_raised_by_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.record_async("round", round=1)
-        with monkeypatch.context() as broken:
-            broken.setattr("hypha_scheduler.jobs.json_lines.os.fsync", fail)
-            journal.record_async("round", round=2)
-            journal._disk.submit(int).result(10)  # after the sync in the same thread
-        with pytest.raises(OSError, match="Input/output"):
-            journal.record_async("round", round=3)
-    assert [record["round"] for record in read_journal(tmp_path / "journal.jsonl")] == [1, 2]
 
 
 def test_truncated_last_line_is_cut_when_the_file_is_opened_again(tmp_path: Path) -> None:
@@ -79,11 +64,11 @@ def test_unknown_format_or_malformed_line_is_refused(tmp_path: Path, lines: str,
 
 @pytest.mark.parametrize("fields", [{"record": "x"}, {"format": 2}])
 def test_names_of_the_runner_are_refused_in_records_of_strategies(tmp_path: Path, fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="rename it"):
+        check_names("mine", fields)
+    with pytest.raises(ValueError, match="name yours otherwise"):
+        check_names("finished", {})
     with Journal(tmp_path / "journal.jsonl") as journal:
-        with pytest.raises(ValueError, match="rename it"):
-            journal.append("mine", **fields)
-        with pytest.raises(ValueError, match="name yours otherwise"):
-            journal.append("finished")
         journal.append("mine", kind="allowed", self="too")
     [found] = read_journal(tmp_path / "journal.jsonl")
     assert found == {"record": "mine", "format": 2, "kind": "allowed", "self": "too"}
@@ -105,9 +90,11 @@ def test_failure_of_a_sync_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.
             raise error
 
     with Journal(tmp_path / "journal.jsonl") as journal:
-        monkeypatch.setattr("hypha_scheduler.jobs.json_lines.os.fsync", sync)
-        journal.record_async("round", round=1)
-        journal._disk.submit(int).result(10)
-        with pytest.raises(OSError, match="Input/output"):
-            anyio.run(journal.sync)
+        monkeypatch.setattr("hypha_scheduler.jobs.record_file.os.fsync", sync)
+        journal.append("round", round=1)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                anyio.run(journal.sync)
         assert journal.synced == 0
+        with pytest.raises(OSError, match="Input/output"):
+            journal.append("round", round=2)

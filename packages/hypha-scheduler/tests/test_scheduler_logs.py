@@ -19,8 +19,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_scheduler.cli import main
 from hypha_scheduler.client import AsyncClient, Client, JobCommandError, LogLine
-from hypha_scheduler.jobs.event_file import EVENTS
-from hypha_scheduler.submission.event_follower import EventReader
+from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.log_client import MAX_BYTES, JobLogs, split_lines
 from hypha_scheduler.submission.log_relay import LogRelay
 from hypha_scheduler.submission.server import SubmissionServer, socket_path
@@ -74,7 +73,7 @@ class Lab:
         return await anyio.to_thread.run_sync(lambda: CliRunner().invoke(main, command))
 
     def reader(self) -> JobLogs:
-        logs = JobLogs(socket_path(self.runs), str(JOB), EventReader(self.events))
+        logs = JobLogs(socket_path(self.runs), str(JOB), RecordReader(self.events))
         logs.find_workers()
         return logs
 

@@ -17,7 +17,7 @@ import anyio
 import pytest
 from support.waiting import run
 
-from hypha_scheduler.jobs.event_file import EventFile
+from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.metrics import status_bridge
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 

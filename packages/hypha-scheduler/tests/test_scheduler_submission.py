@@ -21,7 +21,8 @@ from support.waiting import run
 
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.event_file import EVENTS, EventFile
+from hypha_scheduler.jobs.events import EventFile
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path

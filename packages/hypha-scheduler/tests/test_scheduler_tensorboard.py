@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
-from hypha_scheduler.jobs.event_file import EventFile
+from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.metrics.tensorboard import MetricsFileError, export_metrics
 
 PEER = str(PeerId.from_public_key(bytes(32)))

@@ -16,8 +16,7 @@ from hypha_net.node.config.loader import load_config
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryNetwork
 from hypha_scheduler.config import SchedulerConfig
-from hypha_scheduler.jobs.end_record import EndRecord
-from hypha_scheduler.jobs.events import JobEvents
+from hypha_scheduler.jobs.events import EndRecord, JobEvents
 from hypha_scheduler.jobs.journal import Journal
 from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
 from hypha_scheduler.service import serve

@@ -219,13 +219,13 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
 
     Exit codes: 0, 2 no job or several are called so, 3 no scheduler is running there.
     """
+    from hypha_scheduler.jobs.record_file import RecordReader
     from hypha_scheduler.submission.client import send_command
-    from hypha_scheduler.submission.event_follower import EventReader
     from hypha_scheduler.submission.job_view import JobView
 
     with _exit_codes():
         entry = send_command(_find_socket(socket, file), {"command": "status", "id": job})["job"]
-    reader, view = EventReader(Path(entry["directory"]) / EVENTS), JobView()
+    reader, view = RecordReader(Path(entry["directory"]) / EVENTS), JobView()
     while events := reader.read():
         for event in events:
             view.add(event)
@@ -291,15 +291,15 @@ def logs(
     codes: 0, 1 no worker could be asked, 2 no job or several are called so or it has no such worker, 3 no scheduler is
     running there, 130 Ctrl-C.
     """
+    from hypha_scheduler.jobs.record_file import RecordReader
     from hypha_scheduler.submission.catalog import ACTIVE
     from hypha_scheduler.submission.client import send_command
-    from hypha_scheduler.submission.event_follower import EventReader
     from hypha_scheduler.submission.log_client import JobLogs, last_lines
 
     with _exit_codes():
         path = _find_socket(socket, file)
         entry = send_command(path, {"command": "status", "id": job})["job"]
-        found = JobLogs(path, entry["job_id"], EventReader(Path(entry["directory"]) / EVENTS), worker)
+        found = JobLogs(path, entry["job_id"], RecordReader(Path(entry["directory"]) / EVENTS), worker)
         found.find_workers()
         if worker is not None and not found.chosen and not (follow and entry["state"] in ACTIVE):
             names = ", ".join(found.workers.values()) or "none so far"

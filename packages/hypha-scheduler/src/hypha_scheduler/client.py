@@ -27,7 +27,7 @@ import msgspec
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
-from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.catalog import ACTIVE, JobEntry
 from hypha_scheduler.submission.client import (
     JobCommandError,
@@ -37,7 +37,7 @@ from hypha_scheduler.submission.client import (
     send_command,
     submit_job,
 )
-from hypha_scheduler.submission.event_follower import INTERVAL, EventReader
+from hypha_scheduler.submission.event_follower import INTERVAL
 from hypha_scheduler.submission.log_client import JobLogs, LogLine, last_lines
 
 __all__ = [
@@ -173,7 +173,7 @@ class Client:
         if tail is not None and tail < 0:
             raise ValueError(f"tail: {tail} is negative; give the number of last lines, or None for all")
         entry = self.status(job)
-        found = JobLogs(self.socket, entry.job_id, EventReader(Path(entry.directory) / EVENTS), worker)
+        found = JobLogs(self.socket, entry.job_id, RecordReader(Path(entry.directory) / EVENTS), worker)
         return PrintedLines(tuple(last_lines(found.read(), tail)), dict(found.failures))
 
 
@@ -242,7 +242,7 @@ class _Followed:
     _buffer: bytearray = field(default_factory=bytearray)
     _entry: JobEntry | None = None
     _outcome: Mapping[str, Any] = field(default_factory=dict)
-    _reader: EventReader | None = None
+    _reader: RecordReader | None = None
 
     def add(self, data: bytes) -> None:
         """Take what was received; nothing at the end of the connection.
@@ -263,7 +263,7 @@ class _Followed:
             raise JobCommandError(answer)
         else:
             self._entry = msgspec.convert(answer["job"], JobEntry)
-            self._reader = EventReader(Path(self._entry.directory) / EVENTS)
+            self._reader = RecordReader(Path(self._entry.directory) / EVENTS)
 
     def read(self) -> list[dict[str, Any]]:
         """Return further events."""

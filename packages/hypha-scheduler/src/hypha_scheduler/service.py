@@ -34,7 +34,7 @@ from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
-from hypha_scheduler.jobs.end_record import EndRecorder
+from hypha_scheduler.jobs.events import EndRecorder
 from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.jobs.source_download import SourceAccess, source_access
 from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams

@@ -2,7 +2,7 @@
 
 A record is written when it is submitted; all records that are not yet on disk are synced together. Without a record
 nothing waits: the effects are carried out before `submit` returns. While the disk has no room for a record or an event,
-it and all that follow wait. Called by `runner`.
+it and all that follow wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 
 from hypha_scheduler.errors import lacks_room
-from hypha_scheduler.jobs.journal import Journal
+from hypha_scheduler.jobs.journal import Journal, check_names
 from hypha_scheduler.strategies.base import Effect, Effects, StartTask, WriteJournal
 
 ROOM_INTERVAL: Final = 2.0
@@ -24,8 +24,8 @@ ROOM_INTERVAL: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _LazyRecord:
-    """Record that the sync of a later one brings to disk."""
+class _Note:
+    """Record of the runner, for which nothing waits."""
 
     kind: str
     fields: Mapping[str, object]
@@ -44,7 +44,7 @@ class EffectQueue:
     """Called when the disk has no room, and nothing is carried out until it has."""
     on_room: Callable[[], None] = lambda: None
     """Called when the disk has room again."""
-    _unwritten: deque[Effect | _LazyRecord] = field(default_factory=deque)
+    _unwritten: deque[Effect | _Note] = field(default_factory=deque)
     """Effects whose records are not written yet: one of them, at least, found no room."""
     _waiting: deque[Effect | int] = field(default_factory=deque)
     """Effects, and the numbers of the records that must be on disk before those after them."""
@@ -68,12 +68,17 @@ class EffectQueue:
         self._take(effects)
         return self._submitted
 
-    def note(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Write a record for which nothing waits; the sync of a later record brings it to disk."""
-        self._submitted += 1
-        self._take((_LazyRecord(kind, fields),))
+    def note(self, kind: str, fields: Mapping[str, object], *, syncs: bool = False) -> None:
+        """Write a record of the runner, for which nothing waits.
 
-    def _take(self, effects: Sequence[Effect | _LazyRecord]) -> None:
+        With `syncs` it is synced to disk in the background, otherwise with the next record that is.
+        """
+        self._submitted += 1
+        self._take((_Note(kind, fields),))
+        if syncs:
+            self._unsynced.set()
+
+    def _take(self, effects: Sequence[Effect | _Note]) -> None:
         if self._closed:
             return
         self._unwritten.extend(effects)
@@ -106,20 +111,19 @@ class EffectQueue:
         while self._unwritten:
             effect = self._unwritten[0]
             try:
-                entry = self._write(effect) if isinstance(effect, WriteJournal | _LazyRecord) else effect
+                entry = self._write(effect) if isinstance(effect, WriteJournal | _Note) else effect
             except (TypeError, ValueError):
                 self._unwritten.clear()
                 raise
             self._unwritten.popleft()
             self._waiting.append(entry)
 
-    def _write(self, record: WriteJournal | _LazyRecord) -> int:
+    def _write(self, record: WriteJournal | _Note) -> int:
         """Write a record; return the number of the record that must be on disk before what follows."""
         if isinstance(record, WriteJournal):
-            self.journal.append(record.kind, **record.fields)
-            return self.journal.written
-        self.journal.record_lazily(record.kind, **record.fields)
-        return 0
+            check_names(record.kind, record.fields)
+        self.journal.append(record.kind, **record.fields)
+        return self.journal.written if isinstance(record, WriteJournal) else 0
 
     def _carry_out_ready(self) -> None:
         """Carry out effects up to the first record that is not on disk."""

@@ -1,28 +1,156 @@
 """Events of a job: ``metrics.jsonl`` and the log, records of the runner in the journal, metrics for the status bridge.
 
-Called by `runner` for what happens to every job and for what its operator asks for. Programs such as `hypha-local` and
-`export-metrics` read the events.
+Programs such as `hypha-local` and `export-metrics` read the events. Secret parts of URLs are hidden in them. While the
+files of a job cannot be written, `EndRecorder` tries again to write its end, so that the submitter hears of it at once.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import anyio
+
+from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.end_record import EndRecord
-from hypha_scheduler.jobs.event_file import EVENTS, EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
+from hypha_scheduler.jobs.record_file import EVENTS, RecordFile
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRef
 
+_log = logging.getLogger(__name__)
+
+_MAX_TEXT: Final = 300
+_DEBUG_EVENTS: Final = frozenset({"metric", "task_started"})
+RETRY_INTERVAL: Final = 2.0
+"""Seconds between two attempts to record an end."""
+RETRY_LIMIT: Final = 3600.0
+"""Seconds after which the end of a job stays unrecorded."""
 _MAX_NAME: Final = 64
+
+
+Record = tuple[str, Mapping[str, object]]
+"""Kind and fields of a record for the journal."""
+
+
+class EventFile:
+    """Appends events to a file as JSON lines; each line is written at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending."""
+        self._file = RecordFile(path)
+
+    def __enter__(self) -> EventFile:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._file.close()
+
+    def write(self, event: str, at: float | None = None, /, **fields: object) -> None:
+        """Write an event with its time, by default now, and log it; numbers that are not finite become null.
+
+        Raises:
+            OSError: it could not be written; the file ends with the event before.
+        """
+        line = {"event": event, "time": at or round(time.time(), 3)} | {
+            key: _plain(value) for key, value in fields.items()
+        }
+        self._file.append(line)
+        level = logging.DEBUG if event in _DEBUG_EVENTS else logging.INFO
+        _log.log(level, "%s", _readable(event, fields), extra={"event": event, "fields": line})
+
+
+@dataclass(slots=True)
+class EndRecord:
+    """How a job ended, and which of its files do not say so yet."""
+
+    directory: Path
+    kind: str
+    """``finished``, ``failed`` or ``interrupted``."""
+    record: Mapping[str, object]
+    """Fields of the journal's record."""
+    event: Mapping[str, object]
+    """Fields of the event."""
+    time: float = field(default_factory=lambda: round(time.time(), 3))
+    """Seconds since the Unix epoch."""
+    _in_journal: bool = False
+    _in_events: bool = False
+
+    def write(self) -> None:
+        """Write the record and the event, each once.
+
+        Raises:
+            OSError: one of them could not be written; a further call writes what is missing.
+        """
+        if not self._in_events:
+            with EventFile(self.directory / EVENTS) as events:
+                events.write(self.kind, self.time, **self.event)
+            self._in_events = True
+        if not self._in_journal:
+            with Journal(self.directory / JOURNAL) as journal:
+                journal.record(self.kind, **{**self.record, "time": self.time})
+            self._in_journal = True
+
+
+@dataclass(slots=True)
+class EndRecorder:
+    """Ends of jobs that could not be written yet."""
+
+    limit: float = RETRY_LIMIT
+    """Seconds after which an end is given up."""
+    _pending: dict[Path, tuple[EndRecord, float]] = field(default_factory=dict)
+    """Ends by directory, with the time at which each is given up."""
+    _added: anyio.Event = field(default_factory=anyio.Event)
+
+    def record(self, end: EndRecord) -> None:
+        """Write an end, now or, if that fails, in the background."""
+        try:
+            end.write()
+        except OSError as error:
+            _log.error("the end of a job is not recorded: %s; trying again for %g s", error, self.limit)
+            self._pending[end.directory] = (end, anyio.current_time() + self.limit)
+            self._added.set()
+
+    async def run(self) -> None:
+        """Write what could not be written, until cancelled."""
+        try:
+            while True:
+                await self.drain(float("inf"))
+                self._added = anyio.Event()
+                await self._added.wait()
+        finally:
+            self._try_all()
+            for directory in self._pending:
+                _log.error("the end of the job in %s stays unrecorded: the scheduler ends", directory)
+
+    async def drain(self, seconds: float) -> None:
+        """Try until every end is written or given up, for at most `seconds`."""
+        with anyio.move_on_after(seconds):
+            while self._pending:
+                await anyio.sleep(RETRY_INTERVAL)
+                self._try_all()
+
+    def _try_all(self) -> None:
+        for end, until in list(self._pending.values()):
+            try:
+                end.write()
+            except OSError as error:
+                if anyio.current_time() < until:
+                    continue
+                _log.error("the end of a job stays unrecorded after %g s: %s", self.limit, error)
+            else:
+                _log.info("the end of the job in %s is recorded", end.directory)
+            del self._pending[end.directory]
 
 
 class JobEvents:
@@ -92,11 +220,14 @@ class JobEvents:
         self.emit("placement", seconds=round(seconds, 4), workers=workers)
         self.journal.record("placed", leases=_recorded(leases))
 
-    def leased(self, leases: Sequence[Lease], seconds: float) -> None:
-        """Report leases that were added to a running job, `seconds` after the first request for them."""
+    def leased(self, leases: Sequence[Lease], seconds: float) -> Record:
+        """Report leases that were added to a running job, `seconds` after the first request for them.
+
+        Returns the record of them, for the journal.
+        """
         for fields in self._describe_workers(leases):
             self.emit("lease_added", seconds=round(seconds, 4), **fields)
-        self.journal.record_async("leased", leases=_recorded(leases))
+        return "leased", {"leases": _recorded(leases)}
 
     def _describe_workers(self, leases: Sequence[Lease]) -> list[dict[str, object]]:
         names = self._certificate_names()
@@ -125,7 +256,7 @@ class JobEvents:
         )
 
     @staticmethod
-    def started(task: TaskRef) -> tuple[str, Mapping[str, object]]:
+    def started(task: TaskRef) -> Record:
         """Return the record that a worker has confirmed a task, which the next scheduler may take up."""
         return "started", _recorded_task(task)
 
@@ -133,12 +264,11 @@ class JobEvents:
         """Report that a worker has confirmed an attempt at a task."""
         self.emit("task_started", task=task.name, attempt=task.attempt, worker=str(task.lease.peer))
 
-    def task_ended(self, task: TaskRef, end: TaskEnded, *, is_recorded: bool) -> None:
-        """Report the end of an attempt at a task; `is_recorded`: the next scheduler would take it up otherwise."""
+    def task_ended(self, task: TaskRef, end: TaskEnded) -> Record:
+        """Report the end of an attempt at a task; return the record of it, for the journal."""
         fields = {"task": task.name, "attempt": task.attempt, "outcome": end.state.value}
-        record = self.journal.record_async if is_recorded else self.journal.record_lazily
-        record("ended", **fields, lease=str(task.lease.id), exit_code=end.exit_code)
         self.emit("task_ended", **fields, worker=str(task.lease.peer), **_details(end))
+        return "ended", {**fields, "lease": str(task.lease.id), "exit_code": end.exit_code}
 
     def failed(self, error: str, *, is_cancelled: bool = False) -> EndRecord:
         """Return the record of the job's failure, or that its owner has cancelled it."""
@@ -175,3 +305,21 @@ def _recorded(leases: Sequence[Lease]) -> list[dict[str, object]]:
 
 def _recorded_task(task: TaskRef) -> dict[str, object]:
     return {"task": task.name, "attempt": task.attempt, "lease": str(task.lease.id)}
+
+
+def _readable(event: str, fields: Mapping[str, object]) -> str:
+    """Format an event's scalar fields as a log line."""
+    short = [f"{key}={_short(value)}" for key, value in fields.items() if isinstance(value, int | float | str)]
+    return " ".join([event, *short])
+
+
+def _short(value: int | float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return redact_urls(str(value)).partition("\n")[0][:_MAX_TEXT]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, str):
+        return redact_urls(value)  # workers' reasons
+    return None if isinstance(value, float) and not math.isfinite(value) else value

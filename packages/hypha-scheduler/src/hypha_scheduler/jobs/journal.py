@@ -2,7 +2,7 @@
 
 The runner records that the job was accepted, its leases, the starts and ends of its tasks and its own end; between them
 stand the records of its operator, from which a strategy restores the operator's state. The first record has the version
-of the format. A crash can truncate only the last line, which does not count.
+of the format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -22,7 +21,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.json_lines import JsonLinesFile, cut_last_line
+from hypha_scheduler.jobs.record_file import RecordFile, whole_lines
 
 _log = logging.getLogger(__name__)
 
@@ -39,31 +38,21 @@ _RUNNER_FIELDS: Final = frozenset({"record", "format"})
 
 
 class Journal:
-    """Appends records to a file and syncs them to disk, either at once or on a background thread.
+    """Appends records to a file, and syncs them to disk.
 
-    While a disk writes gigabytes of a model, a sync takes seconds, during which no lease would be renewed.
+    While a disk writes gigabytes of a model, a sync takes seconds, during which no lease would be renewed: `sync` does
+    it in a thread, and `record` is for the begin and the end of a job.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create `path`, readable by its owner only, since a job may name the location of secrets.
-
-        A last line that a crash has cut short is removed.
-        """
-        self._path = path
-        self._file = JsonLinesFile(path, 0o600)
-        self._is_new = cut_last_line(self._file.fileno()) == 0
+        """Open or create `path`, readable by its owner only, since a job may name the location of secrets."""
+        self._file = RecordFile(path, 0o600)
         self._limiter = anyio.CapacityLimiter(1)
         self.written = 0
         """Number of records that were appended."""
         self.synced = 0
         """How many of these are on disk."""
-        self._disk = ThreadPoolExecutor(1, "journal")
-        self._lines = 0
-        """Number of lines that were written, of any kind of record."""
-        self._synced_lines = 0
         self._sync_lock = threading.Lock()
-        self._is_sync_queued = False
-        """Whether a sync in the background has yet to begin, which covers what is written until then."""
         self._failure: OSError | None = None
         """Error of the first sync that failed; the system reports such an error to one sync only."""
 
@@ -71,42 +60,37 @@ class Journal:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
-        self._disk.submit(self._file.close)
-        self._disk.shutdown(wait=False)
+        self._file.close()
 
     def lock(self) -> bool:
         """Lock the file until it is closed, by which other schedulers see that its job runs; return whether it is."""
         try:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", self._path, error)
+            path = self._file.path
+            _log.warning("%s cannot be locked, so another scheduler may call its job unfinished: %s", path, error)
             return False
         return True
 
-    def record(self, kind: str, /, **fields: object) -> None:
-        """Write a record and sync it to disk before returning.
-
-        Raises:
-            OSError: this or an earlier record could not be written or synced.
-        """
-        self._write(kind, fields)
-        self._sync()
-
     def append(self, kind: str, /, **fields: object) -> None:
-        """Write a record of a strategy; `sync` brings it to disk.
+        """Write a record; the next sync brings it to disk.
 
         Raises:
             OSError: this record could not be written, or an earlier one not synced.
             TypeError: a value cannot be written as JSON.
-            ValueError: the kind or a field is one of the runner's, or a value refers to itself.
+            ValueError: a value refers to itself.
         """
-        if kind in RUNNER_KINDS:
-            raise ValueError(f"journal: records of kind {kind!r} are the runner's; name yours otherwise")
-        if taken := _RUNNER_FIELDS & fields.keys():
-            raise ValueError(f"journal: record {kind!r} has the field {min(taken)!r}, which is the runner's; rename it")
-        self._write(kind, fields)
+        if self._failure is not None:
+            raise self._failure
+        is_first = self._file.is_empty and not self.written
+        first: dict[str, object] = {"record": kind, "format": FORMAT} if is_first else {"record": kind}
+        self._file.append(first | fields)
         self.written += 1
+
+    def record(self, kind: str, /, **fields: object) -> None:
+        """Write a record and sync it to disk before returning; raises what `append` does."""
+        self.append(kind, **fields)
+        self._sync()
 
     async def sync(self) -> None:
         """Sync all records that were appended to disk, in a thread.
@@ -114,17 +98,7 @@ class Journal:
         Raises:
             OSError: they could not be synced.
         """
-        written = self.written
         await anyio.to_thread.run_sync(self._sync, limiter=self._limiter)
-        self.synced = written
-
-    def record_lazily(self, kind: str, /, **fields: object) -> None:
-        """Write a record that whichever sync comes next brings to disk; for records that others make up for.
-
-        Raises:
-            OSError: this record could not be written, or an earlier one not synced.
-        """
-        self._write(kind, fields)
 
     def touch(self) -> None:
         """Set the time at which the file was last written, by which the next scheduler sees when the job last ran.
@@ -132,46 +106,33 @@ class Journal:
         Raises:
             OSError: it cannot be set.
         """
-        os.utime(self._path)
-
-    def record_async(self, kind: str, /, **fields: object) -> None:
-        """Write a record and sync it to disk in the background; a later call raises the error of a failed sync.
-
-        Raises:
-            OSError: this record could not be written, or an earlier one not synced.
-        """
-        self._write(kind, fields)
-        if not self._is_sync_queued:
-            self._is_sync_queued = True
-            self._disk.submit(self._sync_queued)
-
-    def _write(self, kind: str, fields: Mapping[str, object]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        first: dict[str, object] = {"record": kind, "format": FORMAT} if self._is_new else {"record": kind}
-        self._file.append(first | dict(fields))
-        self._is_new = False
-        self._lines += 1
-
-    def _sync_queued(self) -> None:
-        self._is_sync_queued = False
-        self._sync()
+        os.utime(self._file.path)
 
     def _sync(self) -> None:
-        """Sync the lines that were written so far; after a failure always raise: nobody knows what is on disk."""
-        wanted = self._lines
+        """Sync the records that were written so far; after a failure always raise: nobody knows what is on disk."""
         with self._sync_lock:
+            written = self.written
             if self._failure is not None:
                 raise self._failure
-            if self._synced_lines >= wanted:  # by a sync that this one waited for
-                return
-            written = self._lines
-            try:
-                self._file.sync()
-            except OSError as error:
-                self._failure = error
-                raise
-            self._synced_lines = written
+            if self.synced < written:
+                try:
+                    self._file.sync()
+                except OSError as error:
+                    self._failure = error
+                    raise
+                self.synced = written
+
+
+def check_names(kind: str, fields: Mapping[str, object]) -> None:
+    """Check the names in a record of a strategy.
+
+    Raises:
+        ValueError: the kind or a field is one of the runner's.
+    """
+    if kind in RUNNER_KINDS:
+        raise ValueError(f"journal: records of kind {kind!r} are the runner's; name yours otherwise")
+    if taken := _RUNNER_FIELDS & fields.keys():
+        raise ValueError(f"journal: record {kind!r} has the field {min(taken)!r}, which is the runner's; rename it")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -182,10 +143,10 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = whole_lines(path.read_bytes())
     except FileNotFoundError:
         return []
-    records = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1)]  # a crash cut what follows
+    records = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     if records and (version := records[0].get("format")) != FORMAT:
         remedy = "read it with the version of hypha-scheduler that wrote it"
         raise JobFailedError(f"{path}: the journal is of format {version!r}, this version reads {FORMAT}; {remedy}")

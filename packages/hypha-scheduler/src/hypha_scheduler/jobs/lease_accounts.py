@@ -20,7 +20,7 @@ from msgspec import convert
 from hypha_proto.codec import parse_json
 from hypha_proto.ids import PeerId
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.json_lines import JsonLinesFile, cut_last_line
+from hypha_scheduler.jobs.record_file import RecordFile, whole_lines
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class LeaseAccounts:
         self._earlier = read_accounts(self._path)
         self._spent_before = sum(account.tokens for account in self._earlier)
         self._held: dict[uuid.UUID, LeaseAccount] = {}
-        self._file: JsonLinesFile | None = None
+        self._file: RecordFile | None = None
         self._has_failed = False
         self._is_closed = False
         for account in self._earlier:
@@ -138,8 +138,7 @@ class LeaseAccounts:
     def _append(self, account: LeaseAccount) -> None:
         try:
             if self._file is None:
-                self._file = JsonLinesFile(self._path)
-                cut_last_line(self._file.fileno())
+                self._file = RecordFile(self._path)
             self._file.append(asdict(account))
         except OSError as error:
             self._failed(error)
@@ -164,10 +163,9 @@ def read_accounts(path: Path) -> list[LeaseAccount]:
     try:
         with path.open("rb") as file:
             marked = os.fstat(file.fileno()).st_mtime
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):  # else it is being written, or was cut short by a crash
-                    account = _parse(line, f"{path}:{number}")
-                    found[account.lease, account.began] = account
+            for number, line in enumerate(whole_lines(file.read()), 1):
+                account = _parse(line, f"{path}:{number}")
+                found[account.lease, account.began] = account
     except FileNotFoundError:
         return []
     return [

@@ -67,8 +67,7 @@ from hypha_scheduler.jobs.attempts import Attempt, Attempts
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.end_record import EndRecord, EndRecorder
-from hypha_scheduler.jobs.events import JobEvents, printable
+from hypha_scheduler.jobs.events import EndRecord, EndRecorder, JobEvents, printable
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
@@ -832,7 +831,7 @@ class JobRunner:
                 if self._on_placed is not None:
                     self._on_placed()
             else:
-                self._events.leased(leases, seconds)
+                self._effects.note(*self._events.leased(leases, seconds), syncs=True)
         except OSError as error:
             self._on_file_error(error)
             return
@@ -1128,7 +1127,9 @@ class JobRunner:
             return None
         self._pool.task_ended()
         try:
-            self._events.task_ended(task, end, is_recorded=self._job.orphan_grace_seconds > 0)
+            record = self._events.task_ended(task, end)
+            # synced where the next scheduler would take the task up otherwise
+            self._effects.note(*record, syncs=self._job.orphan_grace_seconds > 0)
         except OSError as error:
             self._on_file_error(error)
         return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())

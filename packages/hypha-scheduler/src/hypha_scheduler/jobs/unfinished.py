@@ -1,7 +1,7 @@
 """Jobs whose scheduler ended without recording their end: found by their journals when the next scheduler starts.
 
 Their files are only read. A journal is locked while its job runs, so that schedulers that share an output directory do
-not name each other's jobs. Called by `service`.
+not name each other's jobs.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json, split_json_lines
-from hypha_proto.errors import DecodeError
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.event_file import EVENTS
 from hypha_scheduler.jobs.journal import JOURNAL, RUNNER_KINDS, read_journal
+from hypha_scheduler.jobs.record_file import EVENTS, read_ends
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +28,6 @@ MAX_DIRECTORIES: Final = 1000
 """Directories that are looked at, newest first."""
 MAX_NAMED: Final = 10
 """Jobs that are named in the log, newest first."""
-_PART: Final = 64 << 10
-"""Bytes that are read at the beginning or the end of a file."""
 _ENDS: Final = frozenset({"finished", "failed"})
 
 
@@ -158,8 +154,8 @@ def _examine(path: Path, written: float) -> UnfinishedJob | None:
     try:
         if (directory / "result.json").exists() or (directory / QUEUED).exists() or is_running(path):
             return None  # a queued job is run by the queue
-        first, last = _records(_head(path)), _records(_tail(path))
-        events = _records(_head(directory / EVENTS)) if (directory / EVENTS).exists() else []
+        first, last = read_ends(path)
+        events = read_ends(directory / EVENTS)[0] if (directory / EVENTS).exists() else []
     except OSError as error:
         _log.warning("cannot read whether the job in %s has ended: %s", directory, error)
         return None
@@ -205,29 +201,3 @@ def is_running(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_PART)
-
-
-def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _PART))
-        return file.read(_PART)
-
-
-def _records(data: bytes) -> list[dict[str, Any]]:
-    """Return the records in a part of a file; lines that are cut are skipped."""
-    return list(_parse(split_json_lines(data)))
-
-
-def _parse(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            found = parse_json(line)
-        except DecodeError:
-            continue
-        if isinstance(found, dict):
-            yield found

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_proto.codec import parse_json, split_json_lines
+from hypha_proto.codec import parse_json
 from hypha_proto.ids import PeerId
+from hypha_scheduler.jobs.record_file import whole_lines
 
 JOB: Final = "job"
 """Directory of the metrics of the whole job."""
@@ -69,8 +70,7 @@ def _read_scalars(path: Path) -> list[Scalar]:
     if not path.is_file():
         raise MetricsFileError(f"{path} does not exist; name a run directory, such as runs/<job id>")
     scalars: list[Scalar] = []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")  # without a last line that is still being written
-    for number, line in enumerate(split_json_lines(whole), 1):
+    for number, line in enumerate(whole_lines(path.read_bytes()), 1):
         try:
             scalars += _scalars_of(parse_json(line))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

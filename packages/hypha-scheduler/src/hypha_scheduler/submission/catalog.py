@@ -1,11 +1,10 @@
 """Catalogue of the jobs in an output directory: their names and states, from the beginnings and ends of their events.
 
-Files are only read, and a bounded part of each. Called by `server`.
+Files are only read, and a bounded part of each.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,16 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_proto.codec import parse_json, split_json_lines
-from hypha_proto.errors import DecodeError
-from hypha_scheduler.jobs.event_file import EVENTS
+from hypha_scheduler.jobs.record_file import EVENTS, read_ends
 
 MAX_JOBS: Final = 1000
 """Jobs that are listed, the newest first."""
-_PART: Final = 64 << 10
-"""Bytes that are read at the end of an event file."""
-_HEAD: Final = 8 << 10
-"""Bytes that are read at its beginning; the first event is shorter."""
 _STATES: Final = {"finished": "finished", "failed": "failed", "interrupted": "interrupted"}
 ACTIVE: Final = frozenset({"waiting", "running"})
 """States of a job that has not ended."""
@@ -48,15 +41,12 @@ class JobEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 def read_entry(directory: Path) -> JobEntry | None:
     """Return the job of a directory that no scheduler runs now; None if it is no job's."""
     try:
-        with (directory / EVENTS).open("rb") as file:
-            head = file.read(_HEAD)
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _PART))
-            tail = file.read(_PART)
+        begin, end = read_ends(directory / EVENTS)
     except OSError:
         return None
-    first: dict[str, Any] = next((event for event in _events(head) if event.get("event") in _BEGINS), {})
+    first: dict[str, Any] = next((event for event in begin if event.get("event") in _BEGINS), {})
     kinds = {*_STATES, *_BEGINS}
-    last: dict[str, Any] = next((event for event in reversed(list(_events(tail))) if event.get("event") in kinds), {})
+    last: dict[str, Any] = next((event for event in reversed(end) if event.get("event") in kinds), {})
     kind = str(last.get("event"))
     has_end = kind in _STATES
     state = "cancelled" if last.get("cancelled") is True else _STATES.get(kind, "interrupted")
@@ -128,16 +118,6 @@ def _written_at(directory: Path) -> float:
         return (directory / EVENTS).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _events(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in split_json_lines(data):
-        try:
-            found = parse_json(line)
-        except DecodeError:
-            continue  # cut at the limit of the part that was read
-        if isinstance(found, dict):
-            yield found
 
 
 def _text(value: object) -> str | None:

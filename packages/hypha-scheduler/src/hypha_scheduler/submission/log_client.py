@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_scheduler.jobs.record_file import RecordReader
 from hypha_scheduler.submission.client import JobCommandError, send_command
-from hypha_scheduler.submission.event_follower import EventReader
 
 MAX_BYTES: Final = 1 << 20
 """Printed bytes of one worker that are read at a time; at first the last ones."""
@@ -45,7 +45,7 @@ class JobLogs:
     socket: Path
     """The scheduler's."""
     job_id: str
-    events: EventReader
+    events: RecordReader
     """Of the job's ``metrics.jsonl``."""
     wanted: str | None = None
     """The only worker that is asked: its name, its peer id or the end of it; all if None."""

@@ -18,8 +18,9 @@ from typing import Any
 
 from hypha_proto.codec import parse_json
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.jobs.event_file import EVENTS, EventFile
+from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.jobs.unfinished import QUEUED, is_running
 from hypha_scheduler.submission.resumption import revealed
 
