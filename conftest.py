@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -68,6 +69,15 @@ def restore_environment() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def recorded() -> Iterator[Any]:
+    """Record the spans and metrics of a test."""
+    from support.telemetry import recording  # imports OpenTelemetry
+
+    with recording() as telemetry:
+        yield telemetry
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,6 @@ import json
 import random
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from support.scripted_jobs import (
 )
 from support.task_stream_worker import TaskStreamWorker, WorkerCodec, subscribe
 
-from hypha_net import instrumentation, rpc
+from hypha_net import rpc
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
 from hypha_net.message_channel import MAX_PENDING, receive_frame
@@ -93,40 +92,6 @@ from hypha_scheduler.strategies.base import (
 SPEC = TaskSpec(executor="shell/bash")
 DIGEST = "blake3:" + "ab" * 32
 REFUSED = "hypha.scheduler.task_reports.refused"
-
-
-class NoSpan:
-    traceparent = "00-" + "1" * 32 + "-" + "1" * 16 + "-00"
-
-    def set(self, _attributes: Any) -> None:
-        pass
-
-    def end(self, *_: Any) -> None:
-        pass
-
-
-class Counted:
-    """Recorder that adds up the counters."""
-
-    def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
-
-    def start_span(self, *_: Any) -> NoSpan:
-        return NoSpan()
-
-    def measure(self, metric: instrumentation.Metric, value: float, _attributes: Any) -> None:
-        self.counters[metric.name] += int(value)
-
-    def forget(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def counters() -> Iterator[Counter[str]]:
-    recorder = Counted()
-    instrumentation.install(recorder)
-    yield recorder.counters
-    instrumentation.install(None)
 
 
 class ConstantOperator(QuietOperator):
@@ -463,7 +428,7 @@ def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: 
 
 
 def test_reports_of_other_attempts_are_refused_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
@@ -473,12 +438,12 @@ def test_reports_of_other_attempts_are_refused_and_counted(
         for false in ({"attempt": 0}, {"attempt": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
             worker.channel.send(TaskReport(**{**about, **false}, finished=TaskFinished(outputs=())))  # type: ignore[arg-type]
         await worker.channel.wait_until_handled()
-        assert counters[REFUSED] == 4
+        assert recorded.total(REFUSED) == 4
         assert len(operator.heard) == before
         await worker.finish(begin)
         worker.report(begin, finished=TaskFinished(outputs=()))
         await worker.channel.wait_until_handled()
-        assert counters[REFUSED] == 5
+        assert recorded.total(REFUSED) == 5
         assert len(operator.told("update")) == 2
         refusals = [record for record in caplog.records if "refused: it is about an attempt" in record.getMessage()]
         assert len(refusals) == 1  # a minute for each lease
@@ -539,7 +504,7 @@ def finished(*outputs: StoredOutput) -> dict[str, Any]:
     ],
 )
 def test_a_report_that_contradicts_the_task_ends_its_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str], what: dict[str, Any], why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, what: dict[str, Any], why: str
 ) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
@@ -549,7 +514,7 @@ def test_a_report_that_contradicts_the_task_ends_its_attempt(
         assert (task, update.state, update.outputs) == (operator.task(), TaskState.FAILED, ())
         assert update.reason.startswith("its worker reported ")
         assert why in update.reason
-        assert counters[REFUSED] == 1
+        assert recorded.total(REFUSED) == 1
         operator.act(StartTask(operator.task(attempt=1), ASKED))
         again = await worker.until("start", 2)
         stops = [entry for entry in worker.definitions if entry.stop is not None]
@@ -563,14 +528,14 @@ def test_a_report_that_contradicts_the_task_ends_its_attempt(
 
 
 def test_an_empty_report_is_of_a_later_version_and_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any
 ) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         before = len(operator.heard)
         await worker.tell(begin)
-        assert (len(operator.heard), counters[REFUSED]) == (before, 0)
+        assert (len(operator.heard), recorded.total(REFUSED)) == (before, 0)
         await lab.finish(operator)
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
@@ -587,9 +552,7 @@ async def refused(lab: Lab, worker: ScriptedWorker, lease: uuid.UUID) -> str | N
     return answer.refused
 
 
-def test_streams_of_other_leases_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str]
-) -> None:
+def test_streams_of_other_leases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
     async def case(lab: Lab) -> None:
         operator = await lab.start()
         await operator.until("acquired")
@@ -601,7 +564,7 @@ def test_streams_of_other_leases_are_refused(
         assert await refused(lab, lab.worker(lease), lease.id) is None
         await lab.finish(operator)
         assert await refused(lab, lab.worker(lease), lease.id) == unknown
-        assert counters["hypha.scheduler.task_streams.refused"] == 3
+        assert recorded.total("hypha.scheduler.task_streams.refused") == 3
 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
@@ -766,9 +729,7 @@ async def locate(worker: TaskStreamWorker, begin: TaskDefinition, resource: str,
     return await rpc.call(worker.endpoint, worker.scheduler, LOCATE_RESOURCE, question)
 
 
-def test_workers_hear_where_resources_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: Counter[str]
-) -> None:
+def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
     class Locating(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             self.hear("locate", task, request)
@@ -816,7 +777,7 @@ def test_workers_hear_where_resources_are(
         other = next(found for found in lab.workers if found.endpoint is not worker.endpoint)
         thief = TaskStreamWorker(other.endpoint, lab.peer, worker.lease, lab.tasks)
         assert (await locate(thief, begin, "model")).gone is not None
-        assert counters["hypha.scheduler.resource_questions.refused"] == 4
+        assert recorded.total("hypha.scheduler.resource_questions.refused") == 4
         await worker.finish(begin)
         assert (await locate(worker, begin, "model")).gone is not None
         assert len(operator.told("locate")) == 1

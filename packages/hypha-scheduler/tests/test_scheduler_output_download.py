@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import anyio
 import pytest
 from support.memory_pair import run_with_pair
 
-from hypha_net import instrumentation, transfer
+from hypha_net import transfer
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
@@ -98,42 +98,8 @@ def test_many_files_are_pulled(tmp_path: Path) -> None:
     run(tmp_path, case)
 
 
-class _NoSpan:
-    traceparent = "00-" + "1" * 32 + "-" + "1" * 16 + "-00"
-
-    def set(self, *_: Any) -> None:
-        pass
-
-    def end(self, *_: Any) -> None:
-        pass
-
-
-class Refusals:
-    """Recorder that counts files with another content than was reported."""
-
-    count = 0.0
-
-    def start_span(self, *_: Any) -> _NoSpan:
-        return _NoSpan()
-
-    def measure(self, metric: instrumentation.Metric, value: float, _attributes: Any) -> None:
-        if metric.name == "hypha.scheduler.outputs.refused":
-            self.count += value
-
-    def forget(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def refusals() -> Iterator[Refusals]:
-    recorder = Refusals()
-    instrumentation.install(recorder)
-    yield recorder
-    instrumentation.install(None)
-
-
 def test_another_content_than_announced_is_counted_and_an_error_that_names_the_file(
-    tmp_path: Path, refusals: Refusals
+    tmp_path: Path, recorded: Any
 ) -> None:
     async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
         output = await holder.output(CONTENT)
@@ -144,7 +110,7 @@ def test_another_content_than_announced_is_counted_and_an_error_that_names_the_f
             caught.value
         )
         assert holder.requests.count(1) == 1
-        assert refusals.count == 1
+        assert recorded.total("hypha.scheduler.outputs.refused") == 1
         assert not (tmp_path / "got" / "folder").exists()
 
     run(tmp_path, case)

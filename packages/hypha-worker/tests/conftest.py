@@ -23,7 +23,7 @@ from support.requirements import skip_outside_ci
 from support.scripted_task_scheduler import ENDS, PYTHON, ScriptedTaskScheduler, kind_of
 from support.task_bridge_client import BRIDGE
 
-from hypha_net import instrumentation, pubsub, rpc, transfer
+from hypha_net import pubsub, rpc, transfer
 from hypha_net.node.health import serve_health
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -553,44 +553,3 @@ def cgroups(tmp_path: Path) -> Iterator[CgroupLayer]:
 @pytest.fixture
 def make_config() -> Callable[..., WorkerConfig]:
     return worker_config
-
-
-@dataclass
-class Recorded:
-    """An instrumentation recorder that keeps all values in memory."""
-
-    values: list[tuple[str, float, dict[str, Any]]] = field(default_factory=list)
-    gone: set[str] = field(default_factory=set)
-    spans: list[str] = field(default_factory=list)
-    span_attributes: list[dict[str, Any]] = field(default_factory=list)
-
-    def start_span(self, name: str, kind: str, parent: str | None, attributes: Any, ago: float) -> Any:
-        self.spans.append(name)
-        self.span_attributes.append(dict(attributes))
-        return self
-
-    traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-
-    def set(self, attributes: Any) -> None:
-        pass
-
-    def end(self, error: str | None, kind: str | None) -> None:
-        pass
-
-    def measure(self, metric: instrumentation.Metric, value: float, attributes: Any) -> None:
-        self.values.append((metric.name, value, dict(attributes)))
-
-    def forget(self, metric: instrumentation.Metric, attributes: Any) -> None:
-        self.gone.add(metric.name)
-
-    def total(self, name: str, **attributes: str) -> float:
-        wanted = {key.replace("_", "."): value for key, value in attributes.items()}
-        return sum(value for other, value, about in self.values if other == name and wanted.items() <= about.items())
-
-
-@pytest.fixture
-def recorded() -> Iterator[Recorded]:
-    recorder = Recorded()
-    instrumentation.install(recorder)
-    yield recorder
-    instrumentation.install(None)

@@ -251,5 +251,5 @@ def test_spans_of_reports_name_the_kind_of_report(in_lab: Callable[..., None], r
         await lab.scheduler.ended()
 
     in_lab(case)
-    kinds = [about["hypha.report"] for about in recorded.span_attributes if "hypha.report" in about]
+    kinds = [kind for span in recorded.spans if (kind := span.attributes.get("hypha.report"))]
     assert kinds == ["Update", "RoundMetrics", "Updated", "UpdateReceived"]

@@ -16,7 +16,6 @@ from support.fake_http_server import served
 from support.scripted_task_scheduler import ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
 
-from hypha_net import instrumentation
 from hypha_proto.job_spec import (
     Adam,
     All,
@@ -92,45 +91,18 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         yield made
 
 
-@dataclass
-class Spans:
-    """A recorder that keeps everything that spans and metrics say."""
-
-    said: list[str] = field(default_factory=list)
-    traceparent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-
-    def start_span(self, *about: object) -> Spans:
-        self.said.append(repr(about))
-        return self
-
-    def set(self, attributes: object) -> None:
-        self.said.append(repr(attributes))
-
-    def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
-        self.said.append(repr((error, kind)))
-
-    def measure(self, *about: object) -> None:
-        self.said.append(repr(about[1:]))
-
-    def forget(self, *_: object) -> None:
-        return
-
-
 @pytest.fixture
-def everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+def everything(tmp_path: Path, caplog: pytest.LogCaptureFixture, recorded: Any) -> Callable[[], str]:
     """Return a function that returns all logs, spans and logs of jobs."""
     caplog.set_level(logging.DEBUG, "hypha_worker")
     caplog.set_level(logging.DEBUG, "hypha_net")
-    spans = Spans()
-    instrumentation.install(spans)
 
     def read() -> str:
         formatted = "\n".join(logging.Formatter().format(record) for record in caplog.records)
         stored = "".join(path.read_text() for path in tmp_path.glob("work/logs/*/*.log"))
-        return f"{formatted}\n{spans.said}\n{stored}"
+        return f"{formatted}\n{[span.to_json() for span in recorded.spans]}\n{recorded.values}\n{stored}"
 
-    yield read
-    instrumentation.install(None)
+    return read
 
 
 def assert_no_secret(text: str) -> None:

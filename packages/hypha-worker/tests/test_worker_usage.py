@@ -61,6 +61,6 @@ def test_a_job_is_counted_measured_and_traced(
     assert ("hypha.worker.executors.ended", 1, {"process.exit.code": "0"}) in recorded.values
     assert recorded.total("hypha.worker.executor.processes") >= 1
     assert {"process.memory.usage", "hypha.worker.prefetch.depth"} <= recorded.gone
-    assert {"evaluate", "offer", "WorkerOffer", "execute task"} <= set(recorded.spans)
+    assert {"evaluate", "offer", "WorkerOffer", "execute task"} <= {span.name for span in recorded.spans}
     assert ("hypha.worker.requests", 1, {"hypha.offered": True}) in recorded.values
     assert ("hypha.worker.lease.renewals", 1, {"hypha.outcome": "renewed"}) in recorded.values

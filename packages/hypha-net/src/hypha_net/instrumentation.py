@@ -1,129 +1,110 @@
-"""Spans and metrics without OpenTelemetry: calls that cost almost nothing until a recorder is installed.
+"""Spans, metrics and trace contexts with the API of OpenTelemetry, which does nothing until `node.telemetry` exports.
 
-`node.telemetry.sdk` installs the recorder when a collector is configured; only that package imports the OpenTelemetry
-SDK. The trace context travels as a W3C ``traceparent`` (https://www.w3.org/TR/trace-context/): `rpc`, `pubsub` and
-`transfer` add it to messages and continue the trace on the other side. Called by every module that measures something.
+The trace context travels as a W3C ``traceparent`` (https://www.w3.org/TR/trace-context/): `rpc`, `pubsub` and
+`transfer` add it to messages and continue the trace on the other side, also where nothing is exported.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
+from opentelemetry import context, trace
+from opentelemetry.metrics import CallbackOptions, Meter, NoOpMeter, Observation
+from opentelemetry.trace import NoOpTracer, SpanContext, StatusCode, Tracer
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import SpanKind as SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from hypha_net.redaction import redact_urls
 
 Value = str | int | float | bool
 Attributes = Mapping[str, Value]
-SpanKind = Literal["internal", "client", "server", "producer", "consumer"]
-MetricKind = Literal["counter", "up_down_counter", "histogram", "gauge", "level"]
 
+_TRACE_CONTEXT: Final = TraceContextTextMapPropagator()
 _NONE: Final[Attributes] = {}
-_TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT_LIMIT: Final = 128
 _REASON_LIMIT: Final = 300
 
 M = TypeVar("M")
 
 
-class OpenSpan(Protocol):
-    """A span that a recorder has started."""
-
-    @property
-    def traceparent(self) -> str:
-        """The ``traceparent`` for child spans."""
-        ...
-
-    def set(self, attributes: Attributes) -> None:
-        """Add attributes."""
-        ...
-
-    def end(self, error: str | None, kind: str | None, ago: float = 0.0) -> None:
-        """End the span, `ago` seconds before now; with `error` and its `kind` if the operation failed."""
-        ...
+_tracer: Tracer = NoOpTracer()
+_meter: Meter = NoOpMeter("hypha")
 
 
-class Recorder(Protocol):
-    """Receives spans and measurements."""
+def install(tracer: Tracer | None = None, meter: Meter | None = None) -> None:
+    """Trace and measure with an SDK from now on, or not at all.
 
-    def start_span(self, name: str, kind: SpanKind, parent: str | None, attributes: Attributes, ago: float) -> OpenSpan:
-        """Start a span, `ago` seconds before now, under a valid ``traceparent`` or as a new trace."""
-        ...
-
-    def measure(self, metric: Metric, value: float, attributes: Attributes) -> None:
-        """Record one measurement: an amount for a counter, a value for any other metric."""
-        ...
-
-    def forget(self, metric: Metric, attributes: Attributes) -> None:
-        """Stop exporting the value of a gauge or level with these attributes."""
-        ...
-
-
-_recorder: Recorder | None = None
-_current: ContextVar[str | None] = ContextVar("traceparent", default=None)
-
-
-def install(recorder: Recorder | None) -> None:
-    """Send everything to `recorder` from now on; None turns recording off."""
-    global _recorder
-    _recorder = recorder
+    Not by OpenTelemetry's global providers: with these, libraries such as FastAPI export spans of their own, with URLs
+    of which secret parts are not hidden.
+    """
+    global _tracer, _meter
+    _tracer, _meter = tracer or NoOpTracer(), meter or NoOpMeter("hypha")
+    for instrument in _instruments:
+        instrument.bind(_meter)
 
 
 def enabled() -> bool:
-    """Return whether a recorder is installed; expensive measurements depend on it."""
-    return _recorder is not None
+    """Return whether anything is exported; expensive measurements depend on it."""
+    return not isinstance(_tracer, NoOpTracer)
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
 
 
-class Span:
-    """A span; starts when it is made. As a context manager it is the parent of spans inside, and ends on exit.
+def _with_parent(traceparent: str | None, outer: context.Context) -> context.Context:
+    """Return `outer` with the span of a ``traceparent`` as its current one; unchanged if that is None or malformed."""
+    if traceparent is None:
+        return outer
+    return _TRACE_CONTEXT.extract({"traceparent": traceparent[:_TRACEPARENT_LIMIT]}, outer)
 
-    Without a recorder it only propagates the trace it is part of.
-    """
 
-    __slots__ = ("_entered", "_open", "traceparent")
+def _parse(traceparent: str | None) -> SpanContext:
+    """Return the span that a ``traceparent`` names; an invalid one for None and for a malformed one."""
+    return trace.get_current_span(_with_parent(traceparent, context.Context())).get_span_context()
 
-    def __init__(self, name: str, attributes: Attributes, parent: str | None, kind: SpanKind, ago: float) -> None:
-        outer = parent if parent is not None and _TRACEPARENT.fullmatch(parent) else _current.get()
-        self._open = _recorder.start_span(name, kind, outer, attributes, ago) if _recorder is not None else None
-        self._entered: Token[str | None] | None = None
-        self.traceparent: str | None = outer if self._open is None else self._open.traceparent
-        """The ``traceparent`` for child spans, in this process or another."""
 
-    def set(self, attributes: Attributes) -> None:
-        """Add attributes."""
-        if self._open is not None:
-            self._open.set(attributes)
+def start_span(
+    name: str,
+    attributes: Attributes = _NONE,
+    *,
+    parent: str | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    ago: float = 0.0,
+) -> Span:
+    """Start a span that is not current; see `span` for the arguments."""
+    began = time.time_ns() - int(ago * 1e9) if ago else None
+    return _tracer.start_span(name, _with_parent(parent, context.get_current()), kind, attributes, start_time=began)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End a span that is not used as a context manager."""
-        if self._open is None:
-            return
-        opened, self._open = self._open, None
-        if isinstance(error, Exception):
-            opened.end(redact_urls(str(error))[:_REASON_LIMIT], type(error).__name__)
-            return
-        if error is not None:
-            opened.set({"hypha.cancelled": True})
-        opened.end(None, None)
 
-    def __enter__(self) -> Span:
-        self._entered = _current.set(self.traceparent)
-        return self
+def end_span(span: Span, error: BaseException | None = None) -> None:
+    """End a span, with the reason if its operation failed or was cancelled."""
+    if isinstance(error, Exception):
+        _set_failed(span, str(error), type(error).__name__)
+    elif error is not None:
+        span.set_attribute("hypha.cancelled", True)
+    span.end()
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        if self._entered is not None:
-            _current.reset(self._entered)
-        self.end(error)
+
+def _set_failed(span: Span, reason: str, kind: str) -> None:
+    span.set_status(StatusCode.ERROR, redact_urls(reason)[:_REASON_LIMIT])
+    span.set_attribute("error.type", kind)
+
+
+@contextmanager
+def current(span: Span) -> Iterator[Span]:
+    """Make a span the parent of spans inside, and end it on exit."""
+    try:
+        with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+            yield span
+    except BaseException as error:
+        end_span(span, error)
+        raise
+    end_span(span)
 
 
 def span(
@@ -131,25 +112,25 @@ def span(
     attributes: Attributes = _NONE,
     *,
     parent: str | None = None,
-    kind: SpanKind = "internal",
+    kind: SpanKind = SpanKind.INTERNAL,
     ago: float = 0.0,
-) -> Span:
-    """Start a span.
+) -> AbstractContextManager[Span]:
+    """Start a span: the parent of spans inside, ended on exit.
 
     Args:
         parent: ``traceparent`` of another process; by default, and if it is malformed, the span around this call.
         ago: seconds since the operation began.
     """
-    return Span(name, attributes, parent, kind, ago)
+    return current(start_span(name, attributes, parent=parent, kind=kind, ago=ago))
 
 
 def record(
     name: str, attributes: Attributes, *, parent: str | None, ago: float, seconds: float, error: str | None = None
 ) -> str | None:
-    """Record a span for work that has ended, on behalf of a process without a recorder: an executor.
+    """Record a span for work that has ended, on behalf of a process without OpenTelemetry: an executor.
 
     Args:
-        parent: ``traceparent`` of the parent; without a valid one nothing is recorded.
+        parent: ``traceparent`` of the parent.
         ago: seconds since the work began.
         seconds: its duration.
         error: why it failed.
@@ -157,38 +138,44 @@ def record(
     Returns:
         The ``traceparent`` for child spans.
     """
-    if parent is None or not _TRACEPARENT.fullmatch(parent) or _recorder is None:
-        return parent
-    opened = _recorder.start_span(name, "internal", parent, attributes, ago)
-    opened.end(error and redact_urls(error)[:_REASON_LIMIT], error and "executor", max(0.0, ago - seconds))
-    return opened.traceparent
+    span = start_span(name, attributes, parent=parent, ago=ago)
+    if error is not None:
+        _set_failed(span, error, "executor")
+    span.end(time.time_ns() - int(max(0.0, ago - seconds) * 1e9))
+    return traceparent_of(span)
 
 
-def same_trace(first: str | None, second: str | None) -> bool:
-    """Return whether two ``traceparent`` values are well formed and belong to one trace."""
-    both = [text for text in (first, second) if text is not None and _TRACEPARENT.fullmatch(text)]
-    return len(both) == 2 and both[0].split("-")[1] == both[1].split("-")[1]
+def traceparent_of(span: Span) -> str | None:
+    """Return the ``traceparent`` of a span, for its child spans in other processes; None outside of a trace."""
+    carrier: dict[str, str] = {}
+    _TRACE_CONTEXT.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get("traceparent")
 
 
 def current_traceparent() -> str | None:
     """Return the ``traceparent`` of the current span, for a message or an environment; None outside of a trace."""
-    return _current.get()
+    return traceparent_of(trace.get_current_span())
+
+
+def same_trace(first: str | None, second: str | None) -> bool:
+    """Return whether two ``traceparent`` values are well formed and belong to one trace."""
+    one, other = _parse(first), _parse(second)
+    return one.is_valid and one.trace_id == other.trace_id
 
 
 @contextmanager
 def attached(traceparent: str | None) -> Iterator[None]:
     """Run the body as part of the trace of a ``traceparent``, or of no trace if that is None or malformed."""
-    valid = traceparent if traceparent is not None and _TRACEPARENT.fullmatch(traceparent) else None
-    token = _current.set(valid)
+    token = context.attach(_with_parent(traceparent, context.Context()))
     try:
         yield
     finally:
-        _current.reset(token)
+        context.detach(token)
 
 
 def with_trace(message: M) -> M:
     """Return a message with the current ``traceparent``, if it has such a field and it is empty."""
-    here = _current.get()
+    here = current_traceparent()
     if here is None or not isinstance(message, msgspec.Struct) or getattr(message, "traceparent", "") is not None:
         return message
     named: M = msgspec.structs.replace(message, traceparent=here)
@@ -198,7 +185,7 @@ def with_trace(message: M) -> M:
 def trace_of(message: object) -> str | None:
     """Return the ``traceparent`` of a message, if it has a well-formed one."""
     named = getattr(message, "traceparent", None)
-    return named if isinstance(named, str) and _TRACEPARENT.fullmatch(named) else None
+    return named if isinstance(named, str) and _parse(named).is_valid else None
 
 
 def serving(name: str, message: object, attributes: Attributes = _NONE) -> AbstractContextManager[object]:
@@ -207,72 +194,86 @@ def serving(name: str, message: object, attributes: Attributes = _NONE) -> Abstr
     The current trace is not continued: the task that serves a connection belongs to whatever caused the dial.
     """
     parent = trace_of(message)
-    return attached(None) if parent is None else span(name, attributes, parent=parent, kind="server")
+    return attached(None) if parent is None else span(name, attributes, parent=parent, kind=SpanKind.SERVER)
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """Name and kind of a metric; made once, by the module that measures it."""
-
-    name: str
-    kind: MetricKind
-    unit: str
-    description: str
+_instruments: list[_Instrument] = []
 
 
-class Counter:
-    """A monotonic counter."""
+class _Instrument:
+    """A metric; made once, by the module that measures it, and bound to another meter by `install`."""
+
+    _create: ClassVar[str]
+    """Method of a meter that makes what it is bound to."""
 
     def __init__(self, name: str, unit: str, description: str) -> None:
-        self.metric = Metric(name, "counter", unit, description)
+        self._about = (name, unit, description)
+        _instruments.append(self)
+        self.bind(_meter)
+
+    def bind(self, meter: Meter) -> None:
+        """Measure with an instrument of `meter` from now on."""
+        self._bound: Any = getattr(meter, self._create)(*self._about)
+
+
+class Counter(_Instrument):
+    """A monotonic counter."""
+
+    _create = "create_counter"
 
     def add(self, amount: float = 1, attributes: Attributes = _NONE) -> None:
         """Add to the counter."""
-        if _recorder is not None:
-            _recorder.measure(self.metric, amount, attributes)
+        self._bound.add(amount, attributes)
 
 
 class UpDownCounter(Counter):
     """A counter that can decrease."""
 
-    def __init__(self, name: str, unit: str, description: str) -> None:
-        self.metric = Metric(name, "up_down_counter", unit, description)
+    _create = "create_up_down_counter"
 
 
-class Histogram:
+class Histogram(_Instrument):
     """A distribution of values, such as durations."""
 
-    def __init__(self, name: str, unit: str, description: str) -> None:
-        self.metric = Metric(name, "histogram", unit, description)
+    _create = "create_histogram"
 
     def record(self, value: float, attributes: Attributes = _NONE) -> None:
         """Record a value."""
-        if _recorder is not None:
-            _recorder.measure(self.metric, value, attributes)
+        self._bound.record(value, attributes)
 
 
-class Gauge:
-    """A value that stays until it is set again or forgotten, such as a share."""
+class Gauge(_Instrument):
+    """A value that stays until it is set again or forgotten, such as a share.
 
-    def __init__(self, name: str, unit: str, description: str) -> None:
-        self.metric = Metric(name, "gauge", unit, description)
+    Observed, because the synchronous gauge of OpenTelemetry cannot forget the values of a job that has ended.
+    """
+
+    _create = "create_observable_gauge"
+
+    def bind(self, meter: Meter) -> None:
+        """Begin without values."""
+        self._values: dict[frozenset[tuple[str, Value]], Observation] = {}
+        name, unit, description = self._about
+        getattr(meter, self._create)(name, [self._observe], unit, description)
+
+    def _observe(self, _options: CallbackOptions) -> Iterable[Observation]:
+        """Return the values, in the exporter's thread: each change is a new dictionary."""
+        return self._values.values()
 
     def set(self, value: float, attributes: Attributes = _NONE) -> None:
         """Set the value."""
-        if _recorder is not None:
-            _recorder.measure(self.metric, value, attributes)
+        self._values = {**self._values, frozenset(attributes.items()): Observation(value, attributes)}
 
     def forget(self, attributes: Attributes = _NONE) -> None:
         """Stop exporting the value."""
-        if _recorder is not None:
-            _recorder.forget(self.metric, attributes)
+        key = frozenset(attributes.items())
+        self._values = {other: value for other, value in self._values.items() if other != key}
 
 
 class Level(Gauge):
     """A gauge whose values can be added up over nodes and jobs, such as bytes in use."""
 
-    def __init__(self, name: str, unit: str, description: str) -> None:
-        self.metric = Metric(name, "level", unit, description)
+    _create = "create_observable_up_down_counter"

@@ -53,7 +53,7 @@ async def call(
     """
     if instrumentation.current_traceparent() is None:
         return await _call(endpoint, peer, method, message, timeout)
-    with instrumentation.span(_span_name(method), _span_attributes(method, peer), kind="client"):
+    with instrumentation.span(_span_name(method), _span_attributes(method, peer), kind=instrumentation.SpanKind.CLIENT):
         return await _call(endpoint, peer, method, instrumentation.with_trace(message), timeout)
 
 

@@ -28,13 +28,13 @@ from hypha_net import instrumentation
 from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import NetError
 from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.config.otlp import targets
 from hypha_net.node.health import Readiness, gateway_outage, serve_health, watch_gateways
-from hypha_net.node.telemetry.otlp_config import targets
 from hypha_proto.errors import ProtoError
 
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
-    from hypha_net.node.telemetry.sdk import Export
+    from hypha_net.node.telemetry import Export
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class _Run:
         # not the event loop's handlers: these start the countdown even when the loop is blocked
         with _signal_handlers(self._on_signal, self._on_hangup):
             if self._has_export:
-                from hypha_net.node.telemetry.sdk import preload
+                from hypha_net.node.telemetry import preload
 
                 preload(self.config)
             try:
@@ -216,17 +216,15 @@ class _Run:
         return bool(targets(self.config, os.environ))
 
     def _begin_export(self, instance: str) -> None:
-        from hypha_net.node.telemetry.sdk import open_export
+        from hypha_net.node.telemetry import open_export
 
         service = f"hypha-{self.role}"
         self._export = open_export(self.config, service=service, version=self.version, instance=instance)
-        instrumentation.install(self._export.recorder)
 
     def _end_export(self) -> None:
         if self._export is not None:
             self.ended.set()  # the last export has its own time limit
             self._export.close()
-            instrumentation.install(None)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = _exit_code(number)

@@ -306,9 +306,8 @@ class Allocator:
             request = make_request(role_request, window)
             self._requests[role_request.role] = request
             self.auction.register_request(request.id, role_request.role)
-            with instrumentation.span(
-                "advertise", {"hypha.role": role_request.role, "hypha.bid": role_request.bid}, kind="producer"
-            ):
+            about: instrumentation.Attributes = {"hypha.role": role_request.role, "hypha.bid": role_request.bid}
+            with instrumentation.span("advertise", about, kind=instrumentation.SpanKind.PRODUCER):
                 await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
 
     def _accept_offers(self, now: float) -> None:
@@ -343,7 +342,7 @@ class Allocator:
 
     async def _accept(self, offer: AcceptedOffer) -> None:
         with instrumentation.span("lease", {"hypha.role": offer.role, "hypha.peer.id": str(offer.peer)}) as span:
-            span.set({"hypha.taken": await self._renew(offer)})
+            span.set_attribute("hypha.taken", await self._renew(offer))
         self._changed.set()
 
     async def _renew(self, offer: AcceptedOffer) -> bool:

@@ -160,7 +160,8 @@ def _record_decision(decision: Decision, now: float) -> dict[tuple[PeerId, uuid.
         _REQUESTS.add(1, {"hypha.offered": received.key in offered})
         about: instrumentation.Attributes = {"hypha.peer.id": str(received.scheduler), "hypha.bid": request.bid}
         parent, waited = instrumentation.trace_of(request), now - received.received_at
-        with instrumentation.span("evaluate", about, parent=parent, kind="consumer", ago=waited) as span:
-            span.set({"hypha.offered": received.key in offered})
-        traces[received.key] = span.traceparent
+        kind = instrumentation.SpanKind.CONSUMER
+        with instrumentation.span("evaluate", about, parent=parent, kind=kind, ago=waited) as span:
+            span.set_attribute("hypha.offered", received.key in offered)
+        traces[received.key] = instrumentation.traceparent_of(span)
     return traces

@@ -6,6 +6,7 @@ Made by `executors.process` for a task with a `TrainConfig`; called by `backend`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -154,7 +155,7 @@ class TrainingBridge:
                 reference.dataset,
                 lambda assigned: folder / (name or slice_file_name(reference.dataset, assigned, number)),
             )
-            span.set({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
+            span.set_attributes({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
         if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
             self.queue.join(self._config.first_round or 1)
         self._prefetched[fetched.metadata["slice"]] = None
@@ -195,7 +196,7 @@ class TrainingBridge:
         self._next_numbers[header.kind] = header.round + 1
         return sent
 
-    def _send_span(self, header: PushHeader) -> instrumentation.Span:
+    def _send_span(self, header: PushHeader) -> AbstractContextManager[instrumentation.Span]:
         about = {"hypha.round": header.round, "hypha.file.size": header.size}
         return instrumentation.span(f"send {header.kind}", about, parent=self._context.traceparent)
 

@@ -183,7 +183,7 @@ class LeaseSession:
             now, job_id = self._host.clock(), run.definition.job_id
             self._host.lease_manager.attach_job(lease.id, lease.scheduler, now, grace, job_id)
         except (ExecutionError, LeaseError) as error:
-            run.span.end(error)
+            instrumentation.end_span(run.span, error)
             raise
 
     def _check(self, definition: TaskDefinition) -> dict[str, Any]:

@@ -126,12 +126,12 @@ class TaskRun:
             "hypha.task": self.definition.task,
             "hypha.lease.id": str(self.lease.id),
         }
-        self.span = instrumentation.span("execute task", about, parent=self.spec.traceparent)
+        self.span = instrumentation.start_span("execute task", about, parent=self.spec.traceparent)
         try:
             self._context = self._make_context()
             self.execution = self.host.executors[self.spec.executor](self._context)
         except ExecutionError as error:
-            self.span.end(error)
+            instrumentation.end_span(self.span, error)
             raise
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class TaskRun:
             scope=self._scope,
             contact=SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock())),
             control=self,
-            traceparent=self.span.traceparent,
+            traceparent=instrumentation.traceparent_of(self.span),
             keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
                 endpoint=host.endpoint,
@@ -278,7 +278,7 @@ class TaskRun:
         started = self.host.clock()
         result: TaskReport | None = None
         try:
-            with self.span, self._scope:
+            with instrumentation.current(self.span), self._scope:
                 self._report(started=Started())
                 result = await self._execute()
                 self._describe_end(result)
@@ -300,8 +300,9 @@ class TaskRun:
             self.ended.set()
 
     def _describe_end(self, result: TaskReport) -> None:
-        code = self._trace.exit_code
-        self.span.set({"hypha.outcome": _outcome(result)} | ({} if code is None else {"process.exit.code": code}))
+        self.span.set_attribute("hypha.outcome", _outcome(result))
+        if (code := self._trace.exit_code) is not None:
+            self.span.set_attribute("process.exit.code", code)
 
     async def _clean_up(self, result: TaskReport) -> None:
         if result.finished is None:

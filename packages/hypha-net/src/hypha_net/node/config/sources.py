@@ -29,7 +29,7 @@ from hypha_net.node.config.introspection import (
     with_absolute_paths,
 )
 from hypha_net.node.config.models import NodeConfig, is_secret
-from hypha_net.node.config.otlp_variables import invalid_variables
+from hypha_net.node.config.otlp import invalid_variables
 from hypha_net.node.config.toml_positions import Document, Key
 from hypha_proto.errors import DecodeError
 
