@@ -67,13 +67,8 @@ def table(program: str) -> str:
             continue
         assert row[0] not in seen
         seen.add(row[0])
-        lines.append(f"| `{row[0]}` | {row[1]} | {_text(model, row)} |".replace("  ", " "))
+        lines.append(f"| `{row[0]}` | {row[1]} | {row[2].replace('<', '&lt;')} |".replace("  ", " "))
     return "\n".join(lines)
-
-
-def _text(model: type[NodeConfig], row: tuple[str, str, str]) -> str:
-    reason = model.unsupported_keys.get(row[0].replace("[]", ""))
-    return row[2].replace("<", "&lt;") + (f" *Refused so far: {reason}.*" if reason else "")
 
 
 def with_tables(page: str) -> str:

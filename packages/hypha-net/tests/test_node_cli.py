@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +16,7 @@ from support.authority import Authority
 
 from hypha_net.node.cli import daemon_cli
 from hypha_net.node.config.models import NodeConfig, Section
-from hypha_net.node.config.template import render_config, to_toml
+from hypha_net.node.config.template import to_toml
 from hypha_net.node.lifecycle import Node
 
 
@@ -93,16 +92,6 @@ def test_check_fails_where_the_certificate_is_missing(file: Path) -> None:
     assert f"cert_pem {file.parent / 'worker-cert.pem'} cannot be read" in checked.stderr
     assert "hypha-certutil node" in checked.stderr
     assert "Traceback" not in checked.output
-
-
-def test_init_template_names_unsupported_keys() -> None:
-    class Later(NodeConfig):
-        unsupported_keys: ClassVar = {"limits.upload_rate": "uploads are not limited yet"}
-
-    text = render_config(Later, {}, "later").replace("\n# ", " ")
-    said = "Refused so far: uploads are not limited yet. upload_rate ="
-    assert said in text
-    assert text.count("Refused so far") == 1
 
 
 def test_init_does_not_overwrite_without_force(file: Path) -> None:

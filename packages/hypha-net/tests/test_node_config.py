@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from pydantic import Field
 from hypha_net.bandwidth import BandwidthLimits
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
-from hypha_net.node.config.models import UNSUPPORTED_KEYS, NodeConfig, Section, is_secret, mask_secrets
+from hypha_net.node.config.models import NodeConfig, Section, is_secret, mask_secrets
 from hypha_net.node.config.toml_positions import read_toml
 from hypha_net.node.lifecycle import endpoint_settings
 
@@ -47,8 +47,6 @@ class Model(Section):
 
 
 class ExampleConfig(NodeConfig):
-    unsupported_keys: ClassVar = {**UNSUPPORTED_KEYS, "executors.env": "executors get no variables yet"}
-
     work_dir: Path = Field(default=Path("work"), description="Folder of the jobs.")
     resources: Resources = Field(default=Resources(), description="What is offered.")
     offer: Offer = Offer()
@@ -238,12 +236,6 @@ def test_addresses_are_validated_with_their_position(load: Any, address: str, sa
     problems = refused(load, f'external_addresses = ["/ip4/203.0.113.5/tcp/1", "{address}"]')
     assert "node.toml:5: external_addresses[1]" in problems[0]
     assert says in problems[0]
-
-
-def test_unsupported_key_is_refused(load: Any) -> None:
-    problems = refused(load, '[[executors]]\nname = "a"\nenv = { A = "1" }\n')
-    assert len(problems) == 1
-    assert "executors[0].env.A = '1': not yet: executors get no variables yet" in problems[0]
 
 
 def test_rate_below_the_minimum_is_refused(load: Any) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hypha_net.node.config.models import UNSUPPORTED_KEYS, Network, NodeConfig, Section
+from hypha_net.node.config.models import Network, NodeConfig, Section
 from hypha_net.node.config.s3_service import S3ServiceSection
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
@@ -350,8 +349,6 @@ class IsolationSection(Section):
 
 class WorkerConfig(NodeConfig):
     """The keys of ``hypha-worker``."""
-
-    unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
 
     work_dir: Path = Field(description="Each job gets a private folder hypha-<uuid> in it. Should have mode 0750.")
     drain_timeout: float = Field(

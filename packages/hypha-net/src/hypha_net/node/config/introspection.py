@@ -90,14 +90,6 @@ def field_at(model: type[BaseModel], key: Key) -> FieldInfo | None:
     return next((f[key[-1]] for t in table_types(holder) if key[-1] in (f := fields_by_key(t))), None)
 
 
-def default_at(model: type[BaseModel], key: Key) -> Any:
-    """Return the default of a key, or None."""
-    info = field_at(model, key)
-    return (
-        None if info is None or info.is_required() else info.get_default(call_default_factory=True, validated_data={})
-    )
-
-
 def description_of(model: type[BaseModel], key: Key) -> str:
     """Return the description of a key, or an empty string."""
     info = field_at(model, key)

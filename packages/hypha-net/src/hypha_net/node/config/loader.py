@@ -15,8 +15,8 @@ from typing import Any, Final, Generic, TypeVar
 from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
-from hypha_net.node.config.introspection import default_at, dotted
-from hypha_net.node.config.models import NodeConfig, mask_secrets
+from hypha_net.node.config.introspection import dotted
+from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
 from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
 
@@ -63,7 +63,6 @@ def load_config(model: type[C], file: Path | None, env: Mapping[str, str], flags
     for layer in layers:
         merged.add(layer)
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += _unsupported_key_problems(model, merged)
     config: C | None = None
     try:
         config = model.model_validate(merged.data)
@@ -135,23 +134,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _copied(part) for name, part in value.items()}
     return [_copied(part) for part in value] if isinstance(value, list) else value
-
-
-def _unsupported_key_problems(model: type[NodeConfig], merged: _Merged) -> list[Problem]:
-    problems = []
-    for key, origin in merged.origins.items():
-        name = dotted(key, indices=False)
-        reason = next(
-            (text for known, text in model.unsupported_keys.items() if f"{name}.".startswith(f"{known}.")), None
-        )
-        value = _value_at(merged.data, key)
-        if reason is not None and value != default_at(model, key):
-            shown = mask_secrets(value, dotted(key))
-            problems.append(Problem(origin, dotted(key), shown, f"not yet: {reason}", "leave it out for now"))
-    return problems
-
-
-def _value_at(data: Any, key: Key) -> Any:
-    for part in key:
-        data = data[part]
-    return data

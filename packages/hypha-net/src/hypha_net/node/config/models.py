@@ -19,12 +19,6 @@ from hypha_net.bandwidth import MIN_RATE
 from hypha_net.node.config.address_types import check_dial_address, check_listen_address
 from hypha_net.redaction import redact_urls
 
-UNSUPPORTED_KEYS: Final[Mapping[str, str]] = {}
-"""Keys that are validated but not implemented yet, with the reason; setting one is an error.
-
-A program adds its own through `NodeConfig.unsupported_keys`.
-"""
-
 RESERVED_NETWORKS: Final = (
     "0.0.0.0/8",
     "10.0.0.0/8",
@@ -137,8 +131,6 @@ class NodeConfig(Section):
 
     needs_gateway: ClassVar[bool] = True
     """Whether at least one gateway address must be given; a gateway overrides it."""
-    unsupported_keys: ClassVar[Mapping[str, str]] = UNSUPPORTED_KEYS
-    """Dotted keys of this program that are not implemented, with the reason; without list indices."""
 
     cert_pem: Path = Field(description="This node's certificate, followed by the intermediate CAs (PEM).")
     key_pem: Path = Field(description="The certificate's Ed25519 private key (PKCS#8 PEM).")

@@ -31,25 +31,20 @@ def render_config(model: type[NodeConfig], values: Mapping[str, Any], program: s
         f"Configuration of {program}. Every option is listed; those behind a # are at their default.",
         f"Start with: {program} run --config FILE. Check without starting: {program} run --check --config FILE.",
     ]
-    return render_table(model, values, head, model.unsupported_keys)
+    return render_table(model, values, head)
 
 
-def render_table(
-    model: type[BaseModel], values: Mapping[str, Any], head: Sequence[str], unsupported: Mapping[str, str] | None = None
-) -> str:
+def render_table(model: type[BaseModel], values: Mapping[str, Any], head: Sequence[str]) -> str:
     """Render a commented TOML document that is one table of any model.
 
     Args:
         values: see `render_config`.
         head: first lines, which become comments.
-        unsupported: reasons by the dotted keys that are refused so far.
     """
-    return "\n".join([*(f"# {line}" for line in head), *_table(model, values, (), unsupported or {})]) + "\n"
+    return "\n".join([*(f"# {line}" for line in head), *_table(model, values, ())]) + "\n"
 
 
-def _table(
-    model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...], unsupported: Mapping[str, str]
-) -> Iterator[str]:
+def _table(model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...]) -> Iterator[str]:
     """Yield the keys of a table, then its sub-tables: in TOML a key belongs to the header above it."""
     later: list[tuple[str, FieldInfo]] = []
     for name, info in fields_by_key(model).items():
@@ -57,11 +52,10 @@ def _table(
             later.append((name, info))
         else:
             yield ""
-            refused = unsupported.get(".".join((*at, name)))
-            yield from _comment(f"{info.description} Refused so far: {refused}." if refused else info.description)
+            yield from _comment(info.description)
             yield from _assignment(name, info, values)
     for name, info in later:
-        yield from _sub_table(name, info, values.get(name), (*at, name), unsupported)
+        yield from _sub_table(name, info, values.get(name), (*at, name))
 
 
 def _is_table(info: FieldInfo, value: Any) -> bool:
@@ -71,9 +65,7 @@ def _is_table(info: FieldInfo, value: Any) -> bool:
     return only_tables or any(table_types(item) for item in item_types(info.annotation))
 
 
-def _sub_table(
-    name: str, info: FieldInfo, value: Any, at: tuple[str, ...], unsupported: Mapping[str, str]
-) -> Iterator[str]:
+def _sub_table(name: str, info: FieldInfo, value: Any, at: tuple[str, ...]) -> Iterator[str]:
     array = any(table_types(item) for item in item_types(info.annotation))
     found = (
         [table for item in item_types(info.annotation) for table in table_types(item)]
@@ -86,9 +78,7 @@ def _sub_table(
         yield from _comment(info.description if not index else None)
         header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
         body = (
-            list(_table(found[0], entry, at, unsupported))
-            if found
-            else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
+            list(_table(found[0], entry, at)) if found else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
         )
         yield from ([header, *body] if given else _commented([header, *body]))
 
