@@ -214,30 +214,19 @@ def _load(model: type[C], file: Path | None, settings: tuple[str, ...], name: st
         raise ConfigurationError(f"the configuration cannot be used\n{error}{hint}") from None
 
 
+@dataclass(frozen=True, slots=True)
 class _Program:
-    """Program that the commands belong to."""
+    """Program that the commands belong to; see `daemon_cli`."""
 
-    def __init__(
-        self,
-        name: str,
-        config: type[Any],
-        serve: Serve[Any],
-        role: str,
-        example: Values,
-        expected: tuple[type[Exception], ...],
-        examine: Examine[Any] | None,
-        checks: RunChecks[Any] | None,
-        init_file: InitFile | None,
-    ) -> None:
-        self.name = name
-        self.config = config
-        self.serve = serve
-        self.role = role
-        self.example = example
-        self.expected = expected
-        self.examine = examine
-        self.checks = checks
-        self.init_file = init_file
+    name: str
+    config: type[Any]
+    serve: Serve[Any]
+    role: str
+    example: Values
+    expected: tuple[type[Exception], ...]
+    examine: Examine[Any] | None
+    checks: RunChecks[Any] | None
+    init_file: InitFile | None
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""

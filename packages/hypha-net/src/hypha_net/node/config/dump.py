@@ -5,13 +5,14 @@ Called by ``config show`` in `node.cli`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hypha_net.node.config.introspection import dotted, leaves
 from hypha_net.node.config.loader import DEFAULT, Loaded
 from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.template import key_text, to_toml
+from hypha_net.node.config.toml_positions import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,11 @@ class Row:
 def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
     """Return every key of a configuration, in the model's order."""
     data = mask_secrets(loaded.config.model_dump(mode="json", by_alias=True))
-    return [Row(key, value, _origin(loaded, key), written) for key, written, value in _flat(data, "", "")]
+    return [Row(key := dotted(at), value, _origin(loaded, key), _written(at)) for at, value in leaves(data)]
 
 
-def _flat(value: Any, at: str, written: str) -> Iterator[tuple[str, str, Any]]:
-    if isinstance(value, dict) and (value or not at):
-        for name, part in value.items():
-            dot = "." if at else ""
-            yield from _flat(part, f"{at}{dot}{name}", f"{written}{dot}{key_text(name)}")
-    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        for index, part in enumerate(value):
-            yield from _flat(part, f"{at}[{index}]", f"{written}[{index}]")
-    else:
-        yield at, written, value
+def _written(at: Key) -> str:
+    return dotted(tuple(key_text(part) if isinstance(part, str) else part for part in at))
 
 
 def _origin(loaded: Loaded[NodeConfig], key: str) -> str:

@@ -28,6 +28,18 @@ def dotted(key: Key, *, indices: bool = True) -> str:
     return text
 
 
+def leaves(value: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield the position and value of everything that is neither a table with keys nor a list of tables."""
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from leaves(part, (*at, name))
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            yield from leaves(part, (*at, index))
+    else:
+        yield at, value
+
+
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return a model's fields by the names that a file uses."""
     return {info.alias or name: info for name, info in model.model_fields.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 from pydantic import ValidationError
 
 from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
-from hypha_net.node.config.introspection import dotted
+from hypha_net.node.config.introspection import dotted, leaves
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
 from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
@@ -107,18 +108,8 @@ class _Merged:
                 self._put(below[name], value, layer, key)
                 continue
             self.origins = {known: origin for known, origin in self.origins.items() if known[: len(key)] != key}
-            below[name] = _copied(value)
-            self._record_origins(value, layer, key)
-
-    def _record_origins(self, value: Any, layer: Layer, key: Key) -> None:
-        if isinstance(value, dict) and value:
-            for name, part in value.items():
-                self._record_origins(part, layer, (*key, name))
-        elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
-            for index, part in enumerate(value):
-                self._record_origins(part, layer, (*key, index))
-        else:
-            self.origins[key] = layer.where(key)
+            below[name] = deepcopy(value)
+            self.origins |= {part: layer.where(part) for part, _ in leaves(value, key)}
 
     def where(self, key: Key) -> str | None:
         """Return the origin of the value at `key`, or of one inside or around it; None if no layer sets it."""
@@ -127,10 +118,3 @@ class _Merged:
                 if known[:end] == key[:end]:
                     return origin
         return None
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of the containers, since other layers are merged into them."""
-    if isinstance(value, dict):
-        return {name: _copied(part) for name, part in value.items()}
-    return [_copied(part) for part in value] if isinstance(value, list) else value

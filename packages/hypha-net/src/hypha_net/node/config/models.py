@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -52,14 +52,17 @@ def _network(text: str) -> str:
         raise ValueError(f"{error}; write a network such as 10.0.0.0/8") from None
 
 
-def _pairs(value: object) -> object:
-    """Parse ``"k=v,k2=v2"`` into a table; pass tables through. The text may be a secret, so errors do not repeat it."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-    if any(not sign or not key.strip() for key, sign, _ in pairs):
+def read_pairs(text: str, *, decode: bool = False) -> dict[str, str]:
+    """Parse ``k=v,k2=v2``, with percent-encoding as in variables of OpenTelemetry if `decode`.
+
+    Raises:
+        ValueError: a part is not a pair; the error does not repeat the text, which may be a secret.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(sign and key.strip() for key, sign, _ in pairs):
         raise ValueError('must be "key=value,key2=value2" or a table')
-    return {key.strip(): text.strip() for key, _, text in pairs}
+    read = unquote if decode else str
+    return {read(key.strip()): read(value.strip()) for key, _, value in pairs}
 
 
 def _endpoint(text: str) -> str:
@@ -87,7 +90,7 @@ _SECRET: Final = re.compile(
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 DialAddress = Annotated[str, AfterValidator(check_dial_address)]
 Network = Annotated[str, AfterValidator(_network)]
-Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+Pairs = Annotated[dict[str, str], BeforeValidator(lambda value: read_pairs(value) if isinstance(value, str) else value)]
 
 Sampler = Literal[
     "always_on",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from hypha_net.node.config.models import WEB_URL_WANTED, NodeConfig, is_web_url, mask_secrets
+from hypha_net.node.config.models import WEB_URL_WANTED, NodeConfig, is_web_url, mask_secrets, read_pairs
 
 Signal = Literal["traces", "metrics", "logs"]
 SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics", "logs")
@@ -53,7 +53,7 @@ def _target(config: NodeConfig, env: Mapping[str, str], signal: Signal) -> Targe
     if protocol != "grpc" and own is None:  # the shared URL is a base, a signal's own URL is complete
         url = f"{url.rstrip('/')}/v1/{signal}"
     text = _variable(env, signal, "HEADERS")
-    headers = config.telemetry_headers if text is None else dict(read_pairs(text))
+    headers = config.telemetry_headers if text is None else read_pairs(text, decode=True)
     return Target(url, protocol, {**user, **headers}, str(mask_secrets(given)))
 
 
@@ -72,19 +72,6 @@ def _variable(env: Mapping[str, str], signal: Signal, what: str) -> str | None:
     return env.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_{what}", "").strip() or None
 
 
-def read_pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Parse ``k=v,k2=v2`` with percent-encoding, as the specification requires.
-
-    Raises:
-        ValueError: a part is not a pair.
-    """
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, sign, value = part.partition("=")
-        if not sign or not name.strip():
-            raise ValueError("is not a list of key=value pairs")
-        yield unquote(name.strip()), unquote(value.strip())
-
-
 def invalid_variables(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, reason and remedy of each invalid per-signal variable, without its value, which may be secret."""
     for signal in SIGNALS:
@@ -95,6 +82,6 @@ def invalid_variables(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         if protocol is not None and protocol not in PROTOCOLS:
             yield f"{name}PROTOCOL", f"{protocol[:40]!r} is not a supported protocol", f"write {' or '.join(PROTOCOLS)}"
         try:
-            list(read_pairs(_variable(env, signal, "HEADERS") or ""))
-        except ValueError as error:
-            yield f"{name}HEADERS", str(error), "write name=value,name2=value2"
+            read_pairs(_variable(env, signal, "HEADERS") or "")
+        except ValueError:
+            yield f"{name}HEADERS", "is not a list of key=value pairs", "write name=value,name2=value2"

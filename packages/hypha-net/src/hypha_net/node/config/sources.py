@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote
 
 from pydantic import BaseModel
 
@@ -28,7 +27,7 @@ from hypha_net.node.config.introspection import (
     table_types,
     with_absolute_paths,
 )
-from hypha_net.node.config.models import NodeConfig, is_secret
+from hypha_net.node.config.models import NodeConfig, is_secret, read_pairs
 from hypha_net.node.config.otlp import invalid_variables
 from hypha_net.node.config.toml_positions import Document, Key
 from hypha_proto.errors import DecodeError
@@ -245,7 +244,5 @@ def _split_pairs(data: dict[str, Any], *, decode: bool = False) -> None:
     """Parse ``"k=v,k2=v2"`` into tables so that layers merge by key; leave malformed text for pydantic to refuse."""
     for key in ("telemetry_headers", "telemetry_attributes"):
         if isinstance(text := data.get(key), str):
-            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-            if all(sign and name.strip() for name, sign, _ in pairs):
-                read = unquote if decode else str
-                data[key] = {read(name.strip()): read(value.strip()) for name, _, value in pairs}
+            with suppress(ValueError):
+                data[key] = read_pairs(text, decode=decode)
