@@ -316,6 +316,8 @@ def test_concurrent_requests_for_a_peer_share_one_dial(authority: Any) -> None:
                 async with anyio.create_task_group() as tasks:
                     for _ in range(20):
                         tasks.start_soon(two.connect, one.addresses[0])
+                    await anyio.wait_all_tasks_blocked()  # without the address, only a running attempt can connect
+                    tasks.start_soon(two.connect_peer, one.peer_id)
                 await two.disconnect(one.peer_id)
                 told = [type(await anext(events)) for _ in range(3)]
             assert set(told[:2]) == {DialFinished, Connected}

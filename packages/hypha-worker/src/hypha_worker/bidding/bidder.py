@@ -17,7 +17,7 @@ import anyio.abc
 
 from hypha_net import instrumentation, pubsub, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, UnreachableError
 from hypha_net.log_throttle import LogThrottle
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer
@@ -25,11 +25,12 @@ from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.bidding.request_queue import Decision, RequestQueue
-from hypha_worker.bidding.scheduler_dials import SchedulerDials
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager
 
 _log = logging.getLogger(__name__)
 
+ATTEMPT_TIMEOUT: Final = 10.0
+"""Seconds that an attempt to connect to a scheduler may take, beyond the offer that waits for it."""
 DIAL_TIMEOUT: Final = 2.0
 """Seconds in which the scheduler of an offer must be connected; its resources are reserved meanwhile."""
 _DIAL_MARGIN: Final = 0.25
@@ -74,7 +75,7 @@ class Bidder:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen for requests and answer them, until cancelled."""
         async with pubsub.subscribe(self._endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._decide_requests, tasks, SchedulerDials(self._endpoint, tasks))
+            tasks.start_soon(self._decide_requests, tasks)
             task_status.started()
             async for scheduler, request in messages:
                 self._queue.add(ReceivedRequest(scheduler, request, anyio.current_time()))
@@ -84,7 +85,7 @@ class Bidder:
         self._queue.note_freed()
         self._changed.set()
 
-    async def _decide_requests(self, tasks: anyio.abc.TaskGroup, dials: SchedulerDials) -> None:
+    async def _decide_requests(self, tasks: anyio.abc.TaskGroup) -> None:
         while True:
             while (due := self._queue.seconds_until_due(anyio.current_time())) != 0.0:
                 self._changed = anyio.Event()
@@ -98,7 +99,7 @@ class Bidder:
             for plan in decision.offers:
                 lease = self._reserve(plan, now)
                 self._history.note_offer(plan.received_request, plan.price)
-                tasks.start_soon(self._send_offer, lease, dials, traces.get((lease.scheduler, lease.request_id)))
+                tasks.start_soon(self._send_offer, lease, tasks, traces.get((lease.scheduler, lease.request_id)))
 
             self._note_refusals(decision)
 
@@ -121,10 +122,10 @@ class Bidder:
             life=DIAL_TIMEOUT + _DIAL_MARGIN,
         )
 
-    async def _send_offer(self, lease: Lease, dials: SchedulerDials, traceparent: str | None) -> None:
+    async def _send_offer(self, lease: Lease, tasks: anyio.abc.TaskGroup, traceparent: str | None) -> None:
         try:
             with instrumentation.span("offer", {"hypha.price": lease.price}, parent=traceparent):
-                await dials.connect(lease.scheduler, DIAL_TIMEOUT)
+                await self._connect(lease.scheduler, tasks)
                 now, round_trip = anyio.current_time(), self._endpoint.round_trip_time(lease.scheduler)
                 self._lease_manager.start_offer(lease.id, now, round_trip)
                 offer = _make_offer(lease, lease.remaining(now))
@@ -133,6 +134,32 @@ class Bidder:
             self._queue.forget(lease.scheduler)
             self._lease_manager.cancel_offer(lease.id)
             self._log_failure(lease, error)
+
+    async def _connect(self, scheduler: PeerId, tasks: anyio.abc.TaskGroup) -> None:
+        """Return when a scheduler is connected, and the round trip is measured if that is done in time.
+
+        The attempt goes on in `tasks` after `DIAL_TIMEOUT`: a handshake over a long link takes longer than resources
+        stay reserved for an offer, and the scheduler's next request finds the connection.
+
+        Raises:
+            UnreachableError: there is no connection within `DIAL_TIMEOUT`.
+        """
+        if self._endpoint.round_trip_time(scheduler) is not None:
+            return
+        done, failures = anyio.Event(), [f"{scheduler} is not connected after {DIAL_TIMEOUT:g} s"]
+
+        async def attempt() -> None:
+            try:
+                await self._endpoint.connect_peer(scheduler, timeout=ATTEMPT_TIMEOUT)
+            except NetError as error:
+                failures.append(str(error))
+            done.set()
+
+        tasks.start_soon(attempt)
+        with anyio.move_on_after(DIAL_TIMEOUT):
+            await done.wait()
+        if self._endpoint.round_trip_time(scheduler) is None and scheduler not in self._endpoint.connected_peers():
+            raise UnreachableError(failures[-1])
 
     def _log_failure(self, lease: Lease, error: Exception) -> None:
         suppressed = self._failures.suppressed_count(lease.scheduler)
