@@ -235,6 +235,7 @@ def make_context(
     work_dir = folder / "hypha-job"
     work_dir.mkdir()
     storage, traffic = JobStorage(work_dir, limit), JobTraffic()
+    contact = SchedulerContact(worker, scheduler)
     return TaskContext(
         endpoint=worker,
         job_id=JOB,
@@ -249,11 +250,10 @@ def make_context(
         storage=storage,
         traffic=traffic,
         scope=anyio.CancelScope(),
-        contact=SchedulerContact(worker, scheduler),
+        contact=contact,
         control=Control(),
         fetcher=ResourceFetcher(
-            endpoint=worker,
-            scheduler=scheduler,
+            contact=contact,
             job_id=JOB,
             lease=LEASE,
             task="train",

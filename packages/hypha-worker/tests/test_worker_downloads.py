@@ -156,7 +156,7 @@ def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **chan
     async def main() -> list[Path]:
         storage = JobStorage(tmp_path, limit)
         found = await download_from_hub(reference, PurePosixPath(), access, storage=storage, timeout=20)
-        assert all(file.source.startswith("huggingface:org/model@") for file in found)
+        assert all(file.metadata["origin"].startswith("org/model@") for file in found)
         return [tmp_path / file.path for file in found]
 
     return anyio.run(main, backend="trio")

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net.connectors.address_check import is_allowed_address
+from hypha_proto.bridge_api import FetchedFile
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import DownloadedFile, download_from_uri
+from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
 
@@ -90,8 +91,8 @@ def part(first: int, total: int | str = len(CONTENT), etag: str = '"one"') -> Ca
 
 def fetch(
     url: str, folder: Path, access: AccessPolicy = LOOPBACK, limit: int = 100_000, timeout: float = 20.0
-) -> DownloadedFile:
-    async def main() -> DownloadedFile:
+) -> FetchedFile:
+    async def main() -> FetchedFile:
         storage = JobStorage(folder, limit)
         return await download_from_uri(url, PurePosixPath(), access, storage=storage, timeout=timeout)
 

@@ -15,8 +15,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from hypha_net.connectors.s3_client import S3Client, S3Settings
+from hypha_proto.bridge_api import FetchedFile
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import DownloadedFile, download_from_s3, download_from_uri
+from hypha_worker.connectors.downloads import download_from_s3, download_from_uri
 from hypha_worker.content_cache import ContentCache, SchedulerCache
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_storage import JobStorage
@@ -49,8 +50,8 @@ def policy(endpoint: str, **changes: str | None) -> AccessPolicy:
 
 def fetch(
     folder: Path, access: AccessPolicy, key: str = "dir/a b.bin", bucket: str = "models", limit: int = 10 << 20
-) -> DownloadedFile:
-    async def main() -> DownloadedFile:
+) -> FetchedFile:
+    async def main() -> FetchedFile:
         storage = JobStorage(folder, limit)
         return await download_from_s3(bucket, key, PurePosixPath("x"), access, storage=storage, timeout=30)
 
@@ -74,13 +75,13 @@ def test_an_object_is_downloaded(endpoint: str, tmp_path: Path, key: str, conten
 
 
 def test_an_object_is_named_by_a_uri(endpoint: str, tmp_path: Path) -> None:
-    async def main() -> DownloadedFile:
+    async def main() -> FetchedFile:
         storage, url = JobStorage(tmp_path, 10 << 20), "s3://models/dir/a%20b.bin"
         return await download_from_uri(url, PurePosixPath(), policy(endpoint), storage=storage)
 
     found = anyio.run(main, backend="trio")
     assert (tmp_path / found.path).read_bytes() == CONTENT
-    assert found.source == "s3://models/dir/a%20b.bin"
+    assert found.metadata["source"] == "s3://models/dir/a%20b.bin"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_an_object_at_another_presigned_url_is_taken_from_the_cache(endpoint: st
         storage = JobStorage(tmp_path / "job", 10 << 20, SchedulerCache(cache, "a"))
         found = await download_from_uri(url, PurePosixPath(), AccessPolicy(hosts=("127.0.0.1",)), storage=storage)
         assert (tmp_path / "job" / found.path).read_bytes() == CONTENT
-        assert "X-Amz-Signature" not in found.source
+        assert "X-Amz-Signature" not in found.metadata["source"]
         used.append([path.stat().st_mtime_ns for path in (cache.folder / "objects").iterdir()])
 
     for url in urls:

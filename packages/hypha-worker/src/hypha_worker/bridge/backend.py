@@ -1,14 +1,13 @@
 """The worker's side of the bridge of one task: fetch, send, receive and report.
 
-Called by `routes`, which turns HTTP requests into calls of this class. It is confined to one attempt: its work
-directory, what its definition names, and its scheduler. What only a task that trains has is in `training`.
+It is confined to one attempt: its work directory, what its definition names, and its scheduler. What only a task that
+trains has is in `training`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from io import FileIO
 from pathlib import PurePosixPath
 from typing import Final, TypedDict
@@ -28,22 +27,14 @@ from hypha_proto.bridge_api import (
     Transfer,
 )
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import (
-    HuggingFaceReference,
-    PeersReference,
-    Reference,
-    SchedulerReference,
-    SliceAddress,
-    UriReference,
-)
+from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
 from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
-from hypha_worker.connectors.assigned_slices import AssignedSlices, slice_file_name
-from hypha_worker.connectors.downloads import DownloadedFile
+from hypha_worker.connectors.peer_files import fetched_file
 from hypha_worker.errors import (
     BridgeError,
     DiskFaultError,
@@ -57,7 +48,7 @@ from hypha_worker.errors import (
     storage_exceeded,
 )
 from hypha_worker.job_files import JobFiles
-from hypha_worker.paths import check_relative, safe_name
+from hypha_worker.paths import check_relative
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_files import copy_file, describe_file, describe_files, list_files
 from hypha_worker.tasks.references import check_peers, named_peers, with_secrets
@@ -118,8 +109,6 @@ class BridgeBackend:
         self.context = context
         self._training = training
         self._on_disk_fault = on_disk_fault
-        self._slices = 0
-        """Number of slices of resources that were asked for."""
         self._spans = SpanRecorder()
 
     @property
@@ -146,38 +135,14 @@ class BridgeBackend:
         return fetched
 
     async def _fetch(self, reference: Reference, path: str) -> Sequence[FetchedFile]:
+        slice_name = None if path else FIRST_SLICE
         if isinstance(reference, SchedulerReference) and self._training is not None:
             folder = self._files.make_folder(path or ARTIFACTS)
-            return [await self._training.fetch_slice(reference, folder, None if path else FIRST_SLICE)]
+            return [await self._training.fetch_slice(reference, folder, slice_name)]
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
             folder = self._files.make_folder(path or ARTIFACTS)
-            if isinstance(reference, PeersReference):
-                return await self._fetch_from_peers(reference, folder, is_bare=not path)
-            if isinstance(reference, HuggingFaceReference):
-                found = await self.context.fetcher.download_from_hub(reference, folder)
-            else:
-                assert isinstance(reference, UriReference)
-                found = await self.context.fetcher.download_all_from_uri(reference.value, folder)
-            return [_downloaded(file) for file in found]
-
-    async def _fetch_from_peers(
-        self, reference: PeersReference, folder: PurePosixPath, *, is_bare: bool
-    ) -> Sequence[FetchedFile]:
-        address = reference.resource
-        if address is None:
-            raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
-        slice_name = FIRST_SLICE if is_bare else f"{safe_name(address.dataset)}-{address.index}.safetensors"
-        names = reference.filenames or (slice_name,)
-        files = []
-        for index, name in enumerate(names, address.index):
-            target = folder / check_relative(name)
-            self._files.make_folder(str(target.parent))
-            wanted = SliceAddress(dataset=address.dataset, index=index)
-            pulled, peer = await self.context.fetcher.files.fetch(reference.peers, wanted, target)
-            metadata = {"source": f"peer:{peer}", "timestamp": _now()}
-            files.append(FetchedFile(path=str(target), size=pulled.size, checksum=pulled.digest, metadata=metadata))
-        return files
+            return await self.context.fetcher.fetch(reference, folder, slice_name)
 
     async def send(self, wanted: Transfer) -> Sent:
         """Push a file of the work directory to the peers of a reference."""
@@ -282,14 +247,9 @@ class BridgeBackend:
         """Fetch the next slice of a resource that the scheduler assigns to this task."""
         context = self.context
         target = self._files.make_folder(folder or SLICES)
-        slices = AssignedSlices(context.job_id, context.lease, context.fetcher.files, context.contact, _SLICE_TIMEOUT)
-        self._slices += 1
-        number = self._slices
         with self._translating_errors():
             async with context.storage.transfers:
-                fetched = await slices.fetch(
-                    dataset, lambda assigned: target / slice_file_name(dataset, assigned, number)
-                )
+                fetched = await context.fetcher.fetch_slice(dataset, target, timeout=_SLICE_TIMEOUT)
         context.traffic.received += fetched.size
         return fetched
 
@@ -303,11 +263,7 @@ class BridgeBackend:
             root = self._files.make_folder(folder)
             root = root / name if names == [""] else root
             files = self._copy_resource(PurePosixPath(place), root, names)
-        metadata = {"source": f"resource:{name}", "timestamp": _now()}
-        return [
-            FetchedFile(path=str(root / file.path), size=file.size, checksum=file.digest, metadata=metadata)
-            for file in files
-        ]
+        return [fetched_file(root / file.path, file.size, file.digest, source=f"resource:{name}") for file in files]
 
     def _describe(self, root: PurePosixPath, path: str) -> StoredFile:
         with self._files.open_file(str(root / path)) as file:
@@ -369,15 +325,3 @@ class BridgeBackend:
             reason = describe_disk_fault(error, self.context.work_dir)
             self._on_disk_fault(reason)
             raise DiskFaultError(reason) from error
-
-
-def _downloaded(file: DownloadedFile) -> FetchedFile:
-    source, _, origin = file.source.partition(":")
-    hub = source == "huggingface"
-    metadata = {"source": source, "origin": origin} if hub else {"source": file.source}
-    metadata["timestamp"] = _now()
-    return FetchedFile(path=str(file.path), size=file.size, checksum=file.checksum, metadata=metadata)
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -39,7 +39,7 @@ from hypha_worker.bridge.round_commits import RoundCommits, check_contribution
 from hypha_worker.bridge.server_changes import ServerChanges
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
-from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
+from hypha_worker.connectors.assigned_slices import AssignmentOrder
 from hypha_worker.errors import bad_request, never_joins, not_allowed, round_closed, update_refused
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.references import named_peers, reference_peers
@@ -92,7 +92,6 @@ class TrainingBridge:
         self.changes = ServerChanges(self)
         self._has_joined = False
         """Whether the executor has asked with which round it begins."""
-        self._fetched = 0
         self._assignments = AssignmentOrder()
         self._prefetched: dict[str, None] = {}
         """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
@@ -144,17 +143,9 @@ class TrainingBridge:
         """
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
-        context = self._context
-        self._fetched += 1
-        number = self._fetched
-        slices = AssignedSlices(context.job_id, context.lease, self._files, context.contact, order=self._assignments)
-        with instrumentation.span(
-            "fetch slice", {"hypha.dataset": reference.dataset}, parent=context.traceparent
-        ) as span:
-            fetched = await slices.fetch(
-                reference.dataset,
-                lambda assigned: folder / (name or slice_file_name(reference.dataset, assigned, number)),
-            )
+        dataset, context = reference.dataset, self._context
+        with instrumentation.span("fetch slice", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
+            fetched = await context.fetcher.fetch_slice(dataset, folder, name, order=self._assignments)
             span.set_attributes({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
         if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
             self.queue.join(self._config.first_round or 1)

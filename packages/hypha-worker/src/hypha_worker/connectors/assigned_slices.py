@@ -1,7 +1,4 @@
-"""Slices that a scheduler assigns one by one: asks for the next, pulls it, and reports those that cannot be used.
-
-Called by the bridge.
-"""
+"""Slices that a scheduler assigns one by one: asks for the next, pulls it, and reports those that cannot be used."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Final
 
 import anyio
+from msgspec.structs import replace
 
 from hypha_net import instrumentation
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
@@ -118,17 +115,9 @@ class AssignedSlices:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
-        pulled, peer = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
-        metadata = {
-            "source": f"peer:{peer}",
-            "timestamp": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "dataset": dataset,
-            "slice": str(assigned.index),
-            "epoch": str(assigned.epoch or 0),
-            **numbered,
-            **_positions(assigned),
-        }
-        return FetchedFile(path=str(target), size=pulled.size, checksum=pulled.digest, metadata=metadata)
+        fetched = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
+        about = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
+        return replace(fetched, metadata={**fetched.metadata, **about, **numbered, **_positions(assigned)})
 
 
 def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:

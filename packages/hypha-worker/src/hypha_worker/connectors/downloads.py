@@ -1,14 +1,12 @@
 """Downloads of a job from the Hugging Face Hub and from what a URI names, bounded in size and time.
 
-Called by `bridge.backend` and `tasks.resource_fetcher`; asks `access_policy` first. A file appears in the job's folder
-when it is complete and checked.
+`access_policy` is asked first. A file appears in the job's folder when it is complete and checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -19,27 +17,16 @@ from hypha_net.connectors.errors import FetchError
 from hypha_net.connectors.http_source import HttpSource
 from hypha_net.connectors.s3_source import S3Source
 from hypha_net.redaction import redact_urls, shown_url
+from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.content_holders import fetch_by_sha256
 from hypha_worker.connectors.hub_source import HubSource, check_reference
 from hypha_worker.connectors.local_files import copy_local_file, copy_local_tree
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_files import PeerFiles, fetched_file
 from hypha_worker.errors import StorageExceededError, bad_request, from_fetch_error, timed_out, to_bridge_error
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.paths import check_relative, safe_name
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadedFile:
-    """A downloaded file."""
-
-    path: PurePosixPath
-    """Relative to the job's folder."""
-    size: int
-    checksum: str
-    """``sha256:…``"""
-    source: str
 
 
 @contextmanager
@@ -61,7 +48,7 @@ async def download_from_hub(
     *,
     storage: JobStorage,
     timeout: float = 1800.0,
-) -> list[DownloadedFile]:
+) -> list[FetchedFile]:
     """Download files of a repository to `folder` of the job, under their names in the repository.
 
     Raises:
@@ -76,10 +63,11 @@ async def download_from_hub(
         raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
 
 
-async def _download_from_hub(source: HubSource, folder: PurePosixPath, storage: JobStorage) -> DownloadedFile:
+async def _download_from_hub(source: HubSource, folder: PurePosixPath, storage: JobStorage) -> FetchedFile:
     with _staged(storage) as part:
         fetched = await fetch_content(source, part, storage)
-        return _publish(part, folder / source.filename, source.origin, fetched, storage)
+        kind, _, origin = source.origin.partition(":")
+        return _publish(part, folder / source.filename, fetched, storage, source=kind, origin=origin)
 
 
 async def download_from_uri(
@@ -91,7 +79,7 @@ async def download_from_uri(
     files: PeerFiles | None = None,
     name: str | None = None,
     timeout: float = 1800.0,
-) -> DownloadedFile:
+) -> FetchedFile:
     """Download the file that a URI names to `folder` of the job.
 
     Its name there is `name`, by default the last part of the URI's path.
@@ -112,14 +100,14 @@ async def download_from_uri(
     try:
         with _staged(storage) as part, anyio.fail_after(timeout):
             fetched = await _fetch_uri(url, part, access, storage, files)
-            return _publish(part, target, redact_urls(url), fetched, storage)
+            return _publish(part, target, fetched, storage, source=redact_urls(url))
     except TimeoutError:
         raise timed_out(f"{shown_url(url)} was not downloaded within {timeout:g} s") from None
 
 
 async def download_all_from_uri(
     url: str, folder: PurePosixPath, access: AccessPolicy, *, storage: JobStorage, files: PeerFiles
-) -> list[DownloadedFile]:
+) -> list[FetchedFile]:
     """Download the file that a URI names, or all files of the folder that a ``file:`` URL names, to `folder`.
 
     Raises:
@@ -134,10 +122,12 @@ async def download_all_from_uri(
 
 async def _copy_folder(
     source: Path, url: str, folder: PurePosixPath, access: AccessPolicy, storage: JobStorage
-) -> list[DownloadedFile]:
+) -> list[FetchedFile]:
     with _staged(storage) as part:
         found = await storage.run(copy_local_tree, str(source), part, access, storage)
-        return [_publish(part / name, folder / name, f"{url}/{name}", each, storage) for name, each in found.items()]
+        return [
+            _publish(part / name, folder / name, each, storage, source=f"{url}/{name}") for name, each in found.items()
+        ]
 
 
 async def _fetch_uri(
@@ -170,7 +160,7 @@ def _name_of(url: str) -> str:
 
 async def download_from_s3(
     bucket: str, key: str, target: PurePosixPath, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
-) -> DownloadedFile:
+) -> FetchedFile:
     """Download an object to `target` of the job's folder.
 
     Raises:
@@ -180,7 +170,7 @@ async def download_from_s3(
     try:
         with _staged(storage) as part, anyio.fail_after(timeout):
             fetched = await fetch_content(source, part, storage)
-            return _publish(part, target, source.name, fetched, storage)
+            return _publish(part, target, fetched, storage, source=source.name)
     except TimeoutError:
         raise timed_out(f"{source.name} was not downloaded within {timeout:g} s") from None
 
@@ -195,8 +185,8 @@ def _split(url: str) -> SplitResult:
 
 
 def _publish(
-    staged: Path, target: PurePosixPath, source: str, fetched: FetchedContent, storage: JobStorage
-) -> DownloadedFile:
+    staged: Path, target: PurePosixPath, fetched: FetchedContent, storage: JobStorage, **metadata: str
+) -> FetchedFile:
     """Move a complete file into the job's folder."""
     storage.files.publish(staged, target)
-    return DownloadedFile(target, fetched.size, fetched.digest, source)
+    return fetched_file(target, fetched.size, fetched.digest, **metadata)

@@ -1,7 +1,6 @@
 """Transferring files from and to peers: slices that the scheduler assigns, models it serves, pseudo-gradients.
 
-Called by `bridge.backend` for an executor's requests, and by the parameter server. Calls `hypha_net.transfer`, with
-the retries of `rpc_retry`.
+Transfers are those of `hypha_net.transfer`, with the retries of `rpc_retry`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -21,6 +21,7 @@ import anyio
 from hypha_net import transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
+from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.datasets import (
     DATA,
     NO_FREE_SLICE,
@@ -195,16 +196,16 @@ class PeerFiles:
         *,
         check: Callable[[Path], None] | None = None,
         is_slice: bool = False,
-    ) -> tuple[transfer.PullResult, PeerId]:
+    ) -> FetchedFile:
         """Pull one file, as `pull` does, and put it at `target` of the job's folder when it is complete and checked.
 
         Raises:
             BridgeError: as `pull`, or `target` cannot be used.
         """
         with self.storage.files.staged("pulls") as staged:
-            pulled = await self.pull(peers, address, staged, digest, check=check, is_slice=is_slice)
+            pulled, peer = await self.pull(peers, address, staged, digest, check=check, is_slice=is_slice)
             self.storage.files.publish(staged, target)
-        return pulled
+        return fetched_file(target, pulled.size, pulled.digest, source=f"peer:{peer}")
 
     async def pull_once(
         self,
@@ -352,6 +353,12 @@ class PeerFiles:
         if failed:
             raise _push_error(header.name, list(failed.values()))
         return sent
+
+
+def fetched_file(path: PurePosixPath, size: int, checksum: str, **metadata: str) -> FetchedFile:
+    """Describe a file that is in the job's folder now, as executors read it."""
+    metadata["timestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return FetchedFile(path=str(path), size=size, checksum=checksum, metadata=metadata)
 
 
 def _push_error(name: str, failures: Sequence[NetError]) -> BridgeError:

@@ -1,16 +1,17 @@
-"""Brings the resources of a task into its work directory, from wherever each of them is.
+"""Brings files into the work directory of a task from wherever they are: before its executor starts, and when it asks.
 
-Called by `task_run` before the executor is started, and by the bridge for references of the executor. Results and
-datasets are located by asking the scheduler; whatever fails with a holder is reported there, and it names another way.
+Results and datasets are located by asking the scheduler; whatever fails with a holder is reported there, and it names
+another way.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -28,8 +29,9 @@ from hypha_net.errors import (
     TransferRefusedError,
     UnsupportedProtocolError,
 )
+from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import HuggingFaceReference, SliceAddress
+from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.task_resources import (
     LOCATE_RESOURCE,
     AwaitPush,
@@ -40,9 +42,9 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import PeersSource, TaskResource
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import (
-    DownloadedFile,
     download_all_from_uri,
     download_from_hub,
     download_from_s3,
@@ -51,18 +53,21 @@ from hypha_worker.connectors.downloads import (
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.rpc_retry import call_with_retries
+from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     BridgeError,
     DiskFaultError,
     ExecutionError,
     StorageExceededError,
     WorkReturnedError,
+    bad_request,
     describe_disk_fault,
     is_disk_fault,
 )
 from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.paths import check_relative, safe_name
 from hypha_worker.tasks.definition import RESOURCES, is_relative
 from hypha_worker.tasks.deliveries import Deliveries, DeliveryStalledError
 from hypha_worker.tasks.output_files import copy_file
@@ -103,10 +108,9 @@ class _HolderFailures(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ResourceFetcher:
-    """Fetches the resources of one attempt at a task."""
+    """Fetches what one attempt at a task needs: its resources, references of its executor, and slices."""
 
-    endpoint: Endpoint
-    scheduler: PeerId
+    contact: SchedulerContact
     job_id: uuid.UUID
     lease: uuid.UUID
     task: str
@@ -118,6 +122,12 @@ class ResourceFetcher:
     store: OutputStore
     deliveries: Deliveries
     _places: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_FETCHES))
+    _slice_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This worker's endpoint."""
+        return self.contact.endpoint
 
     @property
     def files(self) -> PeerFiles:
@@ -142,6 +152,69 @@ class ResourceFetcher:
                 tasks.start_soon(self._fetch, resource)
         await self.storage.run(_remove, self.storage.files.staging_folder(RESOURCES))
         return {resource.name: f"{RESOURCES}/{resource.name}" for resource in resources}
+
+    async def fetch(
+        self, reference: Reference, folder: PurePosixPath, slice_name: str | None = None
+    ) -> list[FetchedFile]:
+        """Fetch what a reference to a hub, a URI or peers names into a folder.
+
+        Args:
+            reference: names it; the secrets are filled in.
+            folder: of the work directory.
+            slice_name: name of a peers' file for which the reference has none; by default one that tells the slice.
+
+        Raises:
+            BridgeError: it cannot be fetched.
+            StorageExceededError: it would exceed the storage.
+            OSError: it cannot be written.
+        """
+        if isinstance(reference, HuggingFaceReference):
+            return await download_from_hub(reference, folder, self.access, storage=self.storage)
+        if isinstance(reference, UriReference):
+            return await download_all_from_uri(
+                reference.value, folder, self.access, storage=self.storage, files=self.files
+            )
+        assert isinstance(reference, PeersReference)
+        address = reference.resource
+        if address is None:
+            raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
+        default = slice_name or f"{safe_name(address.dataset)}-{address.index}.safetensors"
+        targets = [folder / check_relative(name) for name in reference.filenames or (default,)]
+        return [
+            await self._pull(reference.peers, SliceAddress(dataset=address.dataset, index=index), target)
+            for index, target in enumerate(targets, address.index)
+        ]
+
+    async def fetch_slice(
+        self,
+        dataset: str,
+        folder: PurePosixPath,
+        name: str | None = None,
+        *,
+        timeout: float = 10.0,
+        order: AssignmentOrder | None = None,
+    ) -> FetchedFile:
+        """Fetch the next slice that the scheduler assigns to the task; without a name it gets one of its own.
+
+        Args:
+            dataset: name of the dataset.
+            folder: of the work directory.
+            name: of the file.
+            timeout: seconds that one question for a slice may take.
+            order: that of all fetches of the task, if the executor is to know it.
+
+        Raises:
+            BridgeError: there is none, or it cannot be fetched.
+        """
+        number = next(self._slice_numbers)
+        slices = AssignedSlices(self.job_id, self.lease, self.files, self.contact, timeout, order)
+        return await slices.fetch(
+            dataset, lambda assigned: folder / (name or slice_file_name(dataset, assigned, number))
+        )
+
+    async def _pull(self, peers: Sequence[PeerId], address: SliceAddress, target: PurePosixPath) -> FetchedFile:
+        self.storage.files.make_folder(str(target.parent))
+        return await self.files.fetch(peers, address, target)
 
     async def _fetch(self, resource: TaskResource) -> None:
         outcome = "failed"
@@ -172,7 +245,7 @@ class ResourceFetcher:
         elif resource.huggingface is not None:
             async with self._places:
                 self.storage.files.make_folder(str(target))
-                self._count(await self.download_from_hub(resource.huggingface, target))
+                self._count(await self.fetch(resource.huggingface, target))
         elif resource.file is not None:
             async with self._places:
                 await copy_local_files(resource.file.path, target, self.access, self.storage)
@@ -180,7 +253,7 @@ class ResourceFetcher:
             async with self._places:
                 self._count([await self._download(resource, target)])
 
-    async def _download(self, resource: TaskResource, target: PurePosixPath) -> DownloadedFile:
+    async def _download(self, resource: TaskResource, target: PurePosixPath) -> FetchedFile:
         if resource.s3 is not None:
             bucket, key = resource.s3.bucket, resource.s3.key
             return await download_from_s3(bucket, key, target, self.access, storage=self.storage)
@@ -189,40 +262,24 @@ class ResourceFetcher:
         else:
             assert resource.uri is not None
             uri = resource.uri.value
-        return await self.download_from_uri(uri, target.parent, target.name)
+        return await download_from_uri(
+            uri, target.parent, self.access, name=target.name, storage=self.storage, files=self.files
+        )
 
-    def _count(self, files: Sequence[DownloadedFile]) -> None:
+    def _count(self, files: Sequence[FetchedFile]) -> None:
         self._count_bytes(sum(file.size for file in files))
 
     def _count_bytes(self, size: int) -> None:
         self.traffic.received += size
         _BYTES.add(size)
 
-    async def download_from_hub(self, reference: HuggingFaceReference, folder: PurePosixPath) -> list[DownloadedFile]:
-        """Download files of a repository; raises `BridgeError`."""
-        return await download_from_hub(reference, folder, self.access, storage=self.storage)
-
-    async def download_from_uri(self, url: str, folder: PurePosixPath, name: str | None = None) -> DownloadedFile:
-        """Download a file; raises `BridgeError`."""
-        return await download_from_uri(url, folder, self.access, name=name, storage=self.storage, files=self.files)
-
-    async def download_all_from_uri(self, url: str, folder: PurePosixPath) -> list[DownloadedFile]:
-        """Download a file, or all files of a shared folder; raises `BridgeError`."""
-        return await download_all_from_uri(url, folder, self.access, storage=self.storage, files=self.files)
-
     async def _fetch_from_peers(self, source: PeersSource, target: PurePosixPath) -> None:
         """Pull one file to `target`, or named ones to a folder there."""
-        if source.filenames is None:
-            await self._pull_from_peers(source, source.index, target)
-            return
-        for index, name in enumerate(source.filenames, source.index):
-            await self._pull_from_peers(source, index, target / name)
-
-    async def _pull_from_peers(self, source: PeersSource, index: int, target: PurePosixPath) -> None:
-        async with self._places:
-            address = SliceAddress(dataset=source.dataset, index=index)
-            pulled, _ = await self.files.fetch(source.peers, address, target)
-        self._count_bytes(pulled.size)
+        targets = [target] if source.filenames is None else [target / name for name in source.filenames]
+        for index, place in enumerate(targets, source.index):
+            async with self._places:
+                address = SliceAddress(dataset=source.dataset, index=index)
+                self._count([await self._pull(source.peers, address, place)])
 
     # ---------------------------------------------------------------------------------------------- results, datasets
 
@@ -267,7 +324,7 @@ class ResourceFetcher:
             try:
                 with self.deliveries.locating(self.job_id):
                     return await call_with_retries(
-                        self.endpoint, self.scheduler, LOCATE_RESOURCE, question, timeout=30.0
+                        self.endpoint, self.contact.scheduler, LOCATE_RESOURCE, question, timeout=30.0
                     )
             except UnsupportedProtocolError:
                 raise

@@ -160,6 +160,7 @@ class TaskRun:
         storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
         traffic = JobTraffic()
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
+        contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
         return TaskContext(
             endpoint=host.endpoint,
             job_id=about.job_id,
@@ -174,13 +175,12 @@ class TaskRun:
             storage=storage,
             traffic=traffic,
             scope=self._scope,
-            contact=SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock())),
+            contact=contact,
             control=self,
             traceparent=instrumentation.traceparent_of(self.span),
             keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
-                endpoint=host.endpoint,
-                scheduler=lease.scheduler,
+                contact=contact,
                 job_id=about.job_id,
                 lease=lease.id,
                 task=about.task,
