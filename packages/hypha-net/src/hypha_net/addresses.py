@@ -1,7 +1,7 @@
-"""Multiaddrs as text: parsing, wildcards of listeners, and excluded networks.
+"""Multiaddrs as text: validation, parsing, wildcards of listeners, and excluded networks.
 
 See https://github.com/multiformats/multiaddr. Called by the dialer, the endpoint and the configuration; imports nothing
-of py-libp2p.
+of py-libp2p, which is slow to import.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import psutil
-
 from hypha_net.errors import AddressError
-from hypha_net.hostnames import validate_host_name
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 DNSADDR: Final = "/dnsaddr/"
 """Prefix of addresses that are resolved through a name's TXT records."""
-_HOSTS: Final = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+CIRCUIT: Final = "/p2p-circuit"
+_NAMES: Final = ("dns", "dns4", "dns6", "dnsaddr")
+_EXAMPLE: Final = "write one such as /ip4/203.0.113.50/tcp/4001"
 _PORT_DIGITS: Final = 5
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -32,35 +31,92 @@ def split_peer(address: str) -> tuple[str, PeerId | None]:
         AddressError: it is not a TCP multiaddr, or its peer id is malformed.
     """
     transport, found, peer = address.partition("/p2p/")
-    parts = transport.split("/")
-    if transport.startswith(DNSADDR) and len(parts) == 3:
-        parts += ["tcp", "0"]  # the port is in the name's records
-    if len(parts) != 5 or parts[0] or parts[1] not in _HOSTS or parts[3] != "tcp":
-        raise AddressError(f"{address!r} is not an address such as /ip4/203.0.113.5/tcp/4001 or /dns4/host/tcp/4001")
-    _validate_host(address, parts[1], parts[2])
-    port = parts[4]
-    if not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS and int(port) <= 65535):
-        raise AddressError(f"{address!r}: port {port!r} is not a number up to 65535")
-    if not found:
-        return transport, None
+    _check_transport(address, transport, names=True)
+    return transport, _parse_peer(address, peer) if found else None
+
+
+def check_dial_address(text: str) -> str:
+    """Return `text` if it can be dialled: what `split_peer` takes, or a circuit through a relay at such an address.
+
+    Raises:
+        AddressError: it cannot; the message says which part is wrong.
+    """
+    address, circuit, target = text.partition(CIRCUIT)
+    _, relay = split_peer(address)
+    if circuit and relay is None:
+        raise AddressError(f"{text!r} does not name its relay: /p2p/<id> before {CIRCUIT}")
+    if target:
+        if not target.startswith("/p2p/"):
+            raise AddressError(f"{text!r}: after {CIRCUIT} only /p2p/<peer id> may follow")
+        _parse_peer(text, target.removeprefix("/p2p/"))
+    return text
+
+
+def check_listen_address(text: str) -> str:
+    """Return `text` if it is a multiaddr to listen on: an IP address and a TCP port.
+
+    Raises:
+        AddressError: it is not.
+    """
+    _check_transport(text, text, names=False)
+    return text
+
+
+def _parse_peer(address: str, peer: str) -> PeerId:
     try:
-        return transport, PeerId.parse(peer)
+        return PeerId.parse(peer)
     except InvalidIdError as error:
         raise AddressError(f"{address!r}: {error}") from None
 
 
-def _validate_host(address: str, kind: str, host: str) -> None:
-    try:
-        if kind == "ip4":
-            ipaddress.IPv4Address(host)
-        elif kind == "ip6":
-            ipaddress.IPv6Address(host)
-            if "%" in host:
-                raise ValueError("a zone index (%) is not supported in a multiaddr")
-        else:
+def _check_transport(address: str, transport: str, *, names: bool) -> None:
+    """Check the part of `address` before the peer id: a host, or with `names` also a name, and a TCP port."""
+    parts = transport.split("/")
+    if names and transport.startswith(DNSADDR) and len(parts) == 3:
+        parts += ["tcp", "0"]  # the port is in the name's records
+    if len(parts) < 5 or parts[0]:
+        raise AddressError(f"{address!r} is not a multiaddr with host and port; {_EXAMPLE}")
+    kind, host, protocol, port = parts[1:5]
+    _check_host(address, kind, host, names=names)
+    if protocol != "tcp":
+        raise AddressError(f"{address!r}: transport {protocol!r} is not supported, only tcp; {_EXAMPLE}")
+    if not (port.isascii() and port.isdigit() and len(port) <= _PORT_DIGITS and int(port) <= 65535):
+        raise AddressError(f"{address!r}: {port!r} is not a TCP port (0 to 65535)")
+    if len(parts) > 5:
+        raise AddressError(f"{address!r}: /{parts[5]} does not belong after the port; {_EXAMPLE}")
+
+
+def _check_host(address: str, kind: str, host: str, *, names: bool) -> None:
+    if kind in _NAMES and names:
+        try:
             validate_host_name(host)
-    except ValueError as error:
-        raise AddressError(f"{address!r}: {error}") from None
+        except ValueError as error:
+            raise AddressError(f"{address!r}: {error}") from None
+        return
+    if kind not in ("ip4", "ip6"):
+        allowed = "ip4, ip6, dns, dns4, dns6 or dnsaddr" if names else "ip4 or ip6"
+        raise AddressError(f"{address!r} starts with {kind!r} instead of {allowed}; {_EXAMPLE}")
+    try:
+        ipaddress.IPv4Address(host) if kind == "ip4" else ipaddress.IPv6Address(host)
+    except ValueError:
+        raise AddressError(f"{address!r}: {host!r} is not an {kind} address") from None
+    if "%" in host:
+        raise AddressError(f"{address!r}: {host!r} is not an {kind} address: a multiaddr has no zone index (%)")
+
+
+def validate_host_name(name: str) -> None:
+    """Check that a host name is valid for the multiaddr codec and for the system's resolver, without a look-up.
+
+    Raises:
+        ValueError: the name is not valid; the message says why.
+    """
+    import idna  # imported late: most addresses are numeric, and the import would slow down every command
+
+    try:
+        idna.encode(name, uts46=True)
+        name.encode("idna")  # the resolver's encoding: IDNA 2003, which is stricter in places
+    except UnicodeError as error:
+        raise ValueError(f"{name[:80]!r} is not a host name ({error}): use letters, digits and inner hyphens") from None
 
 
 def expand_wildcards(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -77,6 +133,8 @@ def expand_wildcards(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _interface_hosts(family: socket.AddressFamily) -> list[str]:
+    import psutil  # imported late, for commands that only read a configuration
+
     found = [
         entry.address.partition("%")[0]
         for entries in psutil.net_if_addrs().values()

@@ -36,7 +36,7 @@ from hypha_net._libp2p.compat.logging import adopt_library_logs
 from hypha_net._libp2p.compat.notifee import EventNotifee
 from hypha_net._libp2p.connected_peers import ConnectedPeers
 from hypha_net._libp2p.dial.connection_pruning import ConnectionPruner
-from hypha_net._libp2p.dial.dialer import CIRCUIT, Dialer, Routes, is_direct
+from hypha_net._libp2p.dial.dialer import Dialer, Routes, is_direct
 from hypha_net._libp2p.dial.dnsaddr import DnsaddrResolver
 from hypha_net._libp2p.dial.upgrade import upgrade
 from hypha_net._libp2p.gossipsub.setup import make_pubsub, retry_registrations
@@ -61,7 +61,7 @@ from hypha_net._libp2p.streams.inbound import ProtocolHandler
 from hypha_net._libp2p.streams.outbound import OutboundStreams
 from hypha_net._libp2p.streams.stream import Libp2pStream
 from hypha_net._libp2p.yamux.session import YamuxSession
-from hypha_net.addresses import expand_wildcards, split_peer
+from hypha_net.addresses import CIRCUIT, expand_wildcards, split_peer
 from hypha_net.authorization import RoleCheck
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.error_causes import first_leaf_error

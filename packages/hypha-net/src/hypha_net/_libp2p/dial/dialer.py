@@ -26,7 +26,7 @@ from hypha_net._libp2p.dial.happy_eyeballs import ATTEMPT_DELAY, Race, happy_eye
 from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.dial.upgrade import upgrade
 from hypha_net._libp2p.relay.circuit import CircuitConnection
-from hypha_net.addresses import DNSADDR, Network, is_excluded, is_excluded_host, split_peer
+from hypha_net.addresses import CIRCUIT, DNSADDR, Network, is_excluded, is_excluded_host, split_peer
 from hypha_net.backoff import Backoff
 from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
 from hypha_net.events import DialFinished, Events
@@ -52,7 +52,6 @@ LOOK_UP_PAUSES: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
 MAX_EXCLUDED_LOGGED: Final = 4096
 """Excluded addresses that are remembered, so that each is logged once."""
-CIRCUIT: Final = "/p2p-circuit"
 Outcome = Literal["connected", "refused", "unreachable", "timeout"]
 
 

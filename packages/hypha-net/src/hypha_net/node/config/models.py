@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from hypha_net.addresses import check_dial_address, check_listen_address
 from hypha_net.bandwidth import MIN_RATE
-from hypha_net.node.config.address_types import check_dial_address, check_listen_address
 from hypha_net.redaction import redact_urls
 
 RESERVED_NETWORKS: Final = (
