@@ -15,7 +15,7 @@ from hypha_data.config import DataConfig
 from hypha_gateway.config import GatewayConfig
 from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
 from hypha_net.node.config.models import RESERVED_NETWORKS, NodeConfig
-from hypha_net.node.config.template import to_toml
+from hypha_net.node.config.toml_output import to_toml
 from hypha_scheduler.config import SchedulerConfig
 from hypha_worker.config import WorkerConfig
 

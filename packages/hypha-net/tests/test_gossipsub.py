@@ -31,7 +31,7 @@ from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.endpoint import GossipMessage, Stream
 from hypha_net.errors import MessageTooLargeError, NetError
 from hypha_net.events import GossipDropped
-from hypha_net.subscription_queue import SIZE, SubscriptionQueue
+from hypha_net.pubsub import SIZE, SubscriptionQueue
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import WORKER_REQUESTS

@@ -16,7 +16,7 @@ from support.authority import Authority
 
 from hypha_net.node.cli import daemon_cli
 from hypha_net.node.config.models import NodeConfig, Section
-from hypha_net.node.config.template import to_toml
+from hypha_net.node.config.toml_output import to_toml
 from hypha_net.node.lifecycle import Node
 
 

@@ -33,8 +33,7 @@ from support.process_ready import first_line
 from support.waiting import run
 
 from hypha_net._libp2p.yamux.session import YamuxSession
-from hypha_net.error_causes import leaf_errors
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, leaf_errors
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -30,7 +30,7 @@ from blake3 import blake3
 from support.training_bridge import JOB, fail_for_disk, make_bridge, make_context
 
 from hypha_net import rpc, transfer
-from hypha_net.error_causes import first_leaf_error
+from hypha_net.errors import first_leaf_error
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned

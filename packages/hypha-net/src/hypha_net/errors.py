@@ -1,6 +1,12 @@
-"""Errors of this package. Errors of py-libp2p and of the system are translated to these in `_libp2p`."""
+"""Errors of this package, and the errors inside exception groups and chains of causes.
+
+Errors of py-libp2p and of the system are translated to these in `_libp2p`. Task groups wrap what their tasks raise, and
+py-libp2p wraps what the system reports; logs and reports name the error inside.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class NetError(Exception):
@@ -65,3 +71,32 @@ class TransferRefusedError(TransferError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"refused by the peer: {reason}")
         self.reason = reason
+
+
+def leaf_errors(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors inside nested exception groups; `error` itself if it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaf_errors(inner)
+    else:
+        yield error
+
+
+def first_leaf_error(error: Exception) -> Exception:
+    """Return the first error inside nested exception groups; `error` itself if it is no group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def describe_root_cause(error: BaseException) -> str:
+    """Describe the innermost cause: the first error of each group and the `__cause__` of each error, to the end."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ is not None:
+            error = error.__cause__
+        elif isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        else:
+            return str(error) or type(error).__name__

@@ -15,8 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import anyio
 
 from hypha_net.endpoint import Stream
-from hypha_net.error_causes import first_leaf_error
-from hypha_net.errors import RequestError
+from hypha_net.errors import RequestError, first_leaf_error
 from hypha_proto.errors import DecodeError
 
 MAX_PENDING: Final = 1000

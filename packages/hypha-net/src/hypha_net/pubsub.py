@@ -1,19 +1,22 @@
 """Typed publish/subscribe over gossipsub: encodes and decodes the messages of a `Topic`.
 
-Messages that cannot be decoded are dropped, counted and logged. Called by schedulers and workers; built on
-`Endpoint.publish` and `subscribe`.
+Messages that cannot be decoded are dropped, counted and logged. Built on `Endpoint.publish` and `subscribe`, of which
+both implementations queue the messages of a local subscriber in `SubscriptionQueue`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import anyio
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, GossipMessage
-from hypha_net.events import GossipDropped
+from hypha_net.events import Events, GossipDropped
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import Topic
@@ -21,6 +24,9 @@ from hypha_proto.protocols import Topic
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SIZE: Final = 1024
+"""Messages that wait for one subscriber."""
 
 
 async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
@@ -48,3 +54,36 @@ async def _decoded(
             _log.warning("message %d dropped on %s, from %s: %s", dropped, topic.name, message.source, error)
             continue
         yield message.source, decoded
+
+
+class SubscriptionQueue:
+    """Messages for one subscriber; when it is full, the oldest are dropped, and their number is logged."""
+
+    def __init__(self, topic: str = "", events: Events | None = None) -> None:
+        """Make an empty queue; dropped messages are emitted to `events`, if given."""
+        self._topic = topic
+        self._events = events
+        self._messages: deque[GossipMessage] = deque()
+        self._arrived = anyio.Event()
+        self._dropped = 0
+
+    def put(self, message: GossipMessage) -> None:
+        """Queue a message; never waits."""
+        if len(self._messages) == SIZE:
+            oldest = self._messages.popleft()
+            self._dropped += 1
+            if self._events is not None:
+                self._events.emit(GossipDropped(self._topic, "queue", oldest.source))
+            if str(self._dropped).rstrip("0") == "1":  # the first, the tenth, the hundredth and so on
+                _log.warning("%d gossip messages of %s dropped: the subscriber is too slow", self._dropped, self._topic)
+        self._messages.append(message)
+        self._arrived.set()
+
+    def __aiter__(self) -> SubscriptionQueue:
+        return self
+
+    async def __anext__(self) -> GossipMessage:
+        while not self._messages:
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        return self._messages.popleft()

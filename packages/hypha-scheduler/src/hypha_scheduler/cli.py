@@ -48,7 +48,7 @@ def _checks(config: SchedulerConfig, _live: bool) -> Iterator[Check]:
 
 def _job_file() -> str:
     """Return a commented job file to start from."""
-    from hypha_net.node.config.template import render_table
+    from hypha_net.node.config.toml_output import render_table
     from hypha_scheduler.strategies.registry import DEFAULT_TYPE, load_strategy
 
     head = [

@@ -64,8 +64,7 @@ from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.addresses import CIRCUIT, expand_wildcards, split_peer
 from hypha_net.authorization import RoleCheck
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
-from hypha_net.error_causes import first_leaf_error
-from hypha_net.errors import NetError, StreamClosedError, StreamResetError, UnreachableError
+from hypha_net.errors import NetError, StreamClosedError, StreamResetError, UnreachableError, first_leaf_error
 from hypha_net.events import Events
 from hypha_net.identity import Identity
 from hypha_net.settings import EndpointSettings

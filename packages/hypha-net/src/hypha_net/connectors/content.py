@@ -19,7 +19,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from hypha_net.connectors.errors import FetchError, source_failed
-from hypha_net.error_causes import first_leaf_error
+from hypha_net.errors import first_leaf_error
 
 _log = logging.getLogger(__name__)
 

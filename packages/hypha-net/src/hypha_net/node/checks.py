@@ -224,8 +224,7 @@ def check_gateways(config: NodeConfig, timeout: float) -> Sequence[Check]:
 
 
 async def _check_gateway(config: NodeConfig, what: str, address: str, timeout: float) -> Check:
-    from hypha_net.error_causes import leaf_errors
-    from hypha_net.errors import NetError
+    from hypha_net.errors import NetError, leaf_errors
     from hypha_net.node.probe import probe
 
     try:

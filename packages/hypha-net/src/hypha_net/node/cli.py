@@ -343,7 +343,7 @@ def _init(program: _Program) -> click.Command:
             _refuse_given(f"--{other.flag}", ("name", "lan"))
             _write(out or Path(f"{other.flag}.toml"), other.render(), force=force)
             return
-        from hypha_net.node.config.template import render_config
+        from hypha_net.node.config.toml_output import render_config
 
         text = render_config(program.config, _example(program, name, lan=lan), program.name)
         _write(out or Path(f"{program.role}.toml"), text, force=force)
@@ -455,8 +455,7 @@ def network_errors(subject: str, address_hint: str) -> Iterator[None]:
         subject: what is asked; precedes the line where the error does not name it.
         address_hint: name of the argument that holds the address.
     """
-    from hypha_net.error_causes import leaf_errors
-    from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError
+    from hypha_net.errors import AddressError, IdentityError, NetError, UnreachableError, leaf_errors
 
     try:
         yield
@@ -484,7 +483,7 @@ def _config(program: _Program) -> click.Command:
     @format_option
     def show(file: Path | None, settings: tuple[str, ...], form: str) -> None:
         """Print the merged configuration with the origin of each value; secrets are hidden."""
-        from hypha_net.node.config.dump import rows
+        from hypha_net.node.config.toml_output import rows
 
         loaded = program.load(file, settings)
         for warning in loaded.warnings:

@@ -25,8 +25,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from hypha_net import instrumentation
-from hypha_net.error_causes import leaf_errors
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, leaf_errors
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.otlp import targets
 from hypha_net.node.health import Readiness, gateway_outage, serve_health, watch_gateways

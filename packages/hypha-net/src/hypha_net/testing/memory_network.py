@@ -21,7 +21,7 @@ from hypha_net.authorization import RoleCheck
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
 from hypha_net.errors import AddressError, RefusedError, StreamClosedError, UnreachableError, UnsupportedProtocolError
 from hypha_net.events import Connected, Disconnected, Events
-from hypha_net.subscription_queue import SubscriptionQueue
+from hypha_net.pubsub import SubscriptionQueue
 from hypha_net.testing.fault_injection import Faults, Links
 from hypha_net.testing.memory_stream import MemoryStream, Pipe
 from hypha_net.testing.processor import Processor

@@ -5,7 +5,7 @@ Content is visible only when it is complete. A header announces name, length and
 Called by the data node, the job bridge, the parameter server and the scheduler; calls `Endpoint.open_stream`.
 
 Inside: `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols, and `framing` sends and
-receives their headers. `push_target` and `push_slots` say where a push may be written, and that only one at a time is.
+receives their headers. `push_slots` lets only one push of a peer at a time write a file.
 `retry` resumes what was interrupted, `progress` emits the events. The bytes themselves are moved by `io`: `sources`,
 `sinks`, `stream_copy`, `io_thread`, `partial_file`, `partial_buffer` and `integrity`.
 """
@@ -13,14 +13,13 @@ receives their headers. `push_target` and `push_slots` say where a push may be w
 from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
+from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sources import Buffer, Content, describe
-from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.pull_client import PullResult, announced_content, pull, pull_bytes
 from hypha_net.transfer.pull_range import pull_range
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
-from hypha_net.transfer.push_server import serve_pushes
-from hypha_net.transfer.push_target import FilePushTarget
+from hypha_net.transfer.push_server import FilePushTarget, serve_pushes
 
 __all__ = [
     "IDLE_TIMEOUT",

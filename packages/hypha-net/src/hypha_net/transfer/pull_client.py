@@ -26,8 +26,8 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
+from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
-from hypha_net.transfer.io.storage_quota import StorageQuota
 from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
 from hypha_net.transfer.retry import retry_with_deadline

@@ -1,18 +1,21 @@
 """Server of the push protocol: accepts or refuses each push, resumes what it has of it, and sends a receipt.
 
-Called through `hypha_net.transfer.serve_pushes`; the other side is `push_client`. Calls `push_target` for the place of
-each push and `push_slots` so that a repeated push replaces the earlier one.
+Called through `hypha_net.transfer.serve_pushes`; the other side is `push_client`. With `push_slots` a repeated push
+replaces the earlier one.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import StreamResetError, TransferError, TransferRefusedError
+from hypha_net.errors import NoSpaceError, StreamResetError, TransferError, TransferRefusedError
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_net.transfer.framing import (
     MAX_CONCURRENT,
@@ -23,16 +26,35 @@ from hypha_net.transfer.framing import (
     send_message,
     send_refusal,
 )
+from hypha_net.transfer.io.integrity import IncomingContent
+from hypha_net.transfer.io.partial_file import StorageQuota
+from hypha_net.transfer.io.sinks import FileSink
 from hypha_net.transfer.io.stream_copy import receive_and_verify
 from hypha_net.transfer.progress import Progress
-from hypha_net.transfer.push_slots import PushSlots
-from hypha_net.transfer.push_target import FilePushTarget, open_target, slot_key
+from hypha_net.transfer.push_slots import PushSlots, SlotKey
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import NO_ROOM, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePushTarget:
+    """Accepts a push into a file."""
+
+    path: Path
+    max_bytes: int
+    on_complete: Callable[[int, str], Awaitable[None]]
+    """Awaited with size and digest when the file is complete at `path`, before the pusher gets its receipt."""
+    slot: str | None = None
+    """Of one peer's pushes into one slot only the last is received; earlier ones are cancelled."""
+    quota: StorageQuota | None = None
+    """Bounds what this and other transfers store together."""
+    on_disk_error: Callable[[NoSpaceError | OSError], None] | None = None
+    """Called when the file cannot be stored on this machine; the pusher gets a refusal."""
+
 
 Accept = Callable[[PeerId, PushHeader], Awaitable[FilePushTarget | Refusal]]
 
@@ -56,7 +78,7 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
                 if isinstance(target, Refusal):
                     await send_refusal(stream, PushAnswer, target)
                     return
-                async with slots.hold(slot_key(target, stream.peer, header), header.name[:200]) as release:
+                async with slots.hold(_slot_key(target, stream.peer, header), header.name[:200]) as release:
                     await _receive_push(endpoint, stream, target, header, release)
 
     endpoint.handle(PUSH, limited(serve, PerPeerLimiter(MAX_CONCURRENT)))
@@ -92,10 +114,33 @@ def _refusal_reason(error: TransferError | OSError) -> str:
 async def _receive_content(
     stream: Stream, target: FilePushTarget, header: PushHeader, progress: Progress, release: Callable[[], None]
 ) -> int:
-    async with open_target(target, header) as content:
+    async with _open_target(target, header) as content:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=content.received)))
         progress.begin(content.received, header.size)
         size, digest = await receive_and_verify(stream, content, progress)
     release()
     await target.on_complete(size, digest)
     return size
+
+
+def _slot_key(target: FilePushTarget, peer: PeerId, header: PushHeader) -> SlotKey:
+    """Return the target's slot, or a key that only a repetition of this push shares.
+
+    Equal content under another name is not a repetition: all empty files are equal.
+    """
+    if target.slot is not None:
+        return peer, target.slot
+    what = (header.job_id, header.lease, header.round, header.kind[:200], header.name[:200], header.digest)
+    return peer, "\0".join((str(target.path.parent), *map(str, what)))
+
+
+@asynccontextmanager
+async def _open_target(target: FilePushTarget, header: PushHeader) -> AsyncIterator[IncomingContent]:
+    """Start receiving a push, or resume what is there of it; see `Sink.open`."""
+    try:
+        async with FileSink(target.path, target.quota).open(header.size, header.digest) as content:
+            yield content
+    except (NoSpaceError, OSError) as error:
+        if target.on_disk_error is not None:
+            target.on_disk_error(error)
+        raise

@@ -18,7 +18,6 @@ import anyio.to_thread
 
 from hypha_net import backoff, instrumentation, transfer
 from hypha_net.endpoint import Endpoint
-from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import (
     ContentMismatchError,
     NetError,
@@ -26,6 +25,7 @@ from hypha_net.errors import (
     TransferError,
     TransferRefusedError,
     UnreachableError,
+    first_leaf_error,
 )
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput

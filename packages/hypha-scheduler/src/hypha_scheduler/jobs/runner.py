@@ -23,13 +23,13 @@ import msgspec
 
 from hypha_net import backoff, instrumentation, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.error_causes import leaf_errors
 from hypha_net.errors import (
     NetError,
     RequestTimeoutError,
     TransferError,
     TransferRefusedError,
     UnsupportedProtocolError,
+    leaf_errors,
 )
 from hypha_net.message_channel import ChannelError
 from hypha_net.transfer import FilePushTarget, PullSource

@@ -21,13 +21,13 @@ import anyio
 from hypha_net import instrumentation
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint
-from hypha_net.error_causes import first_leaf_error
 from hypha_net.errors import (
     ContentMismatchError,
     NetError,
     NoSpaceError,
     TransferRefusedError,
     UnsupportedProtocolError,
+    first_leaf_error,
 )
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.ids import PeerId

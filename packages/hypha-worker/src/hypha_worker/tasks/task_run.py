@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
-from hypha_net.error_causes import first_leaf_error
+from hypha_net.errors import first_leaf_error
 from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.commands import CommandAnswer, TaskCommand

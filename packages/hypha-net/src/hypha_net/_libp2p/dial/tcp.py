@@ -19,8 +19,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.dial.happy_eyeballs import ATTEMPT_DELAY, run_staggered
 from hypha_net._libp2p.dial.upgrade import upgrade
-from hypha_net.error_causes import describe_root_cause
-from hypha_net.errors import UnreachableError
+from hypha_net.errors import UnreachableError, describe_root_cause
 from hypha_proto.ids import PeerId
 
 _FAMILIES: Final = {

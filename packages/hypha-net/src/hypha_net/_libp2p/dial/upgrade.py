@@ -22,8 +22,7 @@ from libp2p.tools.anyio_service.exceptions import LifecycleError
 
 from hypha_net._libp2p.security.tls import TLS_PROTOCOL, TlsConnection, describe_address
 from hypha_net._libp2p.yamux.session import YamuxSession
-from hypha_net.error_causes import describe_root_cause
-from hypha_net.errors import RefusedError, UnreachableError
+from hypha_net.errors import RefusedError, UnreachableError, describe_root_cause
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.dial")

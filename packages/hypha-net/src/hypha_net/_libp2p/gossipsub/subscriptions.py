@@ -19,7 +19,7 @@ from hypha_net._libp2p.gossipsub.validation import MAX_DATA
 from hypha_net.endpoint import GossipMessage
 from hypha_net.errors import MessageTooLargeError
 from hypha_net.events import Events
-from hypha_net.subscription_queue import SubscriptionQueue
+from hypha_net.pubsub import SubscriptionQueue
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 

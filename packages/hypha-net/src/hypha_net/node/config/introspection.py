@@ -1,7 +1,4 @@
-"""Introspection of configuration models: keys, types, defaults and descriptions by position.
-
-Called by `sources`, `errors`, `template` and `loader`.
-"""
+"""Introspection of configuration models: keys, types and descriptions by position."""
 
 from __future__ import annotations
 

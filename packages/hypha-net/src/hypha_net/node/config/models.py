@@ -1,7 +1,7 @@
 """Pydantic model of the configuration that all daemons share; each program extends it with its own keys.
 
-`loader` fills these models from flags, environment and TOML and reports every error at once; `template` turns the field
-descriptions into the commented file that ``init`` writes. So a description here is user documentation.
+`loader` fills these models from flags, environment and TOML and reports every error at once; `toml_output` turns the
+field descriptions into the commented file that ``init`` writes. So a description here is user documentation.
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ import time
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from hypha_net.errors import NoSpaceError, TransferError
 from hypha_net.transfer.io.integrity import ContentVerifier
-from hypha_net.transfer.io.storage_quota import StorageQuota
 
 MIN_RESUMABLE: Final = 1 << 20
 """Bytes below which an interrupted transfer starts again from the beginning."""
@@ -40,6 +39,25 @@ _WRITE_SIZE: Final = 256 << 10
 """Bytes written at a time. Linux puts a write of 2 MiB into one huge page of the page cache; in a virtual machine whose
 host takes back free huge pages (free page reporting) such writes took 0.6 to 2.8 s of system time a GiB, not 0.2 s."""
 _PREFIX, _SUFFIX = ".hypha-", ".part"
+
+
+class StorageQuota(Protocol):
+    """Bound that a caller sets on the disk space of several files together.
+
+    Asked before anything is allocated or written. Its methods are called in worker threads, from several at once.
+    """
+
+    def reserve(self, path: Path, size: int) -> None:
+        """Count `size` bytes for the file at `path`, which may hold fewer yet; replaces its earlier reservation.
+
+        Raises:
+            TransferRefusedError: the files together would exceed the bound; the reservation stays as it was.
+        """
+        ...
+
+    def release(self, path: Path) -> None:
+        """Count what the file at `path` holds instead of its reservation. No error without one."""
+        ...
 
 
 @dataclass(slots=True)

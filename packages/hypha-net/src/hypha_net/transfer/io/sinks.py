@@ -1,6 +1,6 @@
 """Destinations of a transfer: a file or memory. The sender cannot tell which.
 
-Called by `push_target` and `pull_client`; `stream_copy` fills them.
+Called by `push_server` and `pull_client`; `stream_copy` fills them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import anyio.to_thread
 
 from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_buffer import PartialBuffer
-from hypha_net.transfer.io.partial_file import open_partial_file, resumable_bytes
-from hypha_net.transfer.io.storage_quota import StorageQuota
+from hypha_net.transfer.io.partial_file import StorageQuota, open_partial_file, resumable_bytes
 
 
 class Sink(Protocol):

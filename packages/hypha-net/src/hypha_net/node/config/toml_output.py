@@ -1,21 +1,21 @@
-"""Template that ``init`` writes: a TOML file with every option of a model, explained by its description.
-
-Called by `node.cli`.
-"""
+"""TOML that programs write: the commented file of ``init``, and the values and origins that ``config show`` prints."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
-from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.config.introspection import dotted, fields_by_key, item_types, leaves, table_types
+from hypha_net.node.config.loader import DEFAULT, Loaded
+from hypha_net.node.config.models import NodeConfig, mask_secrets
+from hypha_net.node.config.toml_positions import Key
 
 _WIDTH: Final = 110
 
@@ -137,3 +137,37 @@ def to_toml(value: Any, *, width: int | None = _WIDTH) -> str:
 def key_text(name: str) -> str:
     """Return a bare key, quoted if TOML requires it."""
     return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value and its origin."""
+
+    key: str
+    value: Any
+    origin: str
+    written: str
+    """The key in TOML syntax: a part with a dot is quoted."""
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"# {self.written} is not set  # {self.origin}"
+        return f"{self.written} = {to_toml(self.value, width=None)}  # {self.origin}"
+
+
+def rows(loaded: Loaded[NodeConfig]) -> list[Row]:
+    """Return every key of a configuration, in the model's order."""
+    data = mask_secrets(loaded.config.model_dump(mode="json", by_alias=True))
+    return [Row(key := dotted(at), value, _origin(loaded, key), _written(at)) for at, value in leaves(data)]
+
+
+def _written(at: Key) -> str:
+    return dotted(tuple(key_text(part) if isinstance(part, str) else part for part in at))
+
+
+def _origin(loaded: Loaded[NodeConfig], key: str) -> str:
+    """Return the origin of the key, of a key inside it (for a masked table), or of the table that contains it."""
+    for known, origin in loaded.origins.items():
+        if known == key or known.startswith((f"{key}.", f"{key}[")) or key.startswith((f"{known}.", f"{known}[")):
+            return origin
+    return DEFAULT

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha_net.node.identify_client import read_agent
+from hypha_net.node.probe import read_agent
 
 
 def field(number: int, content: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Errors inside exception groups and chains of causes."""
 
-from hypha_net.error_causes import describe_root_cause, first_leaf_error, leaf_errors
+from hypha_net.errors import describe_root_cause, first_leaf_error, leaf_errors
 
 
 def _chained(cause: BaseException) -> RuntimeError:
