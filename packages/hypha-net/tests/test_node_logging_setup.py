@@ -5,22 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from hypha_net.node import logging_setup
 
 _log = logging.getLogger("hypha_net.test")
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
 
 
 def test_message_text_cannot_forge_a_record_or_move_the_cursor() -> None:

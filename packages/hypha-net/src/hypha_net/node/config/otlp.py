@@ -49,7 +49,7 @@ def _target(config: NodeConfig, env: Mapping[str, str], signal: Signal) -> Targe
     if given is None or env.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() == "none":
         return None
     protocol = _variable(env, signal, "PROTOCOL") or config.telemetry_protocol
-    url, user = without_user(given)
+    url, user = _without_user(given)
     if protocol != "grpc" and own is None:  # the shared URL is a base, a signal's own URL is complete
         url = f"{url.rstrip('/')}/v1/{signal}"
     text = _variable(env, signal, "HEADERS")
@@ -57,7 +57,7 @@ def _target(config: NodeConfig, env: Mapping[str, str], signal: Signal) -> Targe
     return Target(url, protocol, {**user, **headers}, str(mask_secrets(given)))
 
 
-def without_user(url: str) -> tuple[str, dict[str, str]]:
+def _without_user(url: str) -> tuple[str, dict[str, str]]:
     """Return a URL without its user and password, and the header with them: gRPC takes them for the host."""
     parts = urlsplit(url)
     if "@" not in parts.netloc:
