@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
-_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _MAX_KEY: Final = 1024
 
 
@@ -157,11 +156,6 @@ class S3Source:
 def s3_uri(bucket: str, key: str) -> str:
     """Return the URI of an object: ``s3://bucket/key``."""
     return f"s3://{bucket}/{quote(key)}"
-
-
-def is_bucket_name(text: str) -> bool:
-    """Return whether text may be the name of a bucket."""
-    return _BUCKET.fullmatch(text) is not None
 
 
 def _reason(error: Exception) -> str:
