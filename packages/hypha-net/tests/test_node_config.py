@@ -292,6 +292,11 @@ def test_unknown_variable_is_a_warning(load: Any) -> None:
     assert loaded.warnings == ("HYPHA_RESOURCES__GPUS is not a key of this program: did you mean gpu?",)
 
 
+def test_a_part_of_a_value_that_is_not_a_table_is_refused(load: Any) -> None:
+    problems = refused(load, env={"HYPHA_LIMITS": "x", "HYPHA_LIMITS__MAX_CONNECTIONS": "1"})
+    assert str(problems[0]).startswith("HYPHA_LIMITS__MAX_CONNECTIONS: sets a part of limits, which is set to another")
+
+
 @pytest.mark.parametrize("value", ["[" * 100_000, "[" * 900 + "]" * 900, "{a = " * 5000, "{a = " * 70 + "1" + "}" * 70])
 def test_nested_variables_and_flags_are_refused(load: Any, value: str) -> None:
     (problem,) = refused(load, env={"HYPHA_MODELS": value})

@@ -203,8 +203,12 @@ def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin:
         layer.problems.append(Problem(origin, dotted(key), shown, f"cannot be read: {error}", "write JSON or TOML"))
         return
     table = layer.data
-    for part in key[:-1]:
+    for at, part in enumerate(key[:-1], 1):
         table = table.setdefault(str(part), {})
+        if not isinstance(table, dict):
+            reason = f"sets a part of {dotted(key[:at])}, which is set to another value"
+            layer.problems.append(Problem(origin, reason=reason, remedy="keep one of the two"))
+            return
     table[str(key[-1])] = parsed
 
 
