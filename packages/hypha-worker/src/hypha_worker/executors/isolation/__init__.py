@@ -1,1 +1,1 @@
-"""Isolation of executors from the machine that runs them: one module for each layer, and what applies them."""
+"""Isolation of executors from the machine that runs them: its layers, and what applies them."""

@@ -1,8 +1,8 @@
 """The layer `bubblewrap`: namespaces of processes, files, IPC and network, made by the program bwrap.
 
-As root, the process runs in the namespaces as the user that `own_uid` has chosen; as another user, in a user namespace
-that maps only that user. In both cases it has no capabilities and cannot make user namespaces: the filter of `seccomp`
-refuses that. Paths inside equal paths outside.
+As root, the process runs in the namespaces as the user that the layer `own-uid` has chosen (`own_uid`); as another
+user, in a user namespace that maps only that user. In both cases it has no capabilities and cannot make user
+namespaces: the filter of `seccomp` refuses that. Paths inside equal paths outside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 
 from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
-from hypha_worker.executors.isolation.rlimits import process_limit
+from hypha_worker.executors.isolation.limits import process_limit
 from hypha_worker.executors.isolation.seccomp import seccomp_filter
 from hypha_worker.executors.isolation.visible_paths import ETC, SYSTEM_FOLDERS, current_period
 from hypha_worker.hardware.devices import device_nodes

@@ -1,6 +1,6 @@
 """The files of control groups: where this process's groups are, and one group of a run, in one or several hierarchies.
 
-See cgroups(7). Called by the variants beside this module: `cgroup_v1`, `cgroup_v2` and `systemd_scope`.
+The files are those of cgroups(7).
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from hypha_worker.executors.isolation.rlimits import process_limit
+from hypha_worker.executors.isolation.layers import Confined, Launch
+from hypha_worker.executors.isolation.limits import Limits
 from hypha_worker.job_storage import GIGABYTE
-from hypha_worker.leasing.capacity import Allocation
 
-CPU_PERIOD: Final = 100_000
-"""Microseconds in which a run gets its share of processor time."""
-_MIN_CPU_QUOTA: Final = 1000
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _OWN: Final = Path("/proc/self/cgroup")
 _EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -29,31 +26,10 @@ _EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "max": {"pids": "pids.events", "": "pids.events"},
 }
 """Files of the counters of events, by controller."""
+_OF_SWAP: Final = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes"})
+"""Settings that kernels without swap accounting lack."""
 _FREEZE_TIMEOUT: Final = 0.2
 _POLL: Final = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one run may use; None is no limit."""
-
-    memory: int | None
-    """Bytes, swap included."""
-    processes: int
-    """Processes and threads."""
-    cpu: float | None
-    """Cores."""
-
-    @classmethod
-    def of(cls, allocation: Allocation) -> Limits:
-        """Return the limits of a lease; what it has none of is not limited."""
-        cores, memory = allocation.resources.cpu, int(allocation.resources.memory * GIGABYTE)
-        return cls(memory or None, process_limit(cores), cores or None)
-
-    @property
-    def cpu_quota(self) -> int | None:
-        """Microseconds of processor time in each `CPU_PERIOD`."""
-        return None if self.cpu is None else max(_MIN_CPU_QUOTA, int(self.cpu * CPU_PERIOD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +87,57 @@ def _read(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The group of one run, in each of its hierarchies; implements `layers.Confined`."""
+class Group(Confined):
+    """The group of one run, in each of its hierarchies."""
 
-    folders: Mapping[str, Path]
-    """By controller; ``""`` is version 2."""
-    limits: Limits
-    _counts: dict[str, int] = field(default_factory=dict)
-    """Newest value of each counter, which outlives the group."""
+    def __init__(self, folders: Mapping[str, Path], limits: Limits) -> None:
+        """Describe a group, which need not exist.
+
+        Args:
+            folders: by controller; ``""`` is version 2.
+            limits: those of its processes.
+        """
+        self._folders = folders
+        self._limits = limits
+        self._counts: dict[str, int] = {}
+        """Newest value of each counter, which outlives the group."""
+
+    @classmethod
+    def create(
+        cls, parents: Mapping[str, Path], name: str, limits: Limits, settings: Iterable[tuple[str, str, object]]
+    ) -> Group:
+        """Make a group.
+
+        Args:
+            parents: folders in which it is made, by controller.
+            name: that of the group.
+            limits: those of its processes.
+            settings: controller, file and value of each setting, in the order in which they are written.
+
+        Raises:
+            OSError: it cannot be made; nothing of it is left.
+        """
+        group = cls({controller: parent / name for controller, parent in parents.items()}, limits)
+        try:
+            for folder in group.folders.values():
+                folder.mkdir()
+            for controller, name_of_file, value in settings:
+                file = group.folders[controller] / name_of_file
+                if file.name not in _OF_SWAP or file.exists():
+                    file.write_text(str(value))
+        except OSError:
+            group.remove(0)
+            raise
+        return group
+
+    @property
+    def folders(self) -> Mapping[str, Path]:
+        """Its folders by controller; ``""`` is version 2."""
+        return self._folders
+
+    def apply(self, launch: Launch) -> None:
+        """See `Confined.apply`: the launcher joins the group."""
+        launch.steps["cgroups"] = [str(file) for file in self.procs]
 
     @property
     def procs(self) -> Sequence[Path]:
@@ -164,15 +182,15 @@ class Group:
         return []
 
     def describe_end(self, exit_code: int) -> str | None:
-        """See `layers.Confined`: a limit is named if the kernel has counted that it was reached."""
+        """See `Confined.describe_end`: a limit is named if the kernel has counted that it was reached."""
         self._count_events()
         if exit_code == 0:
             return None
-        if self.limits.memory is not None and self._counts["oom_kill"] > 0:
-            amount = f"{self.limits.memory / GIGABYTE:g} GB"
+        if self._limits.memory is not None and self._counts["oom_kill"] > 0:
+            amount = f"{self._limits.memory / GIGABYTE:g} GB"
             return f"was ended because it used more memory than the {amount} of its lease (memory): request more"
         if self._counts["max"] > 0:
-            return f"could not start more than {self.limits.processes} processes and threads, the limit of its lease"
+            return f"could not start more than {self._limits.processes} processes and threads, the limit of its lease"
         return None
 
     def _count_events(self) -> None:

@@ -1,11 +1,18 @@
-"""The layer `landlock`: where bubblewrap does not work, the kernel refuses files, TCP and signals to the processes.
+"""The layers `landlock` and `supervisor`, where bubblewrap does not work; `launcher` carries out both.
 
-Landlock hides nothing: refused files fail with EACCES. `launcher` applies the rules that are put together here.
+`landlock`: the kernel refuses files, TCP and signals to the processes. It hides nothing: refused files fail with
+EACCES.
+
+`supervisor`: the launcher stays as the parent of the executor's command. Descendants that are orphaned become its
+children, also those without the worker's token in sessions of their own. It kills them when the command has ended,
+when the worker has ended, and on `SupervisedProcess.kill`. A process that kills the supervisor itself escapes it;
+`landlock` refuses that signal from version 6 of its interface on.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import AsyncIterator
@@ -27,7 +34,7 @@ _FEATURES: Final = {"tcp": _ABI_NETWORK, "signals": _ABI_SCOPES}
 
 
 class LandlockLayer(Layer):
-    """See the module."""
+    """Lets the kernel refuse what a run must not do."""
 
     name = "landlock"
 
@@ -84,3 +91,50 @@ def landlock_abi() -> int:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     return max(0, int(libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), None, ctypes.c_long(0), _VERSION_FLAG)))
+
+
+class SupervisorLayer(Layer):
+    """Ends the descendants of a run."""
+
+    name = "supervisor"
+
+    def probe(self) -> Finding:
+        """See `Layer.probe`."""
+        if sys.platform != "linux":
+            return Finding(False, "it exists on Linux only")
+        return Finding(True, "orphaned processes end with their job, and with the worker")
+
+    @asynccontextmanager
+    async def confine(self, confinement: Confinement) -> AsyncIterator[SupervisedProcess]:
+        """See `Layer.confine`."""
+        supervised = SupervisedProcess()
+        try:
+            yield supervised
+        finally:
+            supervised.close()
+
+
+class SupervisedProcess(Confined):
+    """The worker's end of the pipe, which the supervisor waits on."""
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        self._writer: int | None = writer
+
+    def apply(self, launch: Launch) -> None:
+        """See `Confined.apply`."""
+        launch.steps["supervisor"] = self._reader
+        launch.descriptors.append(self._reader)
+
+    def kill(self) -> bool:
+        """Let the supervisor kill all of its descendants."""
+        if self._writer is None:
+            return False
+        os.close(self._writer)
+        self._writer = None
+        return True
+
+    def close(self) -> None:
+        """Release the pipe."""
+        self.kill()
+        os.close(self._reader)

@@ -1,6 +1,6 @@
 """The interface of an isolation layer, and what a layer is told about a job and changes about its start.
 
-Each module beside this one has one layer. `stack` probes them when the worker starts and applies those that work, in
+`stack` probes the layers when the worker starts and applies those that work, in
 the order of the list there. A layer never guesses from versions: its probe tries what it will do.
 """
 

@@ -1,6 +1,6 @@
 """The layers of this machine in the order in which they are applied, what their probes have found, and a run in them.
 
-Called by `service`, which makes the stack when the worker starts, and by `process.process_runner`.
+A worker makes its stack once, when it starts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Final
 from hypha_worker.errors import ExecutorStartError
 from hypha_worker.executors.isolation.bubblewrap import BubblewrapLayer
 from hypha_worker.executors.isolation.cgroup import CgroupLayer
-from hypha_worker.executors.isolation.landlock import LandlockLayer
+from hypha_worker.executors.isolation.landlock import LandlockLayer, SupervisorLayer
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
+from hypha_worker.executors.isolation.limits import RlimitsLayer
 from hypha_worker.executors.isolation.own_uid import OwnUidLayer
-from hypha_worker.executors.isolation.rlimits import RlimitsLayer
-from hypha_worker.executors.isolation.supervisor import SupervisorLayer
 
 _log = logging.getLogger(__name__)
 

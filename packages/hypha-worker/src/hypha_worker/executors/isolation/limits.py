@@ -1,6 +1,6 @@
-"""The layer `rlimits`: limits of single processes, which every system has.
+"""What a lease lets one run use; and the layer `rlimits`: limits of single processes, which every system has.
 
-Memory is not limited this way: CUDA reserves far more address space than it uses.
+Memory is not limited by process: CUDA reserves far more address space than it uses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,43 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
+from hypha_worker.job_storage import GIGABYTE
+from hypha_worker.leasing.capacity import Allocation
 
+CPU_PERIOD: Final = 100_000
+"""Microseconds in which a run gets its share of processor time."""
+_MIN_CPU_QUOTA: Final = 1000
 _BASE_PROCESSES: Final = 512
 """Processes and threads of a run, without those for its cores: an interpreter with torch has about 50."""
 _PROCESSES_PER_CORE: Final = 256
+
+
+def process_limit(cores: float) -> int:
+    """Return how many processes and threads a lease of so many cores may have at the same time."""
+    return _BASE_PROCESSES + _PROCESSES_PER_CORE * max(1, math.ceil(cores))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may use; None is no limit."""
+
+    memory: int | None
+    """Bytes, swap included."""
+    processes: int
+    """Processes and threads."""
+    cpu: float | None
+    """Cores."""
+
+    @classmethod
+    def of(cls, allocation: Allocation) -> Limits:
+        """Return the limits of a lease; what it has none of is not limited."""
+        cores, memory = allocation.resources.cpu, int(allocation.resources.memory * GIGABYTE)
+        return cls(memory or None, process_limit(cores), cores or None)
+
+    @property
+    def cpu_quota(self) -> int | None:
+        """Microseconds of processor time in each `CPU_PERIOD`."""
+        return None if self.cpu is None else max(_MIN_CPU_QUOTA, int(self.cpu * CPU_PERIOD))
 
 
 class RlimitsLayer(Layer):
@@ -49,8 +82,3 @@ class Rlimits(Confined):
         if exit_code != -signal.SIGXFSZ:
             return None
         return f"wrote a file of more than the {self.storage / 1e9:g} GB of its lease (storage): request more"
-
-
-def process_limit(cores: float) -> int:
-    """Return how many processes and threads a lease of so many cores may have at the same time."""
-    return _BASE_PROCESSES + _PROCESSES_PER_CORE * max(1, math.ceil(cores))
