@@ -195,8 +195,8 @@ def test_any_text_is_a_digest_or_refused(text: str) -> None:
 def test_large_content_comes_from_several_holders_at_once(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
-    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.PART", 50_000)
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.PART", 50_000)
     bad = {"none": CONTENT, "one leaves": None, "one lies": CONTENT[:-1] + b"x"}[fault]
 
     async def case(net: Net) -> None:
@@ -213,7 +213,7 @@ def test_large_content_comes_from_several_holders_at_once(
 def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
 
     async def case(net: Net) -> None:
         net.limit = 1000
@@ -231,8 +231,8 @@ def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
 def test_two_holders_with_limited_uplinks_are_faster_than_one(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.MIN_SIZE", 1)
-    monkeypatch.setattr("hypha_worker.connectors.parallel_pull.PART", 64_000)
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
+    monkeypatch.setattr("hypha_worker.connectors.content_holders.PART", 64_000)
 
     async def seconds(net: Net, *names: str) -> float:
         async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Checks of a worker's folders, GPUs, isolation and executors, for ``run --check`` and ``doctor``. Called by `cli`."""
+"""Checks of a worker's folders, GPUs, isolation and executors, for ``run --check`` and ``doctor``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The worker's configuration: every key, its checks, and the values that other modules are built from.
-
-Called by `hypha_net.node.config`, which reads flags, environment and TOML; `service` builds the worker from it.
-"""
+"""The worker's configuration: every key, its checks, and the values that other modules are built from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draining: ends a worker when its running tasks have ended, or its time is over, and tells its schedulers so.
 
-Called by `service`, which requests it at SIGTERM, and by `control.server` for the command ``hypha-worker drain``. The
-leases refuse everything new (`leasing.lease_manager.LeaseManager.close`); what runs is renewed and served as before.
+The leases refuse everything new (`leasing.lease_manager.LeaseManager.close`); what runs is renewed and served as
+before.
 """
 
 from __future__ import annotations

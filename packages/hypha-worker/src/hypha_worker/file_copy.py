@@ -1,7 +1,6 @@
 """Copies of open files: by sharing blocks where the file system can (reflink), otherwise by copying; never a hard link.
 
-The calls block, run in threads, and end when their caller is cancelled. Used by `content_cache` and
-`tasks.output_files`.
+The calls block, run in threads, and end when their caller is cancelled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The storage and the threads of one job: all bytes of its folders together stay within its lease.
 
-Called by everything that writes files for a job: `connectors`, `bridge`, the parameter server, and `hypha_net.transfer`
-through `StorageQuota`. What an executor's own processes write is counted when the next file is announced, which a job
-that has used up its storage does not get, and regularly by `JobStorage.watch`, which ends the job.
+What an executor's own processes write is counted when the next file is announced, which a job that has used up its
+storage does not get, and regularly by `JobStorage.watch`, which ends the job.
 """
 
 from __future__ import annotations

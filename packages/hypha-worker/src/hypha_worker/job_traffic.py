@@ -1,7 +1,4 @@
-"""Traffic of one task: the bytes of its files, whichever way they come or go.
-
-Counted by `connectors.peer_files`, `bridge.backend` and `tasks.task_run`, which reports it at the end.
-"""
+"""Traffic of one task: the bytes of its files, whichever way they come or go."""
 
 from __future__ import annotations
 

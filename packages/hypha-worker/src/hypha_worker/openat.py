@@ -2,7 +2,6 @@
 
 A job may replace any part of a path between a check and its use. Here a path is resolved once, by the kernel
 (`openat2(2)` with ``RESOLVE_BENEATH``) or part by part with ``O_NOFOLLOW``, and everything else goes by descriptor.
-Called by `job_files`, `connectors` and `tasks`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Names and paths that executors and peers choose: which of them stay inside a job's folder. Pure.
 
-Whether a part of such a path is a symbolic link is known only when it is opened: see `openat`. Used by `job_files`,
-`connectors` and `bridge`.
+Whether a part of such a path is a symbolic link is known only when it is opened: see `openat`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The running worker: builds its parts, answers schedulers' requests about leases, and ends what has expired.
 
-Called by `cli`. The decisions are in pure modules (`bidding.arbiter`, `leasing.lease_manager`), bidding itself is in
-`bidding.bidder`, and tasks are run by `tasks.task_manager`.
+The decisions are in pure modules (`bidding.arbiter`, `leasing.lease_manager`), bidding itself is in `bidding.bidder`,
+and tasks are run by `tasks.task_manager`.
 """
 
 from __future__ import annotations

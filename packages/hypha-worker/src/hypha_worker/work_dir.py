@@ -1,4 +1,4 @@
-"""The folders that a worker keeps jobs and sockets in: preparing, locking and clearing them. Called by `service`."""
+"""The folders that a worker keeps jobs and sockets in: preparing, locking and clearing them."""
 
 from __future__ import annotations
 

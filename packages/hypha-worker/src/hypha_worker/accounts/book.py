@@ -1,7 +1,4 @@
-"""Keeps the accounts of a worker's leases: notes each when it is accepted, and stores what it has earned.
-
-Called by `service`; `leasing.lease_manager` charges the leases.
-"""
+"""Keeps the accounts of a worker's leases: notes each when it is accepted, and stores what it has earned."""
 
 from __future__ import annotations
 

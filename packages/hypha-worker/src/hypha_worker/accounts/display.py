@@ -1,4 +1,4 @@
-"""Shows accounts to people, as JSON and as CSV. Called by `control.cli`."""
+"""Shows accounts to people, as JSON and as CSV."""
 
 from __future__ import annotations
 

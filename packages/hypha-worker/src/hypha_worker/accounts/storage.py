@@ -1,8 +1,7 @@
 """Files of the accounts: an append-only file of leases that are over, and one of those that are held.
 
-Every write is synced. The first file is rotated at `MAX_SIZE`, and the one before it is kept. The second is replaced
-as a whole, so that a worker that is killed loses what its leases have earned since then only. Called by `book`, and by
-the command ``accounts``, also while no worker runs.
+Every write is synced. The first file is rotated at `MAX_SIZE`, and the one before it is kept. The second is replaced as
+a whole, so that a worker that is killed loses what its leases have earned since then only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decides which requests a worker answers with an offer, and at which price.
 
-Pure. Called by `bidding.bidder` with the requests of a batch window, and by `service` when a scheduler asks why it got
-no offer. What is offered is reserved in `leasing.lease_manager` for a moment; a renewal by the scheduler turns the
-offer into a lease on which it can start tasks.
+Pure. What is offered is reserved in `leasing.lease_manager` for a moment; a renewal by the scheduler turns the offer
+into a lease on which it can start tasks.
 """
 
 from __future__ import annotations

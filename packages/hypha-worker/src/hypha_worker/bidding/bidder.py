@@ -1,8 +1,8 @@
 """Listens for requests for workers, and sends the offers that are decided.
 
-Called by `service`, which runs it for as long as the worker is up. `request_queue` decides, `leasing` reserves what is
-offered, and `hypha_net.rpc` sends the offer to its scheduler. The reservation is provisional until the connection to
-the scheduler stands; from then on the offer lives for as long as the link needs.
+`request_queue` decides, `leasing` reserves what is offered, and `hypha_net.rpc` sends the offer to its scheduler. The
+reservation is provisional until the connection to the scheduler stands; from then on the offer lives for as long as the
+link needs.
 """
 
 from __future__ import annotations

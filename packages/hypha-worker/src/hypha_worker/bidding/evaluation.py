@@ -2,7 +2,7 @@
 
 The modules of the package `strategies` hold one each. They are imported when a name is looked up, so a further
 evaluation is one new file there, or a class that registers itself with `register_evaluation` before the configuration
-is read. Called by `config`, which checks the configured name, and by `arbiter`.
+is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The latest requests and what became of them, for the worker's owner; logs why requests get no offer.
-
-Called by `bidder`, and by `control.status`, which shows the history.
-"""
+"""The latest requests and what became of them, for the worker's owner; logs why requests get no offer."""
 
 from __future__ import annotations
 

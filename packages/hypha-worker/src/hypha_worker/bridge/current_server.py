@@ -1,7 +1,6 @@
 """The parameter server of a training job: which peer it is now, and under which term.
 
-The task's settings name the first one; `server_changes` replaces it when the scheduler says so. Used by `training`
-and `update_sender`, which push to it, and by `delivery_queue`, which accepts outer updates from it.
+The task's settings name the first one; `server_changes` replaces it when the scheduler says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Files that peers pushed to a task, queued until its executor asks for them. Each file is delivered once.
 
-Called by `tasks.task_manager` when a peer pushes, and by `backend`, which turns each file into an event of
-``/resources/receive``. Outer updates of a job whose scheduler commits its rounds are queued when they are committed
-(`uncommitted_updates`).
+Outer updates of a job whose scheduler commits its rounds are queued when they are committed (`uncommitted_updates`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The HTTP server of a job bridge: uvicorn in a thread of its own, which ends as soon as it is told to.
 
-Called by `server`, which imports this module when a bridge is first used, since uvicorn takes a while to import.
+Imported when a bridge is first used, since uvicorn takes a while to import.
 """
 
 from __future__ import annotations

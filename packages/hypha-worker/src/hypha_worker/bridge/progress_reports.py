@@ -1,7 +1,6 @@
 """Reports of a training job to its scheduler, which may be away for a while: the executor trains on meanwhile.
 
-Called by `training`. Several batches travel in one message if the strategy takes them so, otherwise each in a report of
-its own.
+Several batches travel in one message if the strategy takes them so, otherwise each in a report of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a task that trains asks its scheduler about rounds: which one to begin with, whether an update may be sent, and
 whether an outer update is committed.
 
-Called by `backend` before an executor begins and before it pushes an update, and by `delivery_queue` before it hands an
-outer update to the executor, for jobs whose `TrainConfig` has a `term`. Calls `hypha_net.rpc`.
+Only jobs whose `TrainConfig` has a `term` ask.
 """
 
 from __future__ import annotations

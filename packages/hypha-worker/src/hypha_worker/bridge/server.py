@@ -1,9 +1,9 @@
 """Serves the bridge of one job on a Unix socket, in a separate thread, because uvicorn needs asyncio.
 
-Called by the executions of `executors.process`. The socket exists from the start; the thread and the HTTP server begin
-with the first connection, so that a process that never uses its bridge costs neither. The worker runs on trio; requests
-cross from the bridge's event loop to the worker's through one `anyio` portal. The thread ends in bounded time whatever
-its clients do: the connection of a client that stops reading is closed.
+The socket exists from the start; the thread and the HTTP server begin with the first connection, so that a process that
+never uses its bridge costs neither. The worker runs on trio; requests cross from the bridge's event loop to the
+worker's through one `anyio` portal. The thread ends in bounded time whatever its clients do: the connection of a client
+that stops reading is closed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tells a task that trains of another parameter server, when the scheduler says so.
 
-Called by `executors.process` with `ChangeServer`. The executor notices nothing: its update of the open round is sent
-once more, and an outer update that the server before has not delivered is pulled from the scheduler.
+The executor notices nothing: its update of the open round is sent once more, and an outer update that the server before
+has not delivered is pulled from the scheduler.
 """
 
 from __future__ import annotations

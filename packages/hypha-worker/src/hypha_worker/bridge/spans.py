@@ -1,7 +1,7 @@
 """Records an executor's spans in the trace of its job.
 
-Called by `backend` with a report that `routes` has decoded; calls `hypha_net.instrumentation`. An executor needs
-neither OpenTelemetry nor a synchronised clock: it reports spans after they ended, each with how long ago it began.
+An executor needs neither OpenTelemetry nor a synchronised clock: it reports spans after they ended, each with how long
+ago it began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Outer updates that have arrived and that the scheduler has not committed yet, of one training job.
 
-Called by `delivery_queue`, which hands an update to the executor when it is committed. Asks the scheduler through
-`round_commits`.
+Asks the scheduler through `round_commits`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The Unix socket of a job's bridge: where it lies, and how it is created and removed.
 
-It lies in the job's folder, where the documentation has it. Where its path would be too long for a socket, it lies in
-a folder with a short path, and the job's folder has a link to it. A job may do with both what it likes: it harms only
-itself, since the worker follows no link when it removes the socket. Called by the executions of `executors.process`,
-and by `server`.
+It lies in the job's folder, where the documentation has it. Where its path would be too long for a socket, it lies in a
+folder with a short path, and the job's folder has a link to it. A job may do with both what it likes: it harms only
+itself, since the worker follows no link when it removes the socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends an executor's updates to the current parameter server, and once more to one that takes its place.
 
-Called by `backend`, when the executor sends the update of a round, and by `server_changes`. Of the newest update the
-file stays open until the executor sends the next one or begins anew, whatever becomes of its path.
+Of the newest update the file stays open until the executor sends the next one or begins anew, whatever becomes of its
+path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The owner's policy on what jobs may access: hosts, network addresses, Hub repositories, S3 buckets, local folders.
 
-Called by `downloads` before each request. Pure apart from resolving paths and opening files.
+Pure apart from resolving paths and opening files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from hypha_net.connectors.address_check import Network, is_allowed_address, literal_networks
 from hypha_net.connectors.s3_client import S3Client, S3Settings
 from hypha_net.redaction import shown_url
-from hypha_worker.connectors.holder_faults import HolderFaults
+from hypha_worker.connectors.content_holders import HolderFaults
 from hypha_worker.errors import bad_request, not_allowed, not_found
 from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
 

@@ -1,28 +1,33 @@
 """Files by their SHA-256: their holders are found in the DHT and tried in turn, and what they send is verified.
 
-Called by `downloads` and `tasks.resource_fetcher`. A holder that sends other content than it announces is tried last
-from then on.
+A holder that sends other content than it announces is tried last from then on. Large content is pulled from several
+holders at once: each gets one part after another, so that the faster one sends more. If that fails they are tried one
+by one: only the digest of the whole is known, so that a wrong part cannot be told from the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.from_thread
 
-from hypha_net import content_directory, transfer
+from hypha_net import content_directory, instrumentation, transfer
 from hypha_net.backoff import jittered
 from hypha_net.content_directory import ContentHolder, is_sha256
 from hypha_net.errors import ContentMismatchError, NetError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
-from hypha_worker.connectors import parallel_pull
-from hypha_worker.connectors.holder_faults import HolderFaults
+from hypha_proto.transfer import PullRequest
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.errors import bad_request, not_found, peer_failed
+from hypha_worker.errors import StorageExceededError, bad_request, not_found, peer_failed, to_bridge_error
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +35,38 @@ ROUNDS: Final = 4
 """Times that holders are looked up and tried before a fetch fails."""
 LOOKUP_DELAYS: Final = (0.5, 1.0, 2.0)
 """Seconds before each further lookup."""
+MIN_SIZE: Final = 32 << 20
+"""Bytes from which on content is pulled from several holders at once."""
+PART: Final = 16 << 20
+"""Bytes of a part; what was on its way when one has ended is lost, at most a receive window."""
+MAX_HOLDERS: Final = 4
+MAX_COUNTED: Final = 1000
+"""Peers whose bad content is counted."""
+_BAD: Final = instrumentation.Counter(
+    "hypha.worker.content.bad", "{file}", "Files whose holder sent other content than it had announced."
+)
+_BLOCK: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class HolderFaults:
+    """How often each peer has sent other content than it had announced."""
+
+    _counts: Counter[PeerId] = field(default_factory=Counter)
+
+    def count(self, peer: PeerId) -> None:
+        """Count a fault of a peer."""
+        if peer in self._counts or len(self._counts) < MAX_COUNTED:
+            self._counts[peer] += 1
+        _BAD.add(1, {"hypha.peer.id": str(peer)})
+
+    def without_faults(self, holders: Sequence[ContentHolder]) -> list[PeerId]:
+        """Return the ids of the holders of which no fault was counted."""
+        return [holder.peer for holder in holders if not self._counts[holder.peer]]
+
+    def sorted(self, holders: Sequence[ContentHolder]) -> list[PeerId]:
+        """Return the holders' ids, those with the fewest faults first."""
+        return sorted((holder.peer for holder in holders), key=lambda peer: self._counts[peer])
 
 
 def check_sha256(text: str) -> str:
@@ -85,9 +122,9 @@ async def _pull_from_several(
     """Pull large content from several holders without faults at once; None if it cannot be had so."""
     size = max((holder.size for holder in holders), default=0)
     peers = faults.without_faults([holder for holder in holders if holder.size == size])
-    if size < parallel_pull.MIN_SIZE or len(peers) < 2:
+    if size < MIN_SIZE or len(peers) < 2:
         return None
-    pulled = await parallel_pull.pull_from_several(peers, digest, size, target, files)
+    pulled = await _pull_parts(peers, digest, size, target, files)
     if pulled is not None:
         await files.storage.put_cached(target, digest)
     return pulled
@@ -101,3 +138,60 @@ async def _find(files: PeerFiles, sha256: str) -> list[ContentHolder]:
         _log.warning("holders of sha256:%s cannot be looked up: %s", sha256, error)
         return []
     return [holder for holder in found if holder.peer != files.endpoint.peer_id]
+
+
+async def _pull_parts(
+    peers: Sequence[PeerId], digest: str, size: int, target: Path, files: PeerFiles
+) -> transfer.PullResult | None:
+    """Pull content from some of its holders at once; return None, and leave nothing, if that fails.
+
+    Raises:
+        BridgeError: the job's storage is used up.
+        OSError: the file cannot be written.
+    """
+    parts = deque((start, min(start + PART, size)) for start in range(0, size, PART))
+    pending = len(parts)
+
+    async def pull_some(peer: PeerId, file: FileIO) -> None:
+        nonlocal pending
+        while parts:
+            start, end = parts.popleft()
+            request = PullRequest(dataset=digest, index=0, offset=start)
+            try:
+                await transfer.pull_range(files.endpoint, peer, request, file, end, size=size, digest=digest)
+            except NetError as error:
+                _log.info("%s from %s: %s; the others send the rest", digest, peer, error)
+                parts.append((start, end))
+                return
+            pending -= 1
+
+    try:
+        files.storage.reserve(target, size)
+        with FileIO(target, "x") as file:
+            async with anyio.create_task_group() as tasks:
+                for peer in peers[:MAX_HOLDERS]:
+                    tasks.start_soon(pull_some, peer, file)
+        if not pending and await files.storage.run(_digest, target) == digest:
+            return transfer.PullResult(size, digest)
+        _remove(target)
+    except StorageExceededError as error:
+        raise to_bridge_error(error) from error
+    except BaseException:
+        _remove(target)
+        raise
+    finally:
+        files.storage.release(target)
+    return None
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with FileIO(path) as file:
+        while count := file.readinto(block):
+            anyio.from_thread.check_cancelled()
+            sha256.update(block[:count])
+    return f"sha256:{sha256.hexdigest()}"

@@ -1,7 +1,6 @@
 """Copies of files and folders of a shared file system, under the roots that the worker's owner allows.
 
-Called by `downloads` and `tasks.resource_fetcher`; asks `access_policy` first. A file that changes while it is read is
-an error, since what was read may be half of each version.
+A file that changes while it is read is an error, since what was read may be half of each version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Bounded retries of requests and transfers that may fail for a moment.
 
-Called by every module that asks a peer for something: `peer_files`, `bridge.backend`, `tasks.task_manager` and the
-parameter server. Calls `hypha_net.rpc`. What a job asks its scheduler goes through `scheduler_contact`, which knows
-how long the job may wait for it.
+What a job asks its scheduler goes through `scheduler_contact`, which knows how long the job may
+wait for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Control client: sends commands to a running worker on this machine. Called by `cli`."""
+"""Control client: sends commands to a running worker on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the status of a worker to people. Called by `cli`."""
+"""Shows the status of a worker to people."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command ``drain`` of the control socket: drains the worker and tells what has become of its jobs.
 
 The first answer says what is drained; the second, when the worker's jobs have ended and its leases are given back, what
-was cancelled. Closing the connection does not stop the drain. Called by `server`.
+was cancelled. Closing the connection does not stop the drain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The commands ``pause`` and ``resume`` of the control socket: no more offers, until the owner wants so.
 
-That a worker is paused is a file in its control folder, so that it stays so over restarts. Called by `server`, and by
-`service` at the start.
+That a worker is paused is a file in its control folder, so that it stays so over restarts.
 """
 
 from __future__ import annotations

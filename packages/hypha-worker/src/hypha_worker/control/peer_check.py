@@ -1,7 +1,7 @@
 """Tells whether a client of the control socket is a process that the worker has confined.
 
 The layer `landlock` refuses files, not connections to sockets. What it has confined can be told by its ``no_new_privs``
-and its filters of system calls, which all its descendants keep. Called by `server`.
+and its filters of system calls, which all its descendants keep.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A connection carries one JSON object with one key, the command, such as ``{"drain": {"timeout": seconds or null}}``. It
 is answered by JSON lines; ``{"error": …}`` says why there is no other answer. A client that is slow, or one of many,
-keeps no other one waiting. Called by `service`, which gives the commands.
+keeps no other one waiting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The command ``status`` of the control socket: what the worker does, and why requests get no offer.
-
-Called by `server`; `display` shows the answer to people.
-"""
+"""The command ``status`` of the control socket: what the worker does, and why requests get no offer."""
 
 from __future__ import annotations
 

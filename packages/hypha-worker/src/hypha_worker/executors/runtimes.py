@@ -2,7 +2,7 @@
 
 A folder's module `runtime` holds one object, `RUNTIME`, which implements `Runtime`; it is imported when a configuration
 names it. So a further runtime is a new folder and one row of `RUNTIMES`. There are no entry points on purpose: a worker
-runs no code of third parties. Called by `config`, which checks the tables ``[[executors]]``, and by `service`.
+runs no code of third parties.
 """
 
 from __future__ import annotations

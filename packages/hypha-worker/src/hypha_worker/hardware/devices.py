@@ -1,9 +1,8 @@
 """The GPUs that leases are made of: which there are, how a job's processes are told of theirs, and their device nodes.
 
-Called by `service` when the worker starts, and by `executors` for each process. CUDA takes GPUs by UUID, in the order
-in which the processes then number them from 0. ROCm filters twice: ``ROCR_VISIBLE_DEVICES`` chooses among all GPUs, and
-``HIP_VISIBLE_DEVICES`` among those by their new numbers; where it is not set, HIP reads ``CUDA_VISIBLE_DEVICES``.
-https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars
+CUDA takes GPUs by UUID, in the order in which the processes then number them from 0. ROCm filters twice:
+``ROCR_VISIBLE_DEVICES`` chooses among all GPUs, and ``HIP_VISIBLE_DEVICES`` among those by their new numbers; where it
+is not set, HIP reads ``CUDA_VISIBLE_DEVICES``. https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars
 https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html
 """
 

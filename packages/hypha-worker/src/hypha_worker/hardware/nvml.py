@@ -1,8 +1,7 @@
 """Reads the GPUs of this machine through NVIDIA's management library (NVML).
 
-Called by `detection`, `devices` and `usage`. NVML comes with the driver; without it, no GPUs are found. Its indices
-follow the PCI bus, which is why a job's processes get ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with the devices of their lease.
-https://docs.nvidia.com/deploy/nvml-api/
+NVML comes with the driver; without it, no GPUs are found. Its indices follow the PCI bus, which is why a job's
+processes get ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` with the devices of their lease. https://docs.nvidia.com/deploy/nvml-api/
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Measures what a job's processes use, as metrics: CPU time, memory, storage I/O, and the job's GPUs.
 
-Called by `executors.process.process_runner`, which runs `measure_usage` beside an executor if metrics are exported;
-otherwise nothing is measured.
+Nothing is measured unless metrics are exported.
 """
 
 from __future__ import annotations

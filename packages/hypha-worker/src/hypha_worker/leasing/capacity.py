@@ -1,8 +1,7 @@
 """The capacity of a worker: its resources, its GPUs, and the executors that its owner configured.
 
 Pure. Built by `config` from the configuration (which ``init`` fills in from `hardware.detection`); `service` adds what
-`hardware.devices` finds when the worker starts. Called by `bidding.arbiter` to see whether a request fits into what is
-free, and by `leasing.lease_manager` to reserve it.
+`hardware.devices` finds when the worker starts.
 """
 
 from __future__ import annotations

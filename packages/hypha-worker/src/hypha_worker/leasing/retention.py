@@ -1,7 +1,7 @@
 """Keeps the resources of a lease taken while processes of its job live on although they were killed.
 
 A process that waits for a device or a network file system takes no signal. The end of its job is reported all the same;
-what the lease had allocated is free when the process is gone. Called by the executors that end processes.
+what the lease had allocated is free when the process is gone.
 """
 
 from __future__ import annotations

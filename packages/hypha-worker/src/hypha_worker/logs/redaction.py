@@ -1,4 +1,4 @@
-"""Hides secrets in the output of executors before a scheduler reads it. Called by `server`.
+"""Hides secrets in the output of executors before a scheduler reads it.
 
 Hidden are the parts of URLs that `hypha_net.redaction` hides, tokens of well-known forms, values assigned to names such
 as ``token`` or ``password``, and values of the owner's variables with such names. All patterns take linear time.

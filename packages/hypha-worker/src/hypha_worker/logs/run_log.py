@@ -2,7 +2,7 @@
 
 ``logs/<job>/<lease or task>.log`` in the work directory, outside the folders of jobs; a further run of the same name is
 ``<name>@2.log`` and so on. The file of a run is locked while the run goes on, so that others see whether it has ended,
-also after its worker was killed. Called by `executors.process`; `reader` reads the files.
+also after its worker was killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answers schedulers that ask what the executors of their jobs have printed (``/hypha-logs/0.1.0``).
 
-A log is read for the scheduler alone that `run_log` has recorded with it. Called by `service`.
+A log is read for the scheduler alone that `run_log` has recorded with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Validation of task definitions, which come from a scheduler and name files of this machine.
 
-Pure. Called by `lease_session` before anything of a task is begun.
+Pure.
 """
 
 from __future__ import annotations

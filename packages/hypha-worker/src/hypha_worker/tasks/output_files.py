@@ -1,6 +1,6 @@
 """Checking, moving and copying the files of outputs, with blocking calls that run in threads and end when cancelled.
 
-Called by `output_store`, `resource_fetcher` and the bridge. Nothing here follows a symbolic link.
+Nothing here follows a symbolic link.
 """
 
 from __future__ import annotations

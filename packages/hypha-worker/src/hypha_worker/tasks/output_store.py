@@ -1,7 +1,6 @@
 """The outputs of tasks that this worker holds for others, from the end of their task until they are released.
 
-Called by `task_run`, which stores outputs, by `resource_fetcher`, which copies those that a later task needs here, and
-by `task_manager`, which serves them to peers that know their random names. Nothing outlives the worker's process.
+Nothing outlives the worker's process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The references in a task's spec: which peers the task may communicate with, and which secrets its process never sees.
 
-Pure. Called by `bridge.backend` for each request of an executor, and by `executors`.
+Pure.
 """
 
 from __future__ import annotations

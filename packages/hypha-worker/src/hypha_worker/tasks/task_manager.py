@@ -1,8 +1,4 @@
-"""All tasks of a worker: a session for each lease that may run them, and the outputs that it holds for others.
-
-Called by `service` for each renewal and end of a lease, each pushed resource, and each request of a scheduler about
-outputs; calls `lease_session`.
-"""
+"""All tasks of a worker: a session for each lease that may run them, and the outputs that it holds for others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What the layers that work on a machine hold back, in words for its owner; and the check of those that are required.
 
-Pure. Called by the command ``hypha-worker probe`` and by `service` at the start of a worker, with the findings of
-`stack`.
+Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The system calls that are refused to a confined process, as a seccomp program; see seccomp(2).
-
-Called by `bubblewrap`, which passes it on, and by `landlock`, whose `launcher` applies it.
-"""
+"""The system calls that are refused to a confined process, as a seccomp program; see seccomp(2)."""
 
 from __future__ import annotations
 

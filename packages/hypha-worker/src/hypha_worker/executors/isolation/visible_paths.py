@@ -1,7 +1,4 @@
-"""Which files of the machine a confined executor sees: the system's, those of its program, and what its owner named.
-
-Called by `process.process_runner`, which lists them in a `Confinement`, and by the layers that hide everything else.
-"""
+"""Which files of the machine a confined executor sees: the system's, those of its program, and what its owner named."""
 
 from __future__ import annotations
 

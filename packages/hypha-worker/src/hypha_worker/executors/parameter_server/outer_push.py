@@ -1,6 +1,6 @@
 """Pushes one outer update to the scheduler and to the workers of a job, all at the same time.
 
-Called by `server`, which goes on with the next round while peers that cannot be reached still have attempts left.
+The next round goes on while peers that cannot be reached still have attempts left.
 """
 
 from __future__ import annotations

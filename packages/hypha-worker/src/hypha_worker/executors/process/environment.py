@@ -1,4 +1,4 @@
-"""The environment and the arguments of an executor's process. Called by `process_runner`.
+"""The environment and the arguments of an executor's process, the values of their placeholders, and its job file.
 
 Of the worker's own environment a process gets only what `PASSED` names and what holds no secret; see docs/executor.md.
 """
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from hypha_proto.bridge_api import MEMORY_VARIABLE
+from hypha_worker.executors.process.output_log import HIDDEN
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
+from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Allocation
 
@@ -36,6 +38,12 @@ PASSED: Final = (
 """Patterns of the variables that a process gets from the worker's own environment."""
 TEMPORARY_FOLDER: Final = ".tmp"
 """Name of the folder for temporary files in a process's work directory."""
+JOB_JSON: Final = HIDDEN
+"""Placeholder whose value is replaced by its name wherever the output of the process shows it."""
+SOCKET_PATH: Final = "{SOCKET_PATH}"
+WORK_DIR: Final = "{WORK_DIR}"
+JOB_FILE: Final = "{JOB_FILE}"
+_FILE_NAME: Final = "job.json"
 _SECRET_NAME: Final = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|(^|_)KEY(_|$)|USERNAME", re.IGNORECASE)
 _SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
 _USER: Final = "hypha"
@@ -118,3 +126,23 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
         return text
     before, after = text.split(first, 1)
     return before + values[first] + substitute(after, values)
+
+
+def make_placeholders(files: JobFiles, socket_path: Path, specification: str) -> dict[str, str]:
+    """Write a job's file, which only its owner can read; return the value of each placeholder.
+
+    Args:
+        files: the job's files.
+        socket_path: of its bridge.
+        specification: JSON of what its process is to know, without secrets.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    job_file = files.write_file(_FILE_NAME, specification.encode())
+    return {
+        SOCKET_PATH: str(socket_path),
+        WORK_DIR: str(files.work_dir),
+        JOB_JSON: specification,
+        JOB_FILE: str(job_file),
+    }

@@ -1,7 +1,7 @@
 """Runs a task as a process, by the owner's configured command, with a bridge to the network on a Unix socket.
 
-Called by `tasks.task_run`, after the task's resources were fetched. The process, such as `hypha.accelerate_executor`,
-communicates with `bridge` only; `process_runner` starts it and ends everything that it left running.
+The process, such as `hypha.accelerate_executor`, communicates with `bridge` only; `process_runner` starts it and ends
+everything that it left running.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hypha_worker.errors import (
     describe_disk_fault,
     is_disk_fault,
 )
-from hypha_worker.executors.process.placeholders import make_placeholders
+from hypha_worker.executors.process.environment import make_placeholders
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.definition import with_paths

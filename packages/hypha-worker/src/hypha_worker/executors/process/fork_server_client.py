@@ -1,6 +1,6 @@
 """The worker's side of `isolation.fork_server`, which starts processes without the start of an interpreter for each.
 
-Called by `spawn`. One server for each worker, started by the first process and again after it has failed.
+One server for each worker, started by the first process and again after it has failed.
 """
 
 from __future__ import annotations

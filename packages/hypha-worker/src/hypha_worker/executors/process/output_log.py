@@ -1,7 +1,4 @@
-"""The output of an executor's process: a file with all of it, the worker's log, and the last lines for the job's end.
-
-Called by `process_runner`; `logs.run_log` writes the file.
-"""
+"""The output of an executor's process: a file with all of it, the worker's log, and the last lines for the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Runs one command as a process: placeholders, environment, output, measurement, and the end of its process tree.
 
-Called by the executions of this folder, which know what the command is for; it knows neither jobs nor tasks. When
-`ProcessRunner.run` returns, `process_tree` has ended the process and every descendant that it can find.
+When `ProcessRunner.run` returns, `process_tree` has ended the process and every descendant that it can find.
 """
 
 from __future__ import annotations
@@ -32,10 +31,15 @@ from hypha_worker.executors.isolation.visible_paths import (
     program_paths,
     without_ancestors,
 )
-from hypha_worker.executors.process.environment import TEMPORARY_FOLDER, make_environment, substitute
+from hypha_worker.executors.process.environment import (
+    JOB_JSON,
+    SOCKET_PATH,
+    TEMPORARY_FOLDER,
+    make_environment,
+    substitute,
+)
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.output_log import OutputLog
-from hypha_worker.executors.process.placeholders import JOB_JSON, SOCKET_PATH
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     SHUTDOWN_GRACE,

@@ -1,8 +1,8 @@
 """Ends a process and its descendants, including those that left its process group or were orphaned.
 
-Called by `process_runner`. The processes of a job carry a token in their environment, by which those outside the
-process group are found. One that removes the variable and leaves the group is found where an isolation layer knows all
-processes of the run, as `isolation.cgroup` does, or ends with the process that the layer has put in front of it.
+The processes of a job carry a token in their environment, by which those outside the process group are found. One that
+removes the variable and leaves the group is found where an isolation layer knows all processes of the run, as
+`isolation.cgroup` does, or ends with the process that the layer has put in front of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Starts an executor's process, and waits for its end without a thread.
 
-Called by `process_runner`. anyio and trio start processes in a worker thread, and the kernel sends the signal that a
-process asks for by PR_SET_PDEATHSIG, as ``bwrap --die-with-parent`` does, when the *thread* that started it ends: after
-10 s without work. So the process is started in the thread of the event loop, which lives as long as the worker, or by
+anyio and trio start processes in a worker thread, and the kernel sends the signal that a process asks for by
+PR_SET_PDEATHSIG, as ``bwrap --die-with-parent`` does, when the *thread* that started it ends: after 10 s without work.
+So the process is started in the thread of the event loop, which lives as long as the worker, or by
 `isolation.fork_server`, which was started there and has one thread.
 """
 
