@@ -23,7 +23,7 @@ from benchmarks.job_network import JOB_TIMEOUT, JobNetwork, job_network
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 from hypha.accelerate_executor.environment import DELAY_VARIABLE
-from hypha_local.demo_tasks import DIGITS, TEXT, Task
+from hypha_local.demo_tasks import DIGITS, TEXT, DemoTask
 from hypha_local.processes import script
 
 TRAINER: Final = "diloco-transformer"
@@ -104,7 +104,7 @@ def measure(run: BenchmarkRun) -> list[Row]:
     return [*_rate_rows(pairs), _waits_row(waits), _idle_row(idle)]
 
 
-def _prepare(run: BenchmarkRun, task: Task) -> str:
+def _prepare(run: BenchmarkRun, task: DemoTask) -> str:
     """Create a task's model and dataset; return TOML of the data node."""
     model = ("--arch", task.arch, "--task", task.wire)
     _command("hypha-accelerate-executor", "create-model", *model, "--out", str(_model(run.folder, task)))
@@ -115,7 +115,7 @@ def _prepare(run: BenchmarkRun, task: Task) -> str:
     return f'[[datasets]]\nname = "{task.name}"\npath = {json.dumps(str(folder))}\n'
 
 
-def _model(folder: Path, task: Task) -> Path:
+def _model(folder: Path, task: DemoTask) -> Path:
     return folder / f"model-{task.name}"
 
 
@@ -179,12 +179,12 @@ class _Bench:
         """Return the share of their time in which uneven workers do not compute."""
         return idle_share(self._events(DIGITS, rounds, len(DELAYS), UNEVEN_SAMPLES))
 
-    def _events(self, task: Task, rounds: int, workers: int, samples: int | None = None) -> list[Event]:
+    def _events(self, task: DemoTask, rounds: int, workers: int, samples: int | None = None) -> list[Event]:
         process, directory = self.network.start(self._job(task, rounds, workers, samples))
         self.network.result(process, directory)
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_bytes().splitlines()]
 
-    def _job(self, task: Task, rounds: int, workers: int, samples: int | None) -> dict[str, Any]:
+    def _job(self, task: DemoTask, rounds: int, workers: int, samples: int | None) -> dict[str, Any]:
         price = {"bid": 100.0, "max": 120.0}
         return {
             "type": "diloco",

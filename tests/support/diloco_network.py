@@ -35,7 +35,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 from hypha_scheduler.strategies.diloco.restore import restore
-from hypha_scheduler.strategies.diloco.running_job import JobData
+from hypha_scheduler.strategies.diloco.running_job import TrainingData
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 from support.diloco_processes import ParameterServer, Process, Training
 from support.diloco_scheduler import LEASE, Context, NotRunning, Scheduler, SchedulerDied
@@ -375,7 +375,7 @@ class Network:
         result = FakeResult(updates=self.updates)
         result.restore(restored.closed, restored.weights)
         source = PeersReference(peers=(SCHEDULER,), strategy=One())
-        data = JobData(self.dataset, source, result, manifest_digest=START, model_digest=START)  # type: ignore[arg-type]
+        data = TrainingData(self.dataset, source, result, manifest_digest=START, model_digest=START)  # type: ignore[arg-type]
         context = Context(self)
         operator = DilocoOperator(self.table, context, data, restored, anyio.current_time())  # type: ignore[arg-type]
         async with anyio.create_task_group() as tasks:

@@ -46,7 +46,7 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.running_job import JobData
+from hypha_scheduler.strategies.diloco.running_job import TrainingData
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(1, 9)]
 SERVER = PeerId.from_public_key(bytes([98]) * 32)
@@ -360,7 +360,7 @@ class Job:
         restored = restore(self.journal)
         self.result = FakeResult(updates=self.result.updates)
         self.result.restore(restored.closed, restored.weights)
-        data = JobData(
+        data = TrainingData(
             self.dataset,
             PeersReference(peers=(SCHEDULER,), strategy=One()),
             self.result,  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 
 from hypha_local import network_layout
 from hypha_local.network_layout import NodePlan
-from hypha_local.processes import Child, Processes
+from hypha_local.processes import LocalProcess, Processes
 from support.local_network import LocalNetwork, processes_of
 from support.netns import WAN, Namespaces, two_homes
 from support.waiting import wait_until
@@ -33,7 +33,7 @@ class HomedProcesses(Processes):
     spaces: Namespaces
     homes: Mapping[str, str]
 
-    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> Child:
+    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> LocalProcess:
         """See `Processes.start`."""
         return super().start(name, [*self.spaces.words(self.homes.get(name, "a")), *command], stdout=stdout)
 

@@ -22,9 +22,9 @@ import psutil
 from hypha_local.certificates import write_certificates
 from hypha_local.datasets.digits import write_digits
 from hypha_local.demo_tasks import DIGITS
-from hypha_local.network_layout import Folders, NodePlan, Training, free_ports, plan_nodes, write_configuration
+from hypha_local.network_layout import DemoTraining, Folders, NodePlan, free_ports, plan_nodes, write_configuration
 from hypha_local.probe import wait_until_healthy
-from hypha_local.processes import Child, Processes, script
+from hypha_local.processes import LocalProcess, Processes, script
 from support.waiting import wait_until
 
 KIND = 'kind = "diloco-transformer"'
@@ -78,7 +78,7 @@ def processes_of(folder: Path) -> list[str]:
 class Job:
     """One scheduler process with one job."""
 
-    child: Child
+    child: LocalProcess
     runs: Path
 
     @property
@@ -166,7 +166,7 @@ class LocalNetwork:
         self._jobs = 0
         self._started: list[Job] = []
         planned = [node for name, node in self.nodes.items() if name not in twins]
-        write_configuration(self.folders, planned, Training(workers=workers), sys.executable)
+        write_configuration(self.folders, planned, DemoTraining(workers=workers), sys.executable)
         for name, original in twins.items():
             self._write_twin(name, original)
 
@@ -219,7 +219,7 @@ class LocalNetwork:
         """Return the names of the training workers."""
         return [name for name in self.nodes if name.startswith("worker-")]
 
-    def start(self, name: str) -> Child:
+    def start(self, name: str) -> LocalProcess:
         """Start a node from its TOML file."""
         program = self.nodes[name].program
         return self.processes.start(name, [script(program), "run", "--config", str(self.configuration(name))])
@@ -302,7 +302,7 @@ class LocalNetwork:
         self._jobs += 1
         name = f"job-{self._jobs}"
         workers = len(self.trainers) if workers is None else workers
-        training = Training(workers=workers, rounds=rounds)
+        training = DemoTraining(workers=workers, rounds=rounds)
         some = [self.nodes["gateway"], self.nodes["scheduler"]]
         write_configuration(self.folders, some, training, sys.executable)
         runs = self.folders.runs / name
@@ -374,14 +374,14 @@ class LocalNetwork:
         words = [script("hypha-scheduler"), command, str(directory), *args]
         return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
-    def start_untrusted_worker(self, name: str) -> Child:
+    def start_untrusted_worker(self, name: str) -> LocalProcess:
         """Start a worker whose certificate is signed by another authority."""
         [node] = [node for node in plan_nodes(1) if node.name == "worker-1"]
         stranger = NodePlan(name, node.program, node.role, node.port)
         folder = self.folders.root / "other-authority"
         folder.mkdir()
         write_certificates(folder, [stranger])
-        write_configuration(self.folders, [self.nodes["gateway"], stranger], Training(), sys.executable)
+        write_configuration(self.folders, [self.nodes["gateway"], stranger], DemoTraining(), sys.executable)
         path = self.configuration(name)
         path.write_text(path.read_text().replace("../certs/", "../other-authority/"))
         return self.processes.start(name, [script(stranger.program), "run", "--config", str(path)])

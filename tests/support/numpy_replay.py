@@ -15,7 +15,7 @@ import numpy as np
 
 from hypha.accelerate_executor.data.recorded_batches import recorded_batches
 from hypha.accelerate_executor.replay.__main__ import read_plan
-from hypha.accelerate_executor.replay.computation import Computation
+from hypha.accelerate_executor.replay.computation import RoundComputation
 from hypha.accelerate_executor.replay.verdict import conclude, describe_round
 from hypha_local.processes import script
 from hypha_proto.contributions import Contribution
@@ -75,7 +75,7 @@ def main() -> int:
     slices = {entry.index: Path(entry.path) for entry in plan.slices}
     trainee, found = NumpyTrainee(read_weights(Path(plan.model) / "model.safetensors"), slices), []
     with tempfile.TemporaryDirectory() as folder:
-        for findings in Computation(plan, trainee, Path(folder)).rounds():
+        for findings in RoundComputation(plan, trainee, Path(folder)).rounds():
             found.append(findings)
             print(*describe_round(findings), sep="\n")
     proven, verdict = conclude(found, len(plan.rounds))

@@ -24,14 +24,16 @@ from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_queue import RequestQueue
-from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
+from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 
 A = TypeVar("A")
 
 TRAIN, SERVER = ExecutorDescriptor("train", "train"), ExecutorDescriptor("aggregate", "server")
-CAPACITY: Final = Capacity(Resources(cpu=3.0, memory=8.0), (Device(0, 8.0), Device(1, 8.0), Device(2, 16.0)))
+CAPACITY: Final = Capacity(
+    Resources(cpu=3.0, memory=8.0), (GpuCapacity(0, 8.0), GpuCapacity(1, 8.0), GpuCapacity(2, 16.0))
+)
 WANTED: Final = Resources(gpu=8.0, cpu=1.0, memory=2.0)
 TERMS: Final = LeaseTerms(idle_lease=25.0)
 _DIAL_TIMEOUT: Final = 2.0

@@ -37,7 +37,7 @@ from hypha.accelerate_executor.diloco.batch_reporter import BatchReporter
 from hypha.accelerate_executor.diloco.loop import LoopTiming, TrainingLoop
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend
 from hypha.accelerate_executor.distributed.process_group import SingleProcess
-from hypha.accelerate_executor.errors import RoundClosed
+from hypha.accelerate_executor.errors import RoundWentOn
 from hypha.accelerate_executor.modeling.torch import write_torch_model
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import build_setup
@@ -330,7 +330,7 @@ class Member:
         assert contribution is not None
         if (number, self.number) == self.scheduler.script.closed:
             self.round = number + 1
-            raise RoundClosed("it was waited for long enough")
+            raise RoundWentOn("it was waited for long enough")
         assert samples == sum(part.end - part.first for part in contribution.ranges)
         self.scheduler.state(self.number, number, path, contribution)
 

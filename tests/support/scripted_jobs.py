@@ -46,7 +46,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.datasets.dataset import PinnedDataset
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.base import (
@@ -470,11 +470,11 @@ class ScriptedWorker:
         return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
 
 
-def dataset(provider: PeerId) -> Dataset:
+def dataset(provider: PeerId) -> PinnedDataset:
     """Return the dataset, as a scheduler has found it."""
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=4, size=1, digest=digest) for n in range(SLICES))
-    return Dataset(DATASET, provider, entries, format=JSONL)
+    return PinnedDataset(DATASET, provider, entries, format=JSONL)
 
 
 @dataclass
@@ -557,7 +557,7 @@ def run_jobs(
             endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in names]
             tasks = await stack.enter_async_context(anyio.create_task_group())
 
-            async def open_dataset(*_: Any, **__: Any) -> Dataset:
+            async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
                 return dataset(endpoints[1].peer_id)
 
             monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hypha_local.processes import Child, script
+from hypha_local.processes import LocalProcess, script
 from support.local_network import LocalNetwork, processes_of
 from support.waiting import wait_until
 
@@ -174,7 +174,7 @@ class TaskNetwork(LocalNetwork):
         """Return the name of the worker with a peer id."""
         return next(name for name in self.trainers if self.peer_id(name) == peer)
 
-    def stop_child(self, child: Child) -> int:
+    def stop_child(self, child: LocalProcess) -> int:
         """Ask a process to end (SIGTERM); return its exit status."""
         child.process.terminate()
         return child.process.wait(60)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
-from hypha.accelerate_executor.modeling.evaluation import Evaluation, Subject, evaluate
+from hypha.accelerate_executor.modeling.evaluation import EvaluatedModel, Subject, evaluate
 from hypha_proto.update_file import apply_update_to_dir, open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -125,7 +125,7 @@ def test_an_evaluation_for_which_there_is_no_memory_costs_only_itself(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    def fail(*_: Any, **__: Any) -> Evaluation:
+    def fail(*_: Any, **__: Any) -> EvaluatedModel:
         raise error
 
     worker = make_worker(rounds=3, batches=4)
@@ -141,7 +141,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold evaluations that run beside training until the event is set; fail those that wait for 30 seconds."""
     opened, usual = threading.Event(), Subject.measure
 
-    def measure(subject: Subject, files: Any, batch_size: int, limit: int | None = None) -> Evaluation:
+    def measure(subject: Subject, files: Any, batch_size: int, limit: int | None = None) -> EvaluatedModel:
         if threading.current_thread() is not threading.main_thread():
             assert opened.wait(30), "the evaluation has held up what it waits for"
         return usual(subject, files, batch_size, limit)

@@ -15,7 +15,7 @@ import safetensors.numpy
 import torch
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.data.preprocess import Preprocessor, decode_text, load_preprocessor
+from hypha.accelerate_executor.data.preprocess import BatchPreprocessor, decode_text, load_preprocessor
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha.accelerate_executor.modeling.create import create_model
 
@@ -75,7 +75,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(tokenizer: Path) ->
 
     plain = AutoTokenizer.from_pretrained(tokenizer, pad_token=None, eos_token="question")
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
-    made = Preprocessor("tokenizer", plain, ("text",), module)({"text": as_bytes(TEXTS[:2])})
+    made = BatchPreprocessor("tokenizer", plain, ("text",), module)({"text": as_bytes(TEXTS[:2])})
     assert made["input_ids"].tolist() == [[2, 3, 9, 9], [4, 5, 2, 3]]
     assert made["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert module.config.pad_token_id == 9
@@ -207,11 +207,11 @@ def _images(low: float, high: float, dtype: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def image_processor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Preprocessor]:
+def image_processor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BatchPreprocessor]:
     """Return a function that loads an image processor with some settings."""
     from transformers import ViTImageProcessor
 
-    def load(**settings: Any) -> Preprocessor:
+    def load(**settings: Any) -> BatchPreprocessor:
         folder = tmp_path_factory.mktemp("processor")
         ViTImageProcessor(size={"height": 8, "width": 8}, **settings).save_pretrained(folder)
         return load_preprocessor("image", folder, ("image",), None)
@@ -221,7 +221,7 @@ def image_processor(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.mark.parametrize(("high", "dtype"), [(255, "u1"), (255, "i8"), (1, "f4"), (1, "f8"), (255.4, "f4")], ids=str)
 def test_images_are_divided_by_255_once(
-    image_processor: Callable[..., Preprocessor], high: float, dtype: str, caplog: pytest.LogCaptureFixture
+    image_processor: Callable[..., BatchPreprocessor], high: float, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     images = np.clip(_images(0, high, dtype), 0, 255)
@@ -251,14 +251,14 @@ def test_images_are_divided_by_255_once(
     ],
 )
 def test_images_that_contradict_their_processor_are_refused(
-    image_processor: Callable[..., Preprocessor], settings: dict[str, Any], images: Any, words: str
+    image_processor: Callable[..., BatchPreprocessor], settings: dict[str, Any], images: Any, words: str
 ) -> None:
     with pytest.raises(DataError, match="column 'image' holds") as raised:
         image_processor(**settings)({"image": images})
     assert words in str(raised.value)
 
 
-def test_images_beyond_the_range_of_the_first_are_refused(image_processor: Callable[..., Preprocessor]) -> None:
+def test_images_beyond_the_range_of_the_first_are_refused(image_processor: Callable[..., BatchPreprocessor]) -> None:
     process = image_processor()
     mixed = np.concatenate([_images(0, 1, "f4"), _images(0, 255, "f4")])
     for _ in range(2):
@@ -267,13 +267,15 @@ def test_images_beyond_the_range_of_the_first_are_refused(image_processor: Calla
     assert process({"image": mixed[:4]})["pixel_values"].std() == pytest.approx(0.58, abs=0.01)
 
 
-def test_a_processor_that_leaves_values_alone_takes_any(image_processor: Callable[..., Preprocessor]) -> None:
+def test_a_processor_that_leaves_values_alone_takes_any(image_processor: Callable[..., BatchPreprocessor]) -> None:
     from transformers import Pix2StructImageProcessor
 
     images = _images(0, 255, "u1")
     made = image_processor(do_rescale=False, do_normalize=False)({"image": images})["pixel_values"]
     np.testing.assert_array_equal(made, images)
-    own = Preprocessor("image", Pix2StructImageProcessor(), ("image",), None)  # normalizes by the mean of each image
+    own = BatchPreprocessor(
+        "image", Pix2StructImageProcessor(), ("image",), None
+    )  # normalizes by the mean of each image
     assert own({"image": _images(0, 255, "u1")})["flattened_patches"].std() < 2
     means = image_processor(do_rescale=False, image_mean=[103.5, 116.0, 123.5], image_std=[1.0, 1.0, 1.0])
     np.testing.assert_allclose(means({"image": images})["pixel_values"][:, 0], images[:, 0] - 103.5, atol=1e-3)
@@ -285,8 +287,8 @@ def test_integer_sound_is_refused_by_an_extractor_of_spectrograms(tmp_path: Path
     sound = {"audio": (np.random.default_rng(0).normal(0, 9000, (2, 400))).astype("i2")}
     for extractor in (WhisperFeatureExtractor(), ClapFeatureExtractor()):
         with pytest.raises(DataError, match=r"column 'audio' holds int16, and .* takes floats from -1 to 1"):
-            Preprocessor("feature", extractor, ("audio",), None)(sound)
-    made = Preprocessor("feature", Wav2Vec2FeatureExtractor(do_normalize=True), ("audio",), None)(sound)
+            BatchPreprocessor("feature", extractor, ("audio",), None)(sound)
+    made = BatchPreprocessor("feature", Wav2Vec2FeatureExtractor(do_normalize=True), ("audio",), None)(sound)
     np.testing.assert_allclose(made["input_values"].std(1), 1, atol=1e-3)
 
 
@@ -316,7 +318,7 @@ def test_columns_without_text_are_refused(tokenizer: Path, arrays: Any, words: s
 
 def test_output_without_one_row_per_sample_is_refused() -> None:
     with pytest.raises(DataError, match="one row per sample"):
-        Preprocessor("image", lambda images, return_tensors: {"pixel_values": np.zeros(3)}, ("image",), None)(
+        BatchPreprocessor("image", lambda images, return_tensors: {"pixel_values": np.zeros(3)}, ("image",), None)(
             {"image": np.zeros((2, 4))}
         )
 

@@ -17,7 +17,7 @@ import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 
-from hypha.accelerate_executor.replay.computation import Computation, NotProvableError, RoundFindings
+from hypha.accelerate_executor.replay.computation import NotProvableError, RoundComputation, RoundFindings
 from hypha.accelerate_executor.replay.verdict import conclude, describe_round
 from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
 from hypha_proto.ids import PeerId
@@ -117,7 +117,7 @@ class Job:
         scratch = self.folder / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        return list(Computation(plan, self, scratch).rounds())
+        return list(RoundComputation(plan, self, scratch).rounds())
 
     def configure(self, config: TrainConfig) -> None:
         assert config == TRAIN

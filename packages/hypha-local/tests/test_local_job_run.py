@@ -18,7 +18,7 @@ from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
 from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim
 from hypha_local.network_layout import Folders, plan_nodes
-from hypha_local.processes import Child, Processes
+from hypha_local.processes import LocalProcess, Processes
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "placement", "workers": [], "seconds": 0.3},
@@ -53,10 +53,10 @@ class FakeProcesses:
         self.noted: list[str] = []
         (folders.runs / "job").mkdir()
 
-    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> Child:
+    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None) -> LocalProcess:
         self.noted.append(f"start {name}")
         process = FakeScheduler(self.folders.runs / "job" / "metrics.jsonl")
-        return Child(name, cast("subprocess.Popen[bytes]", process), self.folders.logs / f"{name}.log")
+        return LocalProcess(name, cast("subprocess.Popen[bytes]", process), self.folders.logs / f"{name}.log")
 
     async def watch(self, names: Sequence[str]) -> None:
         self.noted.append(f"watch {' '.join(sorted(names))}")

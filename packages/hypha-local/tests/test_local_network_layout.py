@@ -13,7 +13,7 @@ import pytest
 
 from hypha_local.demo_tasks import TASKS
 from hypha_local.errors import NoFreePortError, RunDirectoryError
-from hypha_local.network_layout import Folders, Training, free_ports, plan_nodes, write_configuration
+from hypha_local.network_layout import DemoTraining, Folders, free_ports, plan_nodes, write_configuration
 
 
 def test_only_run_directories_are_replaced(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_every_node_has_its_own_configuration(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "run")
     folders.make()
     nodes = plan_nodes(2)
-    write_configuration(folders, nodes, Training(workers=2, rounds=7, seed=5), sys.executable)
+    write_configuration(folders, nodes, DemoTraining(workers=2, rounds=7, seed=5), sys.executable)
     files = {path.stem: tomllib.loads(path.read_text()) for path in folders.configuration.iterdir()}
     assert set(files) == {"gateway", "data", "worker-1", "worker-2", "parameter-server", "scheduler"}
     assert len({tuple(file["listen_addresses"]) for file in files.values()}) == len(files)
@@ -106,7 +106,7 @@ def test_the_spare_worker_can_take_any_part(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "run")
     folders.make()
     nodes = plan_nodes(1, spare=True)
-    write_configuration(folders, nodes, Training(workers=1), sys.executable)
+    write_configuration(folders, nodes, DemoTraining(workers=1), sys.executable)
     spare = tomllib.loads((folders.configuration / "spare.toml").read_text())
     assert sorted(each["class"] for each in spare["executors"]) == ["aggregate", "train"]
     assert nodes[-1].role == "scheduler"
@@ -116,7 +116,7 @@ def test_python_path_with_any_characters_is_configured(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "demo")
     folders.make()
     python = "/home/\u017elu\u0165 \U0001f40d/bin/python"
-    write_configuration(folders, plan_nodes(1), Training(workers=1), python)
+    write_configuration(folders, plan_nodes(1), DemoTraining(workers=1), python)
     text = (folders.configuration / "worker-1.toml").read_text(encoding="utf-8")
     assert tomllib.loads(text)["executors"][0]["cmd"] == python
 
@@ -124,7 +124,7 @@ def test_python_path_with_any_characters_is_configured(tmp_path: Path) -> None:
 def test_evaluating_demo_announces_the_held_out_dataset(tmp_path: Path) -> None:
     folders = Folders(tmp_path / "run")
     folders.make()
-    write_configuration(folders, plan_nodes(1), Training(workers=1, evaluate_every=2), sys.executable)
+    write_configuration(folders, plan_nodes(1), DemoTraining(workers=1, evaluate_every=2), sys.executable)
     data, scheduler = (
         tomllib.loads((folders.configuration / f"{name}.toml").read_text()) for name in ("data", "scheduler")
     )
@@ -138,7 +138,7 @@ def test_evaluating_demo_announces_the_held_out_dataset(tmp_path: Path) -> None:
 def test_job_configuration_follows_the_task(tmp_path: Path, task: object) -> None:
     folders, chosen = Folders(tmp_path / "run"), TASKS[task.name]  # type: ignore[attr-defined]
     folders.make()
-    training = Training(workers=2, rounds=7, task=chosen)
+    training = DemoTraining(workers=2, rounds=7, task=chosen)
     write_configuration(folders, plan_nodes(2), training, sys.executable)
     job = tomllib.loads((folders.configuration / "scheduler.toml").read_text())["scheduler"]["job"]
     assert job["dataset"]["dataset"] == chosen.name

@@ -20,7 +20,7 @@ from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.strategies.base import WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import announced_record, contributed_record, round_record, term_record
-from hypha_scheduler.strategies.diloco.restore import BeganRecord, Restored, restore
+from hypha_scheduler.strategies.diloco.restore import BeganRecord, RestoredTraining, restore
 from hypha_scheduler.strategies.diloco.result_model import Advance
 from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SampleSpan, SliceLedger
 
@@ -172,7 +172,7 @@ def test_a_restart_continues_with_the_committed_rounds_and_what_workers_have(
     check_restored(run, restored, ledger)
 
 
-def check_restored(run: Run, restored: Restored, ledger: SliceLedger) -> None:
+def check_restored(run: Run, restored: RestoredTraining, ledger: SliceLedger) -> None:
     everything = Counter(samples_of([*ledger.available, *restored.used]))
     for peer in PEERS:
         held = samples_of(ledger.held_by(peer))

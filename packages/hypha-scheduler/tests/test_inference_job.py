@@ -27,7 +27,7 @@ from hypha_proto.protocols import PUSH
 from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import TASK_RESULT, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt
 from hypha_scheduler.audit import audit
-from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.datasets.dataset import PinnedDataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.inference.strategy import STRATEGY
@@ -159,10 +159,10 @@ def run(
     write_model(folder / "model")
     found = fake or FakeDataset(ROWS)
 
-    async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> Dataset:
+    async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> PinnedDataset:
         await anyio.Path(manifest).write_bytes(found.manifest())
         entries = from_json(Manifest, found.manifest()).slices
-        return Dataset(name, provider, entries, None, found.format, found.columns)
+        return PinnedDataset(name, provider, entries, None, found.format, found.columns)
 
     async def with_dataset(lab: Lab) -> None:
         monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)

@@ -67,7 +67,7 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
 )
-from hypha_scheduler.datasets.dataset import Dataset
+from hypha_scheduler.datasets.dataset import PinnedDataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -791,7 +791,7 @@ def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pyt
     spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
 
     async def case(lab: Lab) -> None:
-        async def open_dataset(*_: Any, **__: Any) -> Dataset:
+        async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
             return replace(dataset(lab.peer), format=None)
 
         monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)

@@ -18,7 +18,7 @@ from support.waiting import run
 from hypha_proto.global_model import GlobalModel
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
-from hypha_scheduler.strategies.diloco.evaluations import Evaluation, Evaluations
+from hypha_scheduler.strategies.diloco.evaluations import Evaluations, WeightsQuality
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, ResultModel
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
@@ -293,10 +293,10 @@ def test_two_shares_of_an_evaluation_count_by_their_samples() -> None:
     found = Evaluations()
     found.add(1, 1.0, 0.5, 30)
     found.add(1, 2.0, 0.9, 10)
-    assert found.of(1) == Evaluation(1.25, 0.6, 40)
+    assert found.of(1) == WeightsQuality(1.25, 0.6, 40)
     found.add(2, 1.0, None, 30)
     found.add(2, 1.4, 0.25, 10)
-    assert found.of(2) == Evaluation(1.1, 0.25, 40)
+    assert found.of(2) == WeightsQuality(1.1, 0.25, 40)
     assert found.best([1, 2, 3]) == 2
     assert found.best([1, 3]) == 1
     assert found.best([3]) is None

@@ -7,21 +7,21 @@ import uuid
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.task_graph import Task, TaskError, TaskGraph, TaskState
+from hypha_scheduler.jobs.task_graph import DependencyGraph, TaskError, TaskOfLease, TaskState
 
 PEER = PeerId.from_public_key(bytes(32))
 
 
-def task(name: str, number: int, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> Task:
-    return Task(name, "train", PEER, uuid.UUID(int=number), frozenset(inputs), frozenset(outputs))
+def task(name: str, number: int, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> TaskOfLease:
+    return TaskOfLease(name, "train", PEER, uuid.UUID(int=number), frozenset(inputs), frozenset(outputs))
 
 
-def names(tasks: tuple[Task, ...]) -> list[str]:
+def names(tasks: tuple[TaskOfLease, ...]) -> list[str]:
     return [found.name for found in tasks]
 
 
 def test_task_is_ready_when_its_inputs_exist() -> None:
-    graph = TaskGraph([task("train", 1, ("model", "server")), task("aggregate", 2, ("model",), ("server",))])
+    graph = DependencyGraph([task("train", 1, ("model", "server")), task("aggregate", 2, ("model",), ("server",))])
     assert names(graph.ready()) == []
     graph.provide("model")
     assert names(graph.ready()) == ["aggregate"]
@@ -32,7 +32,7 @@ def test_task_is_ready_when_its_inputs_exist() -> None:
 
 
 def test_first_final_state_counts() -> None:
-    graph = TaskGraph([task("a", 1)])
+    graph = DependencyGraph([task("a", 1)])
     graph.start("a")
     assert graph.end("a", TaskState.FAILED)
     assert not graph.end("a", TaskState.FINISHED)
@@ -43,7 +43,7 @@ def test_first_final_state_counts() -> None:
 
 
 def test_task_is_found_by_its_lease() -> None:
-    graph = TaskGraph([task("a", 1), task("b", 2)])
+    graph = DependencyGraph([task("a", 1), task("b", 2)])
     found = graph.of_lease(uuid.UUID(int=2))
     assert found is not None
     assert found.name == "b"
@@ -52,16 +52,16 @@ def test_task_is_found_by_its_lease() -> None:
 
 def test_cyclic_dependencies_are_refused() -> None:
     with pytest.raises(TaskError, match="wait for each other: a, b"):
-        TaskGraph([task("a", 1, ("y",), ("x",)), task("b", 2, ("x",), ("y",))])
+        DependencyGraph([task("a", 1, ("y",), ("x",)), task("b", 2, ("x",), ("y",))])
 
 
 def test_names_and_leases_are_unique() -> None:
     with pytest.raises(TaskError, match="one name or one lease"):
-        TaskGraph([task("a", 1), task("b", 1)])
+        DependencyGraph([task("a", 1), task("b", 1)])
 
 
 def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
-    graph = TaskGraph([task("a", 1)])
+    graph = DependencyGraph([task("a", 1)])
     graph.start("a")
     with pytest.raises(TaskError, match="one name or one lease"):
         graph.add(task("a.1", 1))
@@ -74,7 +74,7 @@ def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
 
 
 def test_task_waits_while_an_input_exists_no_more() -> None:
-    graph = TaskGraph([task("aggregate", 1, (), ("server",))])
+    graph = DependencyGraph([task("aggregate", 1, (), ("server",))])
     graph.start("aggregate")
     graph.withdraw("server")
     graph.add(task("train", 2, ("server",)))

@@ -16,7 +16,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
-from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
+from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
 TRAIN = ExecutorDescriptor("train", "diloco-transformer")
@@ -207,30 +207,30 @@ def test_a_machine_that_lists_no_storage_reserves_none_by_default() -> None:
 
 
 def test_a_default_of_gpu_memory_is_a_whole_device() -> None:
-    machine = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0)))
+    machine = Capacity(Resources(cpu=2.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)))
     worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), Resources(gpu=8.0)))
     [offer] = worker.decide([received(request(cpu=1.0))], machine, 0.0)
-    assert offer.allocation.devices == (Device(0, 24.0),)
+    assert offer.allocation.devices == (GpuCapacity(0, 24.0),)
 
 
 def test_a_lease_gets_whole_devices() -> None:
-    machine = Capacity(Resources(cpu=8.0), (Device(0, 24.0), Device(1, 80.0), Device(2, 24.0)))
+    machine = Capacity(Resources(cpu=8.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 80.0), GpuCapacity(2, 24.0)))
     assert machine.resources.gpu == 128.0
     small = machine.fit(Resources(gpu=10.0))
     assert small is not None
-    assert (small.devices, small.resources.gpu) == ((Device(0, 24.0),), 24.0)
+    assert (small.devices, small.resources.gpu) == ((GpuCapacity(0, 24.0),), 24.0)
     left = machine.without([small])
     assert left.resources.gpu == 104.0
     assert left.fit(Resources(gpu=100.0)) is None
     both = left.fit(Resources(gpu=100.0), sharded=True)
     assert both is not None
-    assert both.devices == (Device(1, 80.0), Device(2, 24.0))
+    assert both.devices == (GpuCapacity(1, 80.0), GpuCapacity(2, 24.0))
     assert left.without([both]).resources.gpu == 0.0
     assert left.without([both]).fit(Resources(gpu=1.0)) is None
     assert machine.fit(Resources(cpu=1.0)).devices == ()  # type: ignore[union-attr]
 
 
-TWO_CARDS = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0)))
+TWO_CARDS = Capacity(Resources(cpu=2.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)))
 
 
 def test_a_requirement_for_one_gpu_is_never_two_smaller_ones() -> None:
@@ -246,7 +246,7 @@ def test_a_requirement_for_one_gpu_is_never_two_smaller_ones() -> None:
 def test_an_executor_that_spreads_models_gets_several_gpus() -> None:
     capabilities = Capabilities(TWO_CARDS, frozenset({TRAIN}), sharded=frozenset({TRAIN}))
     [offer] = Arbiter(OfferPolicy(), capabilities).decide([received(request(cpu=1.0, gpu=40.0))], TWO_CARDS, 0.0)
-    assert offer.allocation.devices == (Device(0, 24.0), Device(1, 24.0))
+    assert offer.allocation.devices == (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0))
 
 
 def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() -> None:
@@ -259,8 +259,8 @@ def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() ->
 
 
 def test_a_larger_gpu_that_is_leased_makes_the_worker_busy() -> None:
-    machine = Capacity(Resources(cpu=2.0), (Device(0, 24.0), Device(1, 24.0), Device(2, 48.0)))
-    left = machine.without([Allocation(Resources(gpu=48.0), (Device(2, 48.0),))])
+    machine = Capacity(Resources(cpu=2.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0), GpuCapacity(2, 48.0)))
+    left = machine.without([Allocation(Resources(gpu=48.0), (GpuCapacity(2, 48.0),))])
     [reason] = arbiter(machine).rejection_reasons(PEERS[0], request(gpu=40.0), left)
     assert reason.code == "busy"
 
@@ -269,7 +269,7 @@ def test_a_larger_gpu_that_is_leased_makes_the_worker_busy() -> None:
 def test_a_default_of_gpu_memory_is_at_most_one_gpu(default: float, given: float) -> None:
     worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN}), Resources(gpu=default)))
     [offer] = worker.decide([received(request(cpu=1.0))], TWO_CARDS, 0.0)
-    assert (offer.allocation.resources.gpu, offer.allocation.devices) == (given, (Device(0, 24.0),))
+    assert (offer.allocation.resources.gpu, offer.allocation.devices) == (given, (GpuCapacity(0, 24.0),))
 
 
 def test_gpus_that_are_not_known_one_by_one_go_to_one_lease_at_a_time() -> None:
@@ -309,7 +309,7 @@ def test_offers_of_a_batch_fit_the_machine_and_the_policy(
     sharded: bool,
     defaults: Resources,
 ) -> None:
-    owned = (Device(0, 24.0), Device(1, 48.0)) if devices else ()
+    owned = (GpuCapacity(0, 24.0), GpuCapacity(1, 48.0)) if devices else ()
     machine = Capacity(Resources(cpu=8.0, memory=32.0, gpu=72.0), owned)
     policy = OfferPolicy(evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)  # type: ignore[arg-type]
     spreading = frozenset({TRAIN}) if sharded else frozenset()

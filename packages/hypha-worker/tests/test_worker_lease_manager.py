@@ -15,7 +15,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
-from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, Device
+from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.lease_manager import (
     REMEMBERED_ENDS,
     LeaseEnd,
@@ -362,7 +362,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @initialize(devices=st.booleans(), quota=st.sampled_from([Quota(), QUOTA]), defaults=st.booleans())
     def start(self, devices: bool, quota: Quota, defaults: bool) -> None:
         amounts = Resources(cpu=8.0, memory=16.0, gpu=48.0, storage=30.0)
-        self.capacity = Capacity(amounts, (Device(0, 24.0), Device(1, 24.0)) if devices else ())
+        self.capacity = Capacity(amounts, (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)) if devices else ())
         self.manager = LeaseManager(self.capacity, LeaseTerms(idle_lease=8.0, quota=quota, orphan_grace=OWNERS_GRACE))
         default = Resources(storage=10.0, gpu=4.0) if defaults else Resources()
         self.arbiter = Arbiter(OfferPolicy(quota=quota), Capabilities(self.capacity, frozenset({TRAIN}), default))

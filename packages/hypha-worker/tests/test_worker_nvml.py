@@ -22,7 +22,7 @@ from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware import usage
 from hypha_worker.hardware.devices import device_nodes, find_devices
 from hypha_worker.hardware.nvml import Gpu, read_gpus
-from hypha_worker.leasing.capacity import Device
+from hypha_worker.leasing.capacity import GpuCapacity
 
 OK, NOT_SUPPORTED, DRIVER_NOT_LOADED = 0, 3, 9
 
@@ -248,8 +248,8 @@ def test_gpus_whose_sum_differs_are_not_leased_one_by_one(nvml: FakeNvml, caplog
 def test_a_listed_gpu_that_the_driver_does_not_report_is_a_warning(
     nvml: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [device] = find_devices((Device(7, 24.0),), 0.0).devices
-    assert (device, device.uuid) == (Device(7, 24.0), None)
+    [device] = find_devices((GpuCapacity(7, 24.0),), 0.0).devices
+    assert (device, device.uuid) == (GpuCapacity(7, 24.0), None)
     assert "the driver reports no GPU with index 7, only 0, 1" in caplog.text
 
 
@@ -269,18 +269,18 @@ def test_the_device_nodes_of_a_lease_are_those_of_its_gpus(tmp_path: Path) -> No
     make_nodes(
         tmp_path, "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1", "nvidia10", "nvidia-caps/cap1"
     )
-    first, second = Device(0, 80.0, "GPU-aaaa0000", 1), Device(1, 24.0, "GPU-bbbb0001", 0)
+    first, second = GpuCapacity(0, 80.0, "GPU-aaaa0000", 1), GpuCapacity(1, 24.0, "GPU-bbbb0001", 0)
 
-    def names(devices: tuple[Device, ...] | None) -> list[str]:
+    def names(devices: tuple[GpuCapacity, ...] | None) -> list[str]:
         return [path.relative_to(tmp_path).as_posix() for path in device_nodes(devices, folder=tmp_path)]
 
     control = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"]
     assert names((first,)) == [*control, "nvidia1"]
     assert names((first, second)) == [*control, "nvidia1", "nvidia0"]
-    assert names((Device(10, 24.0),)) == [*control, "nvidia10"]
+    assert names((GpuCapacity(10, 24.0),)) == [*control, "nvidia10"]
     assert names(()) == []
     assert names(None) == [*control, "nvidia0", "nvidia1", "nvidia10"]
-    assert names((Device(7, 24.0, None, 7),)) == [], "without its node, the others are of no use"
+    assert names((GpuCapacity(7, 24.0, None, 7),)) == [], "without its node, the others are of no use"
 
 
 def test_the_device_nodes_of_amd_gpus_follow_the_drivers_topology(tmp_path: Path) -> None:
@@ -290,11 +290,11 @@ def test_the_device_nodes_of_amd_gpus_follow_the_drivers_topology(tmp_path: Path
         make_nodes(topology, f"{node}/properties")
         (topology / node / "properties").write_text(f"simd_count 4\ndrm_render_minor {minor}\nunique_id 7\n")
 
-    def names(devices: tuple[Device, ...] | None) -> list[str]:
+    def names(devices: tuple[GpuCapacity, ...] | None) -> list[str]:
         found = device_nodes(devices, folder=folder, topology=topology)
         return [path.relative_to(folder).as_posix() for path in found]
 
-    assert names((Device(0, 24.0),)) == ["kfd", "dri/renderD129"]
-    assert names((Device(1, 24.0),)) == ["kfd", "dri/renderD128"]
-    assert names((Device(1, 24.0, "GPU-bbbb0001"),)) == [], "NVIDIA's"
+    assert names((GpuCapacity(0, 24.0),)) == ["kfd", "dri/renderD129"]
+    assert names((GpuCapacity(1, 24.0),)) == ["kfd", "dri/renderD128"]
+    assert names((GpuCapacity(1, 24.0, "GPU-bbbb0001"),)) == [], "NVIDIA's"
     assert names(None) == ["kfd", "dri/renderD129", "dri/renderD128"]

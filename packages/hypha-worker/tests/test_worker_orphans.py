@@ -80,7 +80,7 @@ from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bridge.progress_reports import MAX_UNREPORTED
-from hypha_worker.bridge.round_commits import RoundCommits
+from hypha_worker.bridge.round_commits import RoundClient
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.connectors import rpc_retry
 from hypha_worker.connectors.peer_files import request_slice
@@ -689,7 +689,7 @@ def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play,
 
     async def finish_round(job: Job) -> None:
         context = job.context
-        commits = RoundCommits(
+        commits = RoundClient(
             context.endpoint, context.scheduler, context.job_id, context.lease, contact=context.contact
         )
         await anyio.sleep(12.0)

@@ -52,7 +52,7 @@ class SinkFullError(Exception):
     """The sink is full; the client should retry later."""
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Destination of metrics."""
 
     def record(self, metric: AimMetrics) -> None:
@@ -68,7 +68,7 @@ class LogSink:
     """Sink that writes every metric to the log; used without an AIM repository."""
 
     def record(self, metric: AimMetrics) -> None:
-        """See `Sink.record`."""
+        """See `MetricSink.record`."""
         job = "" if metric.job_id is None else f"job {metric.job_id} "
         _log.info("%s%s round %d %s = %g", job, metric.worker_id, metric.round, metric.metric_name, metric.value)
 
@@ -102,7 +102,7 @@ def _request_schema() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def create_app(sink: Sink) -> FastAPI:
+def create_app(sink: MetricSink) -> FastAPI:
     """Create the application with the route ``POST /status``.
 
     A malformed metric gets the response 422 with the reasons, one of more than `MAX_BODY` bytes 413; a full sink leads

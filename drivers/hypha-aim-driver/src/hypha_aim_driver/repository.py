@@ -94,7 +94,7 @@ class AimRepository:
 
 
 class AimRun:
-    """One job's run in AIM; see `hypha_aim_driver.runs.Run`."""
+    """One job's run in AIM; see `hypha_aim_driver.runs.MetricRun`."""
 
     def __init__(self, run: Any, location: str) -> None:
         """Wrap an ``aim.Run`` that is open for writing."""

@@ -18,7 +18,7 @@ _IDLE_TIMEOUT: Final = 600.0
 """Seconds without a metric after which a job's run is closed and AIM shows it as finished; a metric reopens it."""
 
 
-class Run(Protocol):
+class MetricRun(Protocol):
     """One job's run. Every method raises `NotWrittenError` when AIM fails."""
 
     def track(self, value: float, *, name: str, step: int, worker: str) -> None:
@@ -37,7 +37,7 @@ class Run(Protocol):
 class Repository(Protocol):
     """Storage of runs."""
 
-    def open(self, job_id: str | None) -> Run:
+    def open(self, job_id: str | None) -> MetricRun:
         """Open the existing run of a job or create one; always create one without a job id.
 
         Raises:
@@ -48,7 +48,7 @@ class Repository(Protocol):
 
 @dataclass(slots=True)
 class _OpenRun:
-    run: Run
+    run: MetricRun
     used_at: float
 
 
@@ -88,7 +88,7 @@ class JobRuns:
         """Return whether a worker reports an earlier round without a job id."""
         return metric.job_id is None and metric.round < rounds.get((metric.worker_id, metric.metric_name), 0)
 
-    def _run(self, job_id: str | None) -> Run:
+    def _run(self, job_id: str | None) -> MetricRun:
         key = job_id or _UNNAMED
         if key not in self._open:
             self._open[key] = _OpenRun(self._repository.open(job_id), 0.0)

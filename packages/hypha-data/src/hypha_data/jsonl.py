@@ -42,7 +42,7 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _REMEDY: Final = 'write one object a line, such as {"text": "…"}'
 
 
-class RowError(ValueError):
+class RowFormatError(ValueError):
     """A row cannot be used; the message has fault, value and remedy."""
 
 
@@ -102,7 +102,7 @@ class ColumnTable:
         if column.kind == kind or (kind == "integer" and column.kind == "number"):
             return
         if column.kind != "null" and {column.kind, kind} != _NUMBERS:
-            raise RowError(
+            raise RowFormatError(
                 f"column {_quote(name)} is of kind {kind} here ({_quote(value)}) and of kind {column.kind} in "
                 f"{column.place}; give it values of one kind"
             )
@@ -110,11 +110,11 @@ class ColumnTable:
 
     def _check_name(self, name: str) -> None:
         if not 0 < len(name) <= MAX_COLUMN_NAME:
-            raise RowError(
+            raise RowFormatError(
                 f"the key {_quote(name)} has {len(name)} characters; a column's name has 1 to {MAX_COLUMN_NAME}"
             )
         if len(self.columns) == MAX_COLUMNS:
-            raise RowError(
+            raise RowFormatError(
                 f"the key {_quote(name)} is column {MAX_COLUMNS + 1}, and a dataset has at most {MAX_COLUMNS}; put "
                 "keys that vary into an object, which is one column"
             )
@@ -213,7 +213,7 @@ def _check_lines(path: Path, file: BinaryIO, columns: ColumnTable, on_read: OnRe
         number += 1
         try:
             columns.add(path, number, parse_row(line))
-        except RowError as error:
+        except RowFormatError as error:
             raise DatasetError(f"{path}, line {number}: {error}") from None
         offset += len(line)
         if offset - reported >= _PROGRESS_BYTES:
@@ -231,18 +231,18 @@ def parse_row(line: bytes) -> dict[str, Any]:
     """
     text = line.strip()
     if len(line.rstrip(b"\r\n")) > MAX_LINE:
-        raise RowError(
+        raise RowFormatError(
             f"longer than {MAX_LINE} bytes: {_quote(line[:40])}; divide the row, or refer to large content by URI"
         )
     if not text:
-        raise RowError("is empty; remove it")
+        raise RowFormatError("is empty; remove it")
     if line.startswith(b"\xef\xbb\xbf"):
-        raise RowError("begins with a byte order mark; save the file as UTF-8 without one")
+        raise RowFormatError("begins with a byte order mark; save the file as UTF-8 without one")
     row = _decode(line.rstrip())
     if not isinstance(row, dict):
-        raise RowError(f"is of kind {_KINDS[type(row)]} ({_quote(row)}), and a row is an object; {_REMEDY}")
+        raise RowFormatError(f"is of kind {_KINDS[type(row)]} ({_quote(row)}), and a row is an object; {_REMEDY}")
     if b"\r" in text:
-        raise RowError("has a carriage return within the row, where some programs end a line; remove it")
+        raise RowFormatError("has a carriage return within the row, where some programs end a line; remove it")
     if _SURROGATE.search(text):
         _check_surrogates(row)
     return row
@@ -252,20 +252,22 @@ def _decode(text: bytes) -> Any:
     try:
         plain = _DECODER.decode(text.decode())
         check_depth(plain)
-    except RowError:
+    except RowFormatError:
         raise
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 20) : error.pos + 20]
-        raise RowError(f"not JSON at column {error.colno} ({error.msg}), near {_quote(near)}; {_REMEDY}") from None
+        raise RowFormatError(
+            f"not JSON at column {error.colno} ({error.msg}), near {_quote(near)}; {_REMEDY}"
+        ) from None
     except UnicodeDecodeError as error:
         bad = f"byte 0x{error.object[error.start]:02x} at {error.start + 1}"
-        raise RowError(f"not UTF-8: {bad}; save the file as UTF-8") from None
+        raise RowFormatError(f"not UTF-8: {bad}; save the file as UTF-8") from None
     except DecodeError as error:
-        raise RowError(f"{error}; make it flatter") from None
+        raise RowFormatError(f"{error}; make it flatter") from None
     except RecursionError:
-        raise RowError("nested too deeply; make it flatter") from None
+        raise RowFormatError("nested too deeply; make it flatter") from None
     except ValueError:  # sys.set_int_max_str_digits
-        raise RowError("an integer of thousands of digits; write it as text") from None
+        raise RowFormatError("an integer of thousands of digits; write it as text") from None
     return plain
 
 
@@ -274,7 +276,7 @@ def _check_surrogates(row: dict[str, Any]) -> None:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise RowError(f"{half} is half of a surrogate pair; write the whole character") from None
+        raise RowFormatError(f"{half} is half of a surrogate pair; write the whole character") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
-            raise RowError(f"the key {_quote(key)} occurs twice; remove one of them")
+            raise RowFormatError(f"the key {_quote(key)} occurs twice; remove one of them")
         seen.add(key)
     return made
 
@@ -292,12 +294,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(number: str) -> float:
     value = float(number)
     if math.isinf(value):
-        raise RowError(f"{_quote(number)} is beyond the range of a number; write a smaller one, or text")
+        raise RowFormatError(f"{_quote(number)} is beyond the range of a number; write a smaller one, or text")
     return value
 
 
 def _refuse_constant(name: str) -> float:
-    raise RowError(f"{name} is not a JSON number; write null, or leave the key out")
+    raise RowFormatError(f"{name} is not a JSON number; write null, or leave the key out")
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant)

@@ -183,10 +183,10 @@ def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
 
     async def run(console: Console) -> _Summary:
         from hypha_local.demo import run_demo
-        from hypha_local.network_layout import Folders, Training
+        from hypha_local.network_layout import DemoTraining, Folders
 
         chosen = TASKS[task]
-        training = Training(
+        training = DemoTraining(
             options["workers"], options["rounds"] or chosen.rounds, options["seed"], chosen, chosen.evaluate_every
         )
         folders = Folders((options["folder"] or Path("hypha-demo")).resolve())

@@ -20,15 +20,15 @@ import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.certificates import peer_names, write_certificates
-from hypha_local.demo_tasks import Task
+from hypha_local.demo_tasks import DemoTask
 from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
 from hypha_local.executor_session import ExecutorSession
 from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim, job_directory
-from hypha_local.network_layout import HELD_OUT, SPARE, Folders, NodePlan, Training, plan_nodes, write_configuration
+from hypha_local.network_layout import HELD_OUT, SPARE, DemoTraining, Folders, NodePlan, plan_nodes, write_configuration
 from hypha_local.nodes import start_node, wait_for_health
 from hypha_local.plot import plot_loss
-from hypha_local.processes import Child, Processes, local_processes, script
+from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
 from hypha_proto.codec import parse_json
 
@@ -39,7 +39,7 @@ SLICES_PER_WORKER: Final = 4
 
 async def run_demo(
     folders: Folders,
-    training: Training,
+    training: DemoTraining,
     *,
     keep: bool,
     console: Console,
@@ -96,7 +96,7 @@ async def _start_network(
     session: ExecutorSession,
     folders: Folders,
     nodes: Sequence[NodePlan],
-    training: Training,
+    training: DemoTraining,
     display: Display,
 ) -> None:
     """Create certificates, data and start model; start every node except the scheduler and wait until healthy."""
@@ -115,14 +115,14 @@ async def _start_network(
     display.step("start model and dataset made")
 
 
-async def make_model(session: ExecutorSession, folders: Folders, training: Training) -> None:
+async def make_model(session: ExecutorSession, folders: Folders, training: DemoTraining) -> None:
     """Write the start model of the task."""
     command = ["create-model", "--arch", training.task.arch, "--task", training.task.wire]
     command += ["--seed", str(training.seed), "--out", str(folders.start_model)]
     await session.run(command, timeout=STEP_TIMEOUT)
 
 
-async def make_data(processes: Processes, folders: Folders, training: Training) -> None:
+async def make_data(processes: Processes, folders: Folders, training: DemoTraining) -> None:
     """Write the task's samples and prepare its datasets."""
     source = folders.data / "train.safetensors"
     await anyio.to_thread.run_sync(training.task.write, source, folders.test_set)
@@ -139,7 +139,7 @@ async def _train(
     processes: Processes,
     folders: Folders,
     nodes: Sequence[NodePlan],
-    training: Training,
+    training: DemoTraining,
     kill: Victim | None,
     display: Display,
     timeout: float,
@@ -149,7 +149,7 @@ async def _train(
     def share(event: dict[str, Any]) -> float | None:
         return event["round"] / training.rounds if event["event"] == "round" else None
 
-    def start_again() -> Child:
+    def start_again() -> LocalProcess:
         display.step("scheduler started again: it takes the job up")
         return start_node(processes, folders, nodes[-1])
 
@@ -173,7 +173,7 @@ def _audit_file(folders: Folders) -> Path:
     return folders.logs / "audit.txt"
 
 
-async def _evaluate(session: ExecutorSession, folders: Folders, task: Task) -> None:
+async def _evaluate(session: ExecutorSession, folders: Folders, task: DemoTask) -> None:
     """Evaluate the trained model on the held-out samples, in the process that has created the start model."""
     command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set), "--task", task.wire]
     _evaluation_file(folders).write_text(await session.run(command, timeout=STEP_TIMEOUT))
@@ -188,7 +188,7 @@ async def _collect_results(
     session: ExecutorSession,
     folders: Folders,
     nodes: Sequence[NodePlan],
-    training: Training,
+    training: DemoTraining,
     display: Display,
 ) -> Summary:
     """Copy and evaluate the trained model, and audit the job and stop the network meanwhile."""
@@ -211,7 +211,7 @@ async def _collect_results(
 
 
 async def _train_separately(
-    processes: Processes, folders: Folders, training: Training, display: Display, timeout: float
+    processes: Processes, folders: Folders, training: DemoTraining, display: Display, timeout: float
 ) -> tuple[float, ...]:
     """Return the test loss of each worker when it trains alone.
 
@@ -231,7 +231,7 @@ async def _train_separately(
 
 
 async def _train_one_separately(
-    processes: Processes, folders: Folders, training: Training, index: int, timeout: float
+    processes: Processes, folders: Folders, training: DemoTraining, index: int, timeout: float
 ) -> float:
     task, name = training.task, f"alone-{index + 1}"
     model, output = folders.work / name, folders.work / f"{name}.json"

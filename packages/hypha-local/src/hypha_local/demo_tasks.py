@@ -12,7 +12,7 @@ from hypha_local.datasets.text import write_text
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DemoTask:
     """A task that the demo can train. In one round each worker processes `steps` batches on average."""
 
     name: str
@@ -35,7 +35,7 @@ class Task:
     """Number of rounds between two evaluations on the held-out samples."""
 
 
-DIGITS: Final = Task(
+DIGITS: Final = DemoTask(
     name="digits",
     arch="resnet-digits",
     type="vision-classification",
@@ -49,7 +49,7 @@ DIGITS: Final = Task(
     outer_momentum=0.5,
     evaluate_every=1,
 )
-TEXT: Final = Task(
+TEXT: Final = DemoTask(
     name="text",
     arch="llama-bytes",
     type="causal-lm",
@@ -64,16 +64,16 @@ TEXT: Final = Task(
     outer_momentum=0.0,
     evaluate_every=4,  # one evaluation takes seconds on two cores
 )
-TASKS: Final[Mapping[str, Task]] = {task.name: task for task in (DIGITS, TEXT)}
+TASKS: Final[Mapping[str, DemoTask]] = {task.name: task for task in (DIGITS, TEXT)}
 
 
 @dataclass(frozen=True, slots=True)
-class InferenceTask:
+class DemoInference:
     """A batch inference job that the demo can run."""
 
     name: str
     """Value of the option `--task`."""
-    trained: Task
+    trained: DemoTask
     """The task that trains its model."""
     kind: str
     """Value of `inference.task` in the scheduler's TOML."""
@@ -86,7 +86,7 @@ class InferenceTask:
     slices_per_worker: int
 
 
-CLASSIFY: Final = InferenceTask(
+CLASSIFY: Final = DemoInference(
     name="inference",
     trained=DIGITS,
     kind="classify",
@@ -96,7 +96,7 @@ CLASSIFY: Final = InferenceTask(
     batch_size=10,
     slices_per_worker=12,  # with three workers 36 slices of 10 images
 )
-GENERATE: Final = InferenceTask(
+GENERATE: Final = DemoInference(
     name="generate",
     trained=TEXT,
     kind="generate",
@@ -106,4 +106,4 @@ GENERATE: Final = InferenceTask(
     batch_size=8,
     slices_per_worker=4,
 )
-INFERENCE_TASKS: Final[Mapping[str, InferenceTask]] = {task.name: task for task in (CLASSIFY, GENERATE)}
+INFERENCE_TASKS: Final[Mapping[str, DemoInference]] = {task.name: task for task in (CLASSIFY, GENERATE)}

@@ -13,7 +13,7 @@ from typing import Any, Final
 import anyio
 
 from hypha_local.errors import ProcessFailedError
-from hypha_local.processes import POLL, Child, Processes, script
+from hypha_local.processes import POLL, LocalProcess, Processes, script
 from hypha_proto.codec import parse_json
 
 _COMMAND: Final = ("hypha-accelerate-executor", "session")
@@ -33,7 +33,7 @@ class ExecutorSession:
         self._processes = processes
         self._answers = folder / "models.jsonl"
         self._command = [script(_COMMAND[0]), *_COMMAND[1:]] if command is None else list(command)
-        self._child: Child | None = None
+        self._child: LocalProcess | None = None
         self._turn = anyio.Lock()
 
     async def run(self, arguments: Sequence[str], *, timeout: float) -> str:
@@ -73,7 +73,7 @@ class ExecutorSession:
         answer: dict[str, Any] = parse_json(text)
         return answer
 
-    def _running(self) -> Child:
+    def _running(self) -> LocalProcess:
         """Return the process; start it if there is none."""
         if self._child is None or self._child.process.poll() is not None:
             self._child = self._processes.start("models", self._command, stdout=self._answers, has_input=True)

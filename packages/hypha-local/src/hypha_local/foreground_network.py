@@ -34,9 +34,9 @@ from hypha_local.network_layout import (
     AGGREGATION,
     HELD_OUT,
     PARAMETER_SERVER,
+    DemoTraining,
     Folders,
     NodePlan,
-    Training,
     job_table,
     network_settings,
     plan_nodes,
@@ -71,9 +71,9 @@ class ForegroundNetwork:
     """Folders of prepared datasets that are served beside those in the network's directory, by name."""
 
     @property
-    def example(self) -> Training:
+    def example(self) -> DemoTraining:
         """The example job's parameters."""
-        return Training(self.workers, evaluate_every=DIGITS.evaluate_every)
+        return DemoTraining(self.workers, evaluate_every=DIGITS.evaluate_every)
 
     @property
     def job_file(self) -> Path:

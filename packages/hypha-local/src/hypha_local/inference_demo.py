@@ -27,9 +27,9 @@ from hypha_local.errors import ModelUnusableError, ProcessFailedError, RunDirect
 from hypha_local.inference_layout import MODULE, Inference, write_inference_configuration
 from hypha_local.inference_summary import InferenceSummary, summarize_inference
 from hypha_local.job_run import JobKind, JobRun, Victim, job_directory
-from hypha_local.network_layout import Folders, NodePlan, Training, plan_nodes
+from hypha_local.network_layout import DemoTraining, Folders, NodePlan, plan_nodes
 from hypha_local.nodes import start_node, wait_for_health
-from hypha_local.processes import Child, Processes, local_processes, script
+from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_proto.codec import parse_json
 
 KILL_DELAY: Final = 0.25
@@ -97,7 +97,7 @@ async def _provide_model(folders: Folders, inference: Inference, options: Infere
     model = options.model
     if model is None:
         task = inference.task.trained
-        training = Training(inference.workers, options.rounds, inference.seed, task, task.evaluate_every)
+        training = DemoTraining(inference.workers, options.rounds, inference.seed, task, task.evaluate_every)
         display.step(f"training a model first: {options.rounds} rounds of the task {task.name}")
         own = Folders(folders.root / "training")
         await run_demo(
@@ -151,7 +151,7 @@ async def _make_data(processes: Processes, folders: Folders, inference: Inferenc
 def _job_run(
     processes: Processes, folders: Folders, nodes: Sequence[NodePlan], kill: Victim | None, display: Display
 ) -> JobRun:
-    def resume() -> Child:
+    def resume() -> LocalProcess:
         """Continue the job with a new scheduler."""
         directory = job_directory(folders)
         config = folders.configuration / "scheduler.toml"

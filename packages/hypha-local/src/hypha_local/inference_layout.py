@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from hypha_local.demo_tasks import CLASSIFY, InferenceTask
+from hypha_local.demo_tasks import CLASSIFY, DemoInference
 from hypha_local.network_layout import Folders, NodePlan, network_settings, process_executor, toml, worker_settings
 
 MODULE: Final = "hypha.accelerate_executor.inference"
@@ -22,7 +22,7 @@ class Inference:
 
     workers: int = 3
     seed: int = 0
-    task: InferenceTask = CLASSIFY
+    task: DemoInference = CLASSIFY
     columns: tuple[str, ...] = CLASSIFY.columns
     """Columns of the dataset that the results repeat."""
     delay: float = 0.0

@@ -18,7 +18,7 @@ from hypha_local.display import Display, EventLog
 from hypha_local.errors import ProcessFailedError
 from hypha_local.network_layout import SPARE, Folders, NodePlan
 from hypha_local.nodes import start_node
-from hypha_local.processes import Child, Processes
+from hypha_local.processes import LocalProcess, Processes
 from hypha_proto.job_events import describe_event
 
 Victim = Literal["worker", "executor", "parameter-server", "scheduler", "data"]
@@ -40,7 +40,7 @@ class JobKind:
     """Returns how much of the job is done, by an event of the scheduler; None if the event does not say."""
     executor: str
     """Module that an executor runs."""
-    continue_with: Callable[[], Child]
+    continue_with: Callable[[], LocalProcess]
     """Continues the job after its scheduler was killed."""
 
 
@@ -92,7 +92,7 @@ class JobRun:
         if self._kill is not None:
             raise ProcessFailedError(f"--kill {self._kill}: the job had ended before")
 
-    async def _follow(self, scheduler: Child, tasks: anyio.abc.TaskGroup) -> Child:
+    async def _follow(self, scheduler: LocalProcess, tasks: anyio.abc.TaskGroup) -> LocalProcess:
         """Show events until the job has ended; return the scheduler's last process."""
         spare = self._nodes.get(SPARE)
         while scheduler.process.poll() is None:
@@ -117,7 +117,7 @@ class JobRun:
                 seconds = event["time"] - self._killed_at
                 self.changes.append(f"after {seconds:.1f} s {self._display.named(change)}")
 
-    async def _strike(self, victim: Victim, scheduler: Child) -> Child:
+    async def _strike(self, victim: Victim, scheduler: LocalProcess) -> LocalProcess:
         """Kill a process with SIGKILL, and do what its owner would do; return the running scheduler."""
         processes, when = self._processes, f"after {self._share:.0%} of the {self._kind.unit}"
         if victim == "executor":

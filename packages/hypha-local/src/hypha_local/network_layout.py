@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hypha_local.demo_tasks import DIGITS, Task
+from hypha_local.demo_tasks import DIGITS, DemoTask
 from hypha_local.errors import NoFreePortError, RunDirectoryError
 
 MARKER: Final = ".hypha-local"
@@ -138,13 +138,13 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class DemoTraining:
     """Parameters of the demo's job."""
 
     workers: int = 3
     rounds: int = DIGITS.rounds
     seed: int = 0
-    task: Task = DIGITS
+    task: DemoTask = DIGITS
     evaluate_every: int = 0
     """Number of rounds between two evaluations on the dataset `HELD_OUT`; 0 for none."""
 
@@ -227,7 +227,7 @@ def plan_nodes(workers: int, *, parameter_server: bool = True, spare: bool = Fal
     return [NodePlan(name, program, role, port) for (name, program, role), port in zip(kinds, ports, strict=True)]
 
 
-def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: Training, python: str) -> None:
+def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: DemoTraining, python: str) -> None:
     """Write the TOML file of every node to the run directory."""
     nodes = list(nodes)
     gateways = [node.address for node in nodes if node.role == "gateway"]
@@ -251,7 +251,7 @@ def network_settings(node: NodePlan, gateways: list[str]) -> str:
     return "".join(f"{key} = {toml(value)}\n" for key, value in lines.items())
 
 
-def _role_settings(folders: Folders, node: NodePlan, training: Training, python: str) -> str:
+def _role_settings(folders: Folders, node: NodePlan, training: DemoTraining, python: str) -> str:
     if node.role == "gateway":
         return 'state_dir = "../work"\n'
     if node.role == "data":
@@ -309,7 +309,7 @@ args = [
 """
 
 
-def job_table(training: Training, model: str) -> str:
+def job_table(training: DemoTraining, model: str) -> str:
     """Return TOML of the job, as the scheduler's configuration and a job file have it.
 
     Args:

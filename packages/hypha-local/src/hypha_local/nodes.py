@@ -11,13 +11,13 @@ import anyio
 from hypha_local.errors import ProcessFailedError
 from hypha_local.network_layout import Folders, NodePlan
 from hypha_local.probe import wait_until_healthy
-from hypha_local.processes import Child, Processes, script
+from hypha_local.processes import LocalProcess, Processes, script
 
 START_TIMEOUT: Final = 60.0
 """Seconds for all nodes to become healthy."""
 
 
-def start_node(processes: Processes, folders: Folders, node: NodePlan) -> Child:
+def start_node(processes: Processes, folders: Folders, node: NodePlan) -> LocalProcess:
     """Start a node from its TOML file."""
     config = folders.configuration / f"{node.name}.toml"
     return processes.start(node.name, [script(node.program), "run", "--config", str(config)])

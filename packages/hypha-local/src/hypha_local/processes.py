@@ -38,7 +38,7 @@ def _set_parent_death_signal() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class LocalProcess:
     """One running program."""
 
     name: str
@@ -60,16 +60,18 @@ class Processes:
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, LocalProcess] = {}
 
-    def start(self, name: str, command: Sequence[str], *, stdout: Path | None = None, has_input: bool = False) -> Child:
+    def start(
+        self, name: str, command: Sequence[str], *, stdout: Path | None = None, has_input: bool = False
+    ) -> LocalProcess:
         """Start a program; its output goes to ``logs/<name>.log``, or its stdout to a file of its own.
 
         Args:
             name: unique name.
             command: program and arguments.
             stdout: file that its standard output is appended to.
-            has_input: connect its standard input to a pipe, `Child.process.stdin`.
+            has_input: connect its standard input to a pipe, `LocalProcess.process.stdin`.
 
         Raises:
             ProcessFailedError: the program cannot be started.
@@ -88,15 +90,15 @@ class Processes:
                 )
             except OSError as error:
                 raise ProcessFailedError(f"{name}: {command[0]} cannot be started: {error}") from None
-        child = Child(name, process, log)
+        child = LocalProcess(name, process, log)
         self._children[name] = child
         return child
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> LocalProcess:
         """Return the program that was started as `name`."""
         return self._children[name]
 
-    async def wait(self, child: Child) -> int:
+    async def wait(self, child: LocalProcess) -> int:
         """Wait until a program exits; return its exit status, negative for a signal."""
         while (status := child.process.poll()) is None:  # noqa: ASYNC110 - an exit has no portable event
             await anyio.sleep(POLL)
@@ -180,7 +182,7 @@ class Processes:
         return False
 
 
-def _signal(child: Child, number: signal.Signals) -> None:
+def _signal(child: LocalProcess, number: signal.Signals) -> None:
     """Send a signal to a child's process group, unless it has already exited."""
     try:
         os.killpg(child.process.pid, number)
@@ -188,7 +190,7 @@ def _signal(child: Child, number: signal.Signals) -> None:
         return
 
 
-def _kill_tree(child: Child) -> None:
+def _kill_tree(child: LocalProcess) -> None:
     """Kill a program and all its descendants, also those in other sessions."""
     try:
         family = psutil.Process(child.process.pid).children(recursive=True)

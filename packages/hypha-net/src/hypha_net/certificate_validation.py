@@ -52,7 +52,7 @@ Chain = tuple[ChainLink, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class CertificateRejection:
     """Why a chain is no longer valid."""
 
     reason: Literal["revoked", "expired", "untrusted"]
@@ -86,20 +86,24 @@ class CertificateVerifier:
             for entry in crl:
                 self._revoking_lists.setdefault((issuer, entry.serial_number), []).append(crl)
 
-    def check(self, chain: Chain, now: float) -> Rejection | None:
+    def check(self, chain: Chain, now: float) -> CertificateRejection | None:
         """Return why a chain is invalid at `now` (seconds since the epoch), or None if it is valid."""
         for depth, link in enumerate(chain):
             if now > link.expires:
                 expired_on = _time(link.certificate.not_valid_after_utc)
-                return Rejection("expired", f"{_named(link.certificate)} expired on {expired_on}")
+                return CertificateRejection("expired", f"{_named(link.certificate)} expired on {expired_on}")
             if self._is_revoked(link, chain[depth + 1 : depth + 2]):
                 issuer = common_name(link.certificate.issuer)
-                return Rejection("revoked", f"{_named(link.certificate)} is in the revocation list of {issuer!r}")
+                return CertificateRejection(
+                    "revoked", f"{_named(link.certificate)} is in the revocation list of {issuer!r}"
+                )
         if not self._is_anchored(chain):
-            return Rejection("untrusted", f"trust_pem no longer contains a CA of {_named(chain[0].certificate)}")
+            return CertificateRejection(
+                "untrusted", f"trust_pem no longer contains a CA of {_named(chain[0].certificate)}"
+            )
         return None
 
-    def check_own(self, now: float) -> Rejection | None:
+    def check_own(self, now: float) -> CertificateRejection | None:
         """Return why this node's own chain is invalid; its peers come to the same result."""
         return self.check(self._own, now)
 

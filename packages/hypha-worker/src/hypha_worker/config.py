@@ -22,7 +22,7 @@ from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.content_cache import ContentCache
 from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
 from hypha_worker.job_storage import GIGABYTE
-from hypha_worker.leasing.capacity import Capabilities, Capacity, Device
+from hypha_worker.leasing.capacity import Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import (
     IDLE_LEASE,
     MAX_DRAIN,
@@ -415,9 +415,9 @@ class WorkerConfig(NodeConfig):
         spreading = frozenset(descriptor for descriptor, is_sharded in sharded.items() if is_sharded)
         return Capabilities(Capacity(amounts, self.listed_devices()), frozenset(sharded), defaults, spreading)
 
-    def listed_devices(self) -> tuple[Device, ...]:
+    def listed_devices(self) -> tuple[GpuCapacity, ...]:
         """Return the GPUs that the configuration lists."""
-        return tuple(Device(device.index, device.memory) for device in self.resources.devices)
+        return tuple(GpuCapacity(device.index, device.memory) for device in self.resources.devices)
 
     def make_cache(self) -> ContentCache | None:
         """Return the cache, which is not open yet; None without one."""

@@ -31,7 +31,7 @@ ANNOUNCEMENT_TIMEOUT: Final = 5.0
 """Seconds of one attempt to tell a scheduler."""
 
 
-class Draining:
+class WorkerDrain:
     """The drain of one worker: `request` begins it, `run` returns when it is over."""
 
     def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, tasks: TaskManager) -> None:

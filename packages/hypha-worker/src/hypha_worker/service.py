@@ -57,7 +57,7 @@ from hypha_worker.control.drain_command import DrainCommand
 from hypha_worker.control.pause import PauseCommands, load_pause
 from hypha_worker.control.server import Command, ControlServer
 from hypha_worker.control.status import StatusCommand, WorkerView
-from hypha_worker.draining import Draining
+from hypha_worker.draining import WorkerDrain
 from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
@@ -151,7 +151,7 @@ async def _become_ready(config: WorkerConfig, node: Node) -> None:
     await anyio.to_thread.run_sync(_preload, _runtimes(config))
 
 
-async def _drain_after(event: anyio.Event, timeout: float, draining: Draining) -> None:
+async def _drain_after(event: anyio.Event, timeout: float, draining: WorkerDrain) -> None:
     """Drain when SIGTERM has come, also if a command has begun a longer drain."""
     await event.wait()
     draining.request(timeout, "it was told to end")
@@ -359,12 +359,12 @@ class Worker:
     """How each executor has started."""
     history: RequestHistory = field(default_factory=RequestHistory)
     """The latest requests, for the owner."""
-    draining: Draining = field(init=False)
+    draining: WorkerDrain = field(init=False)
     _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
     _recorded_owed: float = 0.0
 
     def __post_init__(self) -> None:
-        self.draining = Draining(self.endpoint, self.lease_manager, self.tasks)
+        self.draining = WorkerDrain(self.endpoint, self.lease_manager, self.tasks)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""

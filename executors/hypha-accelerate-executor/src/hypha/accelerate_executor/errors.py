@@ -51,7 +51,7 @@ class ContributionRefused(ExecutorError):
     """The scheduler does not accept what an update was computed from: the update does not count."""
 
 
-class RoundClosed(ExecutorError):
+class RoundWentOn(ExecutorError):
     """The round goes on without the update; the process begins anew with the round that the scheduler names."""
 
 

@@ -37,8 +37,8 @@ from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 if TYPE_CHECKING:
     import torch
 
-    from hypha.accelerate_executor.data.preprocess import Preprocessor
-    from hypha.accelerate_executor.predict.computation import Computation
+    from hypha.accelerate_executor.data.preprocess import BatchPreprocessor
+    from hypha.accelerate_executor.predict.computation import RowComputation
 
 logger = logging.getLogger("hypha.accelerate_executor.inference")
 
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, started: float) -> None:
     logger.info("done: %d slices, %d rows, %d errors", done.slices, done.rows, done.errors)
 
 
-def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> Computation:
+def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> RowComputation:
     """Load the model and what prepares its inputs.
 
     Raises:
@@ -147,7 +147,7 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> C
     return Classifier(task, module, device, _preprocessor(task, folder, module))
 
 
-def _preprocessor(task: InferenceTask, folder: Path, module: torch.nn.Module) -> Preprocessor | None:
+def _preprocessor(task: InferenceTask, folder: Path, module: torch.nn.Module) -> BatchPreprocessor | None:
     from hypha.accelerate_executor.data.preprocess import load_preprocessor
 
     if task.preprocessor is None:

@@ -20,7 +20,7 @@ from hypha_data.sources.reader import (
     Arrays,
     Layout,
     OnProgress,
-    TensorLayout,
+    SampleLayout,
     files_state,
     import_extra,
     quote,
@@ -111,8 +111,8 @@ class ImageFolder:
         assert size is not None
         name, dtype = ("image", "U8") if self._raw else ("pixel_values", "F32")
         tensors = {
-            name: TensorLayout(dtype=dtype, shape=(channels, *size)),
-            LABELS: TensorLayout(dtype="I64", shape=()),
+            name: SampleLayout(dtype=dtype, shape=(channels, *size)),
+            LABELS: SampleLayout(dtype="I64", shape=()),
         }
         return Layout(tensors=tensors, labels=tuple(self._classes))
 

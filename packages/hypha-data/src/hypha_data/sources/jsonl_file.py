@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_data.errors import DatasetError
-from hypha_data.jsonl import MAX_COLUMNS, MAX_LINE, RowError, parse_row
+from hypha_data.jsonl import MAX_COLUMNS, MAX_LINE, RowFormatError, parse_row
 from hypha_data.sources.reader import BLOCK_ROWS
 from hypha_data.sources.table import RowBlock
 
@@ -57,7 +57,7 @@ class JsonlFile:
                 number += 1
                 try:
                     yield number, parse_row(line), len(line)
-                except RowError as error:
+                except RowFormatError as error:
                     raise DatasetError(f"{self.path}, line {number}: {error}") from None
 
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:

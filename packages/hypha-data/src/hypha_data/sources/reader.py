@@ -36,7 +36,7 @@ LABELS: Final = "labels"
 EXTRA: Final = "uv pip install 'hypha-data[formats]'"
 
 
-class TensorLayout(Message, frozen=True):
+class SampleLayout(Message, frozen=True):
     """Dtype and shape of one sample of a tensor."""
 
     dtype: str
@@ -47,7 +47,7 @@ class TensorLayout(Message, frozen=True):
 class Layout(Message, frozen=True):
     """Tensors of each sample, and what the reader found out about the source."""
 
-    tensors: dict[str, TensorLayout]
+    tensors: dict[str, SampleLayout]
     labels: Annotated[tuple[str, ...] | None, OMIT] = None
     """Names of the classes in the order of their numbers."""
     kinds: Annotated[dict[str, str] | None, OMIT] = None

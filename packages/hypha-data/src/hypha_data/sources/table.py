@@ -29,7 +29,7 @@ from hypha_data.sources.reader import (
     Arrays,
     Layout,
     OnProgress,
-    TensorLayout,
+    SampleLayout,
     files_state,
     quote,
 )
@@ -161,19 +161,19 @@ class TableReader:
 
     def _tensors(
         self, named: Mapping[str, str], found: Mapping[str, _ColumnScan], classes: Sequence[str] | None
-    ) -> dict[str, TensorLayout]:
-        made: dict[str, TensorLayout] = {}
+    ) -> dict[str, SampleLayout]:
+        made: dict[str, SampleLayout] = {}
         for name, column in found.items():
             is_text = name == self._options.text
             if is_text and self._tokenizer is not None:
                 made |= self._tokenizer.tensors()
             elif is_text or (column.kind == TEXT and name != self._options.label):
                 limit = self._options.length if is_text else None
-                made[named[name]] = TensorLayout(dtype="U8", shape=(min(column.width, limit or column.width) or 1,))
+                made[named[name]] = SampleLayout(dtype="U8", shape=(min(column.width, limit or column.width) or 1,))
             elif classes is not None and name == self._options.label:
-                made[LABELS] = TensorLayout(dtype="I64", shape=())
+                made[LABELS] = SampleLayout(dtype="I64", shape=())
             else:
-                made[named[name]] = TensorLayout(dtype=_TENSORS[column.kind], shape=())
+                made[named[name]] = SampleLayout(dtype=_TENSORS[column.kind], shape=())
         return made
 
     def blocks(self, layout: Layout, first: int) -> Iterator[Arrays]:

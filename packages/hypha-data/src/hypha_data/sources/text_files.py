@@ -17,7 +17,7 @@ from hypha_data.sources.reader import (
     Arrays,
     Layout,
     OnProgress,
-    TensorLayout,
+    SampleLayout,
     files_state,
 )
 from hypha_data.sources.table import TEXT, RowBlock
@@ -105,8 +105,8 @@ class TextReader:
         shape = (self._length,)
         return Layout(
             tensors={
-                "input_ids": TensorLayout(dtype="I16", shape=shape),
-                "attention_mask": TensorLayout(dtype="U8", shape=shape),
+                "input_ids": SampleLayout(dtype="I16", shape=shape),
+                "attention_mask": SampleLayout(dtype="U8", shape=shape),
             }
         )
 

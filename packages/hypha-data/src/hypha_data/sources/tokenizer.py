@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha_data.errors import DatasetError
-from hypha_data.sources.reader import Arrays, TensorLayout, import_extra, quote
+from hypha_data.sources.reader import Arrays, SampleLayout, import_extra, quote
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 
@@ -88,11 +88,11 @@ class Tokenizer:
             raise DatasetError(f"{self._config}: is not a JSON object; save the tokenizer again")
         return settings.get("pad_token")
 
-    def tensors(self) -> dict[str, TensorLayout]:
+    def tensors(self) -> dict[str, SampleLayout]:
         """Return the tensors of a sample."""
         return {
-            "input_ids": TensorLayout(dtype="I32", shape=(self.length,)),
-            "attention_mask": TensorLayout(dtype="U8", shape=(self.length,)),
+            "input_ids": SampleLayout(dtype="I32", shape=(self.length,)),
+            "attention_mask": SampleLayout(dtype="U8", shape=(self.length,)),
         }
 
     def encode(self, texts: Sequence[str]) -> Arrays:

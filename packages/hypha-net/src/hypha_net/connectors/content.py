@@ -65,7 +65,7 @@ class ContentStream:
     """Whether the source still has the version that was asked for from the first byte on; then there are no blocks."""
 
 
-class Source(Protocol):
+class ContentSource(Protocol):
     """Where one file is."""
 
     @property
@@ -142,7 +142,7 @@ class FetchedContent:
     """``sha256:…``"""
 
 
-async def fetch_content(source: Source, path: Path, storage: ContentStorage) -> FetchedContent:
+async def fetch_content(source: ContentSource, path: Path, storage: ContentStorage) -> FetchedContent:
     """Write all content of a source to `path`, which is a staged file: it is incomplete until this returns.
 
     Raises:
@@ -158,7 +158,7 @@ async def fetch_content(source: Source, path: Path, storage: ContentStorage) -> 
 
 @dataclass(slots=True)
 class _Fetch:
-    source: Source
+    source: ContentSource
     path: Path
     storage: ContentStorage
     known: CachedVersion | None = None

@@ -46,7 +46,7 @@ class S3Access(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class S3Source:
+class S3Object:
     """One object."""
 
     bucket: str

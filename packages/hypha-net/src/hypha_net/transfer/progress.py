@@ -29,7 +29,7 @@ _IO: Final[dict[Direction, instrumentation.Attributes]] = {
 
 
 @dataclass(slots=True)
-class Progress:
+class TransferProgress:
     """Progress of one transfer, including repeated attempts."""
 
     endpoint: Endpoint

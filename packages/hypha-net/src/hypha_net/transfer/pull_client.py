@@ -29,7 +29,7 @@ from hypha_net.transfer.framing import (
 from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
 from hypha_net.transfer.io.stream_copy import receive_and_verify
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
@@ -147,11 +147,11 @@ class _Pull:
     """Digest of what the peer has, once it has sent it."""
     restart: bool = False
     """Whether what was received cannot be resumed."""
-    progress: Progress = field(init=False)
+    progress: TransferProgress = field(init=False)
 
     def __post_init__(self) -> None:
         self.announced_digest = self.expected_digest
-        self.progress = Progress(self.endpoint, self.peer, describe_request(self.request), "received")
+        self.progress = TransferProgress(self.endpoint, self.peer, describe_request(self.request), "received")
 
     @property
     def what(self) -> str:

@@ -21,7 +21,7 @@ from hypha_net.errors import (
     TransferError,
 )
 from hypha_net.transfer.framing import IDLE_TIMEOUT, describe_request, receive_message, refusal_error, send_message
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -64,7 +64,7 @@ async def pull_range(
             raise ContentMismatchError(
                 f"the peer has {answer.size} bytes with {answer.digest}, not {size} with {digest}"
             )
-        progress = Progress(endpoint, peer, describe_request(request), "received")
+        progress = TransferProgress(endpoint, peer, describe_request(request), "received")
         with progress.report_outcome():
             progress.begin(request.offset, size)
             await _receive(stream, file, request.offset, end, progress)
@@ -77,7 +77,7 @@ async def pull_range(
             await stream.reset()
 
 
-async def _receive(stream: Stream, file: FileIO, offset: int, end: int, progress: Progress) -> None:
+async def _receive(stream: Stream, file: FileIO, offset: int, end: int, progress: TransferProgress) -> None:
     block, pacer = memoryview(bytearray(min(_BLOCK, end - offset))), progress.pacer
     while offset < end:
         wanted, filled = block[: end - offset], 0

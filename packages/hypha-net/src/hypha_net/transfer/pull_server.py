@@ -22,7 +22,7 @@ from hypha_net.transfer.framing import (
     send_refusal,
 )
 from hypha_net.transfer.io.sources import Buffer, make_source
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
@@ -69,7 +69,7 @@ async def _send(endpoint: Endpoint, stream: Stream, request: PullRequest, offere
         reason = f"offset {request.offset} is past the end ({size})"
         await send_refusal(stream, PullAnswer, Refusal(reason=reason))
         return
-    progress = Progress(endpoint, stream.peer, describe_request(request), "sent")
+    progress = TransferProgress(endpoint, stream.peer, describe_request(request), "sent")
     with progress.report_outcome():
         await send_message(stream, to_cbor(PullAnswer, PullStart(size=size, digest=digest)))
         progress.begin(request.offset, size)

@@ -17,8 +17,8 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
-from hypha_net.transfer.io.sources import Content, Source, make_source
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.io.sources import Content, ReadableContent, make_source
+from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -52,12 +52,12 @@ async def push(
 class _Push:
     endpoint: Endpoint
     peer: PeerId
-    source: Source
+    source: ReadableContent
     header: PushHeader
-    progress: Progress = field(init=False)
+    progress: TransferProgress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.endpoint, self.peer, self.header.name, "sent")
+        self.progress = TransferProgress(self.endpoint, self.peer, self.header.name, "sent")
 
     @property
     def what(self) -> str:

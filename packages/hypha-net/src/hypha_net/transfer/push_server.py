@@ -30,7 +30,7 @@ from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sinks import FileSink
 from hypha_net.transfer.io.stream_copy import receive_and_verify
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.push_slots import PushSlots, SlotKey
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -87,7 +87,7 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
 async def _receive_push(
     endpoint: Endpoint, stream: Stream, target: FilePushTarget, header: PushHeader, release: Callable[[], None]
 ) -> None:
-    progress = Progress(endpoint, stream.peer, header.name[:200], "received")
+    progress = TransferProgress(endpoint, stream.peer, header.name[:200], "received")
     try:
         with progress.report_outcome():
             size = await _receive_content(stream, target, header, progress, release)
@@ -112,7 +112,7 @@ def _refusal_reason(error: TransferError | OSError) -> str:
 
 
 async def _receive_content(
-    stream: Stream, target: FilePushTarget, header: PushHeader, progress: Progress, release: Callable[[], None]
+    stream: Stream, target: FilePushTarget, header: PushHeader, progress: TransferProgress, release: Callable[[], None]
 ) -> int:
     async with _open_target(target, header) as content:
         await send_message(stream, to_cbor(PushAnswer, GoOn(offset=content.received)))

@@ -12,7 +12,7 @@ from hypha_net import backoff
 from hypha_net.backoff import jittered
 from hypha_net.errors import NetError, TransferError, UnreachableError
 from hypha_net.transfer.framing import TransferInterruptedError
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 
 _log = logging.getLogger("hypha_net.transfer")
 
@@ -22,7 +22,9 @@ PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further attempt; jitter is added."""
 
 
-async def retry_with_deadline(attempt: Callable[[], Awaitable[T]], what: str, progress: Progress, timeout: float) -> T:
+async def retry_with_deadline(
+    attempt: Callable[[], Awaitable[T]], what: str, progress: TransferProgress, timeout: float
+) -> T:
     """Await `attempt()`, again if it is interrupted, for at most `timeout` seconds, and emit its outcome.
 
     Raises:

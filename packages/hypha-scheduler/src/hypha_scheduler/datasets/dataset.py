@@ -34,7 +34,7 @@ _MANIFEST_TIMEOUT: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Dataset:
+class PinnedDataset:
     """Dataset of a job."""
 
     name: str
@@ -64,7 +64,7 @@ class Dataset:
         return None if entry is None else entry.digest
 
 
-async def open_dataset(endpoint: Endpoint, name: str, manifest: Path, *, timeout: float) -> Dataset:
+async def open_dataset(endpoint: Endpoint, name: str, manifest: Path, *, timeout: float) -> PinnedDataset:
     """Look up a dataset until a data node provides it, and pull its manifest to the file `manifest`.
 
     Raises:
@@ -92,7 +92,7 @@ async def _find(endpoint: Endpoint, name: str) -> list[FoundDataset]:
         return []
 
 
-async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) -> Dataset:
+async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) -> PinnedDataset:
     count = found.record.num_slices
     if not 0 < count <= MAX_SLICES:
         raise ValueError(f"it announces {count} slices, allowed are 1 to {MAX_SLICES}")
@@ -105,7 +105,7 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
     except TransferRefusedError as error:
         _log.info("%s has no manifest of dataset %s, so a slice counts as used when its worker requests another: %s",
                   found.provider, name, error)  # fmt: skip
-        return Dataset(name, found.provider, (None,) * count)
+        return PinnedDataset(name, found.provider, (None,) * count)
     manifest: Manifest = from_json(Manifest, await anyio.Path(path).read_bytes())
     empty = [entry.file for entry in manifest.slices if entry.samples == 0]
     if len(manifest.slices) != count or empty:
@@ -115,4 +115,6 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
         known = ", ".join(SLICE_SUFFIXES)
         raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
-    return Dataset(name, found.provider, manifest.slices, found.record.manifest, manifest.format, manifest.columns)
+    return PinnedDataset(
+        name, found.provider, manifest.slices, found.record.manifest, manifest.format, manifest.columns
+    )

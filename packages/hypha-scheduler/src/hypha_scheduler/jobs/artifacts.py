@@ -25,7 +25,7 @@ from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.whole_directory import remove_tree, replace_directory
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable, StartModelTable
-from hypha_scheduler.jobs.hub_download import HubSource, download
+from hypha_scheduler.jobs.hub_download import RepositoryFiles, download
 from hypha_scheduler.jobs.model_creation import create_model
 from hypha_scheduler.jobs.model_files import model_names, preprocessor_names
 from hypha_scheduler.jobs.source_download import SourceDownloads
@@ -267,7 +267,7 @@ def _download(key: str, table: ArtifactTable, target: Path) -> HuggingFaceRefere
     """Download a repository's files and return a reference to the same commit for the workers."""
     token = table.token.get_secret_value() if table.token else None
     is_model = isinstance(table, ModelTable)
-    source = HubSource(key, str(table.repository), table.revision, token, table.filenames, is_model)
+    source = RepositoryFiles(key, str(table.repository), table.revision, token, table.filenames, is_model)
     commit, names = download(source, target)
     return HuggingFaceReference(repository=source.repository, revision=commit, filenames=names, token=token)
 

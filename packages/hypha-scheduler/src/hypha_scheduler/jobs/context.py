@@ -17,7 +17,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import Dataset, open_dataset
+from hypha_scheduler.datasets.dataset import PinnedDataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
@@ -52,7 +52,7 @@ class RunnerContext:
     """Creates a start model from a configuration; see `model_creation`."""
     access: SourceAccess = field(default_factory=SourceAccess)
     """What `s3`, `uri` and `dht` of a job may reach from here."""
-    _datasets: dict[str, tuple[Dataset, Providers]] = field(default_factory=dict)
+    _datasets: dict[str, tuple[PinnedDataset, Providers]] = field(default_factory=dict)
     _artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By the name of the dataset under which they are served."""
     _served_copies: list[Path] = field(default_factory=list)

@@ -33,7 +33,7 @@ class TooLargeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class HubSource:
+class RepositoryFiles:
     """Files of a repository, as a job's table names them."""
 
     key: str
@@ -75,7 +75,7 @@ class _BoundedFile(BufferedWriter):
         return super().write(data)
 
 
-def download(source: HubSource, target: Path) -> tuple[str, tuple[str, ...]]:
+def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...]]:
     """Download the files to `target`, under their names in the repository; return the commit and the names.
 
     Raises:
@@ -106,7 +106,7 @@ def download(source: HubSource, target: Path) -> tuple[str, tuple[str, ...]]:
     return commit, tuple(file.name for file in files)
 
 
-def _list_files(source: HubSource, target: Path) -> tuple[str, list[_HubFile]]:
+def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFile]]:
     """Return the commit of the revision, and the files to fetch; an index of weights is fetched for it."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 

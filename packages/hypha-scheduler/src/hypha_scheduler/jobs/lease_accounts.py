@@ -35,7 +35,7 @@ class AccountsFileError(JobFailedError):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseAccount:
+class LeaseCost:
     """What one lease has cost so far, in one run of the scheduler; times are seconds since the epoch."""
 
     lease: str
@@ -79,7 +79,7 @@ class LeaseAccounts:
         self._clock = clock
         self._earlier = read_accounts(self._path)
         self._spent_before = sum(account.tokens for account in self._earlier)
-        self._held: dict[uuid.UUID, LeaseAccount] = {}
+        self._held: dict[uuid.UUID, LeaseCost] = {}
         self._file: RecordFile | None = None
         self._has_failed = False
         self._is_closed = False
@@ -107,7 +107,7 @@ class LeaseAccounts:
                 shorter = replace(earlier, updated=now, has_ended=True)
                 self._spent_before -= earlier.tokens - shorter.tokens
                 self._append(shorter)
-        account = LeaseAccount(str(lease), str(peer), name, role, price, now, now)
+        account = LeaseCost(str(lease), str(peer), name, role, price, now, now)
         self._held[lease] = account
         self._append(account)
 
@@ -135,7 +135,7 @@ class LeaseAccounts:
             self._file.close()
             self._file = None
 
-    def _append(self, account: LeaseAccount) -> None:
+    def _append(self, account: LeaseCost) -> None:
         try:
             if self._file is None:
                 self._file = RecordFile(self._path)
@@ -149,7 +149,7 @@ class LeaseAccounts:
         self._has_failed = True
 
 
-def read_accounts(path: Path) -> list[LeaseAccount]:
+def read_accounts(path: Path) -> list[LeaseCost]:
     """Return the accounts in a job's file in the order of their beginnings; none if there is no file.
 
     A lease that was taken back by a later run has one for each run. One that the file says is held is charged up to the
@@ -159,7 +159,7 @@ def read_accounts(path: Path) -> list[LeaseAccount]:
         OSError: the file cannot be read.
         AccountsFileError: the file contains something else.
     """
-    found: dict[tuple[str, float], LeaseAccount] = {}
+    found: dict[tuple[str, float], LeaseCost] = {}
     try:
         with path.open("rb") as file:
             marked = os.fstat(file.fileno()).st_mtime
@@ -174,8 +174,8 @@ def read_accounts(path: Path) -> list[LeaseAccount]:
     ]
 
 
-def _parse(line: bytes, place: str) -> LeaseAccount:
+def _parse(line: bytes, place: str) -> LeaseCost:
     try:
-        return convert(parse_json(line), LeaseAccount)
+        return convert(parse_json(line), LeaseCost)
     except ValueError as error:
         raise AccountsFileError(f"{place}: no account of a lease: {error}") from None

@@ -23,11 +23,11 @@ import anyio.to_thread
 
 from hypha_net import content_directory, transfer
 from hypha_net.connectors.address_check import Network, is_allowed_address
-from hypha_net.connectors.content import CachedVersion, Source, fetch_content
+from hypha_net.connectors.content import CachedVersion, ContentSource, fetch_content
 from hypha_net.connectors.errors import FetchError, not_allowed, not_found, source_failed
 from hypha_net.connectors.http_source import HttpSource
 from hypha_net.connectors.s3_client import S3Client, S3Settings
-from hypha_net.connectors.s3_source import S3Source
+from hypha_net.connectors.s3_source import S3Object
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_net.redaction import shown_url
@@ -171,7 +171,7 @@ class SourceDownloads:
 
     async def _fetch_to(self, uri: str, part: Path) -> None:
         parts = urlsplit(uri)
-        source: Source
+        source: ContentSource
         if parts.scheme == "sha256":
             await self._fetch_by_sha256(parts.path, part)
             return
@@ -179,7 +179,7 @@ class SourceDownloads:
             await anyio.to_thread.run_sync(_copy, Path(unquote(parts.path)), part, abandon_on_cancel=True)
             return
         if parts.scheme == "s3":
-            source = S3Source(parts.netloc, unquote(parts.path.removeprefix("/")), self.access)
+            source = S3Object(parts.netloc, unquote(parts.path.removeprefix("/")), self.access)
         else:
             source = HttpSource(uri, self.access)
         found = await fetch_content(source, part, _DiskStorage())

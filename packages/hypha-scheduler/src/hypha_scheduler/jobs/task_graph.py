@@ -30,7 +30,7 @@ class TaskState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TaskOfLease:
     """Task that runs on one lease."""
 
     name: str
@@ -48,10 +48,10 @@ class TaskError(Exception):
     """Invalid task graph or invalid change of a task's state."""
 
 
-class TaskGraph:
+class DependencyGraph:
     """Tasks of one job and their states."""
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
+    def __init__(self, tasks: Iterable[TaskOfLease]) -> None:
         """Start with all tasks waiting and no results.
 
         Raises:
@@ -65,7 +65,7 @@ class TaskGraph:
             raise TaskError("two tasks have one name or one lease")
         self._check_order(listed)
 
-    def _check_order(self, tasks: list[Task]) -> None:
+    def _check_order(self, tasks: list[TaskOfLease]) -> None:
         made_here = frozenset().union(*(task.outputs for task in tasks))
         known: frozenset[str] = frozenset()
         left = tasks
@@ -76,7 +76,7 @@ class TaskGraph:
             known = known.union(*(task.outputs for task in ready))
             left = [task for task in left if task not in ready]
 
-    def add(self, task: Task) -> None:
+    def add(self, task: TaskOfLease) -> None:
         """Add a waiting task; a lease takes another one when that before has ended.
 
         Raises:
@@ -89,7 +89,7 @@ class TaskGraph:
         self._states[task.name] = TaskState.WAITING
 
     @property
-    def tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[TaskOfLease, ...]:
         """All tasks."""
         return tuple(self._tasks.values())
 
@@ -97,7 +97,7 @@ class TaskGraph:
         """Return the state of a task."""
         return self._states[name]
 
-    def find(self, name: str) -> Task:
+    def find(self, name: str) -> TaskOfLease:
         """Return the task of a name.
 
         Raises:
@@ -105,7 +105,7 @@ class TaskGraph:
         """
         return self._tasks[name]
 
-    def of_lease(self, lease: uuid.UUID) -> Task | None:
+    def of_lease(self, lease: uuid.UUID) -> TaskOfLease | None:
         """Return the newest task of a lease, or None."""
         return next((task for task in reversed(self._tasks.values()) if task.lease == lease), None)
 
@@ -117,7 +117,7 @@ class TaskGraph:
         """Record that a result exists no more: tasks that need it wait."""
         self._results.discard(result)
 
-    def ready(self) -> tuple[Task, ...]:
+    def ready(self) -> tuple[TaskOfLease, ...]:
         """Return the waiting tasks whose inputs all exist."""
         return tuple(
             task
@@ -149,7 +149,7 @@ class TaskGraph:
         self._states[name] = state
         return True
 
-    def running(self) -> tuple[Task, ...]:
+    def running(self) -> tuple[TaskOfLease, ...]:
         """Return the tasks that are running."""
         return tuple(task for name, task in self._tasks.items() if self._states[name] is TaskState.RUNNING)
 

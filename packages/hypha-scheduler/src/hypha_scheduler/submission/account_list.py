@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_net.node.accounts import render_csv, render_json, time_text
-from hypha_scheduler.jobs.lease_accounts import FILE, LeaseAccount, read_accounts
+from hypha_scheduler.jobs.lease_accounts import FILE, LeaseCost, read_accounts
 
 FIELDS: Final = ("lease", "job", "worker", "name", "role", "began", "updated", "seconds", "price", "tokens", "ended")
 
@@ -18,7 +18,7 @@ class JobLease:
     """The account of a lease, with its job."""
 
     job: str
-    account: LeaseAccount
+    account: LeaseCost
 
 
 def list_accounts(runs: Path, since: float = 0.0) -> list[JobLease]:

@@ -24,7 +24,7 @@ class QueueFullError(Exception):
     """No further job may wait, or run without waiting."""
 
 
-class RunningJob(Protocol):
+class BegunJob(Protocol):
     """What a job that has begun to run says about itself."""
 
     @property
@@ -48,7 +48,7 @@ class ActiveJob:
     """Whether it waits for its turn and its first workers without a limit."""
     submitted_at: float = 0.0
     """Seconds since the Unix epoch; 0 for a job that was not submitted."""
-    runner: RunningJob | None = None
+    runner: BegunJob | None = None
     is_started: bool = False
     """Whether it has had its turn."""
     is_placed: bool = False

@@ -27,7 +27,7 @@ DETAILS: Final = frozenset({"metric", "task_started", "task_progress"})
 
 
 @dataclass(slots=True)
-class Worker:
+class ShownWorker:
     """A worker of a job."""
 
     peer: str
@@ -61,7 +61,7 @@ class JobView:
     """Seconds for which the worker that waited longest did so in the last round."""
     lost: int = 0
     late: int = 0
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, ShownWorker] = field(default_factory=dict)
     """By peer id."""
     at: float = 0.0
     """Time of the last event."""
@@ -119,7 +119,7 @@ class JobView:
         peer, name = str(event.get("peer")), event.get("name")
         price = _number(event.get("price")) or 0.0
         self._release(peer)
-        self.workers[peer] = Worker(
+        self.workers[peer] = ShownWorker(
             peer, str(event.get("role")), price, self.at, name if isinstance(name, str) else None
         )
 
@@ -198,7 +198,7 @@ def readable_seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _cost(worker: Worker, until: float) -> float:
+def _cost(worker: ShownWorker, until: float) -> float:
     return worker.price * max(0.0, until - worker.since) / _HOUR
 
 

@@ -36,7 +36,7 @@ _DOING: Final = {
 
 
 @dataclass(slots=True)
-class Row:
+class WorkerRow:
     """What a worker does."""
 
     name: str
@@ -67,7 +67,7 @@ class LiveState:
     """What the live view shows, after the events that it was told."""
 
     view: JobView = field(default_factory=JobView)
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, WorkerRow] = field(default_factory=dict)
     """By peer id, also of workers that have left."""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     is_paused: bool = False
@@ -112,7 +112,7 @@ class LiveState:
         for peer, worker in self.view.workers.items():
             if peer not in self.rows or self.rows[peer].is_gone:
                 name = worker.name or f"…{peer[-8:]}"
-                self.rows[peer] = Row(name[:_MAX_TEXT], worker.role[:_MAX_TEXT], worker.price)
+                self.rows[peer] = WorkerRow(name[:_MAX_TEXT], worker.role[:_MAX_TEXT], worker.price)
         while len(self.rows) > _MAX_ROWS:
             del self.rows[next((peer for peer, row in self.rows.items() if row.is_gone), next(iter(self.rows)))]
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hypha_scheduler.submission.job_view import readable_seconds
-from hypha_scheduler.submission.live_state import LiveState, Row
+from hypha_scheduler.submission.live_state import LiveState, WorkerRow
 from hypha_scheduler.submission.log_client import escape_controls
 
 REFRESHES: Final = 4
@@ -65,7 +65,7 @@ def sparkline(values: list[float]) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int((value - low) * scale))] for value in values)
 
 
-def _workers(rows: list[Row], most: int) -> list[RenderableType]:
+def _workers(rows: list[WorkerRow], most: int) -> list[RenderableType]:
     shown = sorted(rows, key=lambda row: row.is_gone)[:most]  # those that have left come last
     table = Table(box=None, pad_edge=False, expand=False, header_style="dim")
     for title, width in (("worker", 24), ("role", 10), ("price/h", None), ("does", 16), ("batch", None), ("/s", None)):

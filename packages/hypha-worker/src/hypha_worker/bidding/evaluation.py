@@ -18,7 +18,7 @@ from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
 
-class Evaluation(ABC):
+class RequestEvaluation(ABC):
     """Scores requests; stateless."""
 
     name: ClassVar[str]
@@ -32,8 +32,8 @@ class Evaluation(ABC):
         """
 
 
-E = TypeVar("E", bound=type[Evaluation])
-_registered: Final[dict[str, type[Evaluation]]] = {}
+E = TypeVar("E", bound=type[RequestEvaluation])
+_registered: Final[dict[str, type[RequestEvaluation]]] = {}
 
 
 def register_evaluation(evaluation: E) -> E:
@@ -54,7 +54,7 @@ def evaluation_names() -> tuple[str, ...]:
     return tuple(sorted(_registered))
 
 
-def find_evaluation(name: str) -> Evaluation:
+def find_evaluation(name: str) -> RequestEvaluation:
     """Return the evaluation of this name.
 
     Raises:

@@ -48,7 +48,7 @@ repeats. Both end with the job."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundCommits:
+class RoundClient:
     """The rounds of one job, as its scheduler records them."""
 
     endpoint: Endpoint

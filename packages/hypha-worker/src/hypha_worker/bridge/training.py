@@ -35,7 +35,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.current_server import CurrentServer
 from hypha_worker.bridge.delivery_queue import DeliveryQueue
 from hypha_worker.bridge.progress_reports import ProgressReports
-from hypha_worker.bridge.round_commits import RoundCommits, check_contribution
+from hypha_worker.bridge.round_commits import RoundClient, check_contribution
 from hypha_worker.bridge.server_changes import ServerChanges
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
@@ -74,9 +74,7 @@ class TrainingBridge:
         self._config = config
         self._files = context.fetcher.files
         self.server = CurrentServer(config)
-        self._commits = RoundCommits(
-            context.endpoint, context.scheduler, context.job_id, context.lease, context.contact
-        )
+        self._commits = RoundClient(context.endpoint, context.scheduler, context.job_id, context.lease, context.contact)
         self.queue = DeliveryQueue(
             work_dir=context.work_dir,
             senders=reference_peers([config.results]),

@@ -17,7 +17,7 @@ import anyio
 from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
-from hypha_worker.bridge.round_commits import RoundCommits
+from hypha_worker.bridge.round_commits import RoundClient
 from hypha_worker.paths import safe_name
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class PendingFile:
 class UncommittedUpdates:
     """Keeps outer updates until the scheduler has committed them, or never will."""
 
-    def __init__(self, commits: RoundCommits, term: int, *, joins: bool = False) -> None:
+    def __init__(self, commits: RoundClient, term: int, *, joins: bool = False) -> None:
         """Prepare; `run` asks the scheduler.
 
         Args:

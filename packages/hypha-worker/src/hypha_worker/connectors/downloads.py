@@ -15,7 +15,7 @@ import anyio
 from hypha_net.connectors.content import FetchedContent, fetch_content
 from hypha_net.connectors.errors import FetchError
 from hypha_net.connectors.http_source import HttpSource
-from hypha_net.connectors.s3_source import S3Source
+from hypha_net.connectors.s3_source import S3Object
 from hypha_net.redaction import redact_urls, shown_url
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.job_spec import HuggingFaceReference
@@ -146,11 +146,11 @@ async def _fetch_uri(
     return await fetch_content(HttpSource(url, access), part, storage)
 
 
-def _s3_source(url: str, access: AccessPolicy) -> S3Source:
+def _s3_source(url: str, access: AccessPolicy) -> S3Object:
     parts = _split(url)
     if parts.query or parts.fragment or "@" in parts.netloc or ":" in parts.netloc:
         raise bad_request(f"value: {shown_url(url)!r} has more than bucket and key: write s3://bucket/key")
-    return S3Source(parts.netloc, unquote(parts.path.removeprefix("/")), access)
+    return S3Object(parts.netloc, unquote(parts.path.removeprefix("/")), access)
 
 
 def _name_of(url: str) -> str:
@@ -166,7 +166,7 @@ async def download_from_s3(
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the service is unreachable.
     """
-    source = S3Source(bucket, key, access)
+    source = S3Object(bucket, key, access)
     try:
         with _staged(storage) as part, anyio.fail_after(timeout):
             fetched = await fetch_content(source, part, storage)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import anyio
 
 from hypha_worker.control.server import Answer
-from hypha_worker.draining import Draining
+from hypha_worker.draining import WorkerDrain
 from hypha_worker.leasing.terms import MAX_DRAIN
 from hypha_worker.tasks.task_run import TaskRun
 
@@ -26,7 +26,7 @@ _LAST_ANSWERS: Final = 1.0
 class DrainCommand:
     """See the module."""
 
-    draining: Draining
+    draining: WorkerDrain
     drain_timeout: float
     """Seconds of a drain whose client names none."""
     _ended: anyio.Event = field(default_factory=anyio.Event)

@@ -15,7 +15,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
-from hypha_worker.draining import Draining
+from hypha_worker.draining import WorkerDrain
 from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.tasks.task_run import TaskRun
@@ -30,7 +30,7 @@ class WorkerView:
 
     endpoint: Endpoint
     leases: LeaseManager
-    draining: Draining
+    draining: WorkerDrain
     history: RequestHistory
     readiness: Readiness
     starts: Sequence[ExecutorStarts] = ()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_worker.hardware.nvml import Gpu, read_gpus
-from hypha_worker.leasing.capacity import Device
+from hypha_worker.leasing.capacity import GpuCapacity
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _RENDER_MINOR: Final = re.compile(r"^drm_render_minor ([1-9][0-9]*)$", re.MULTIL
 class FoundDevices:
     """The devices that leases can have."""
 
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuCapacity, ...] = ()
     """Empty if they are not known one by one."""
     largest: float = math.inf
     """GB of the largest GPU, if `devices` is empty although there are some."""
 
 
-def find_devices(listed: Sequence[Device], gpu: float) -> FoundDevices:
+def find_devices(listed: Sequence[GpuCapacity], gpu: float) -> FoundDevices:
     """Return the devices of a worker with their UUIDs. Takes up to a second: call it in a thread.
 
     Args:
@@ -56,13 +56,15 @@ def find_devices(listed: Sequence[Device], gpu: float) -> FoundDevices:
     total = sum(each.memory for each in found) / GIGABYTE
     if found and abs(total - gpu) <= _TOLERANCE * total:
         return FoundDevices(
-            tuple(Device(each.index, each.memory / GIGABYTE * gpu / total, each.uuid, each.minor) for each in found)
+            tuple(
+                GpuCapacity(each.index, each.memory / GIGABYTE * gpu / total, each.uuid, each.minor) for each in found
+            )
         )
     _warn_about_undivided(found, total, gpu)
     return FoundDevices(largest=max((each.memory / GIGABYTE for each in found), default=math.inf))
 
 
-def _identify(listed: Sequence[Device], found: Sequence[Gpu]) -> tuple[Device, ...]:
+def _identify(listed: Sequence[GpuCapacity], found: Sequence[Gpu]) -> tuple[GpuCapacity, ...]:
     by_index = {gpu.index: gpu for gpu in found}
     for device in listed:
         if found and device.index not in by_index:
@@ -86,7 +88,7 @@ def _warn_about_undivided(found: Sequence[Gpu], total: float, gpu: float) -> Non
     )
 
 
-def visibility_variables(devices: Sequence[Device] | None) -> dict[str, str]:
+def visibility_variables(devices: Sequence[GpuCapacity] | None) -> dict[str, str]:
     """Return the environment variables by which processes see only `devices`, numbered from 0.
 
     By UUID where the driver gives them, else by index. `None` stands for every GPU: no variables.
@@ -105,7 +107,7 @@ def visibility_variables(devices: Sequence[Device] | None) -> dict[str, str]:
 
 
 def device_nodes(
-    devices: Sequence[Device] | None, *, folder: Path = _DEVICE_FOLDER, topology: Path = _KFD_TOPOLOGY
+    devices: Sequence[GpuCapacity] | None, *, folder: Path = _DEVICE_FOLDER, topology: Path = _KFD_TOPOLOGY
 ) -> list[Path]:
     """Return the device nodes that processes need for `devices`, and no other GPU's; those that exist.
 
@@ -126,13 +128,13 @@ def _with_control(nodes: Sequence[Path], folder: Path, control: Sequence[str]) -
     return [*(folder / name for name in control if (folder / name).exists()), *present] if present else []
 
 
-def _nvidia_nodes(devices: Sequence[Device] | None, folder: Path) -> list[Path]:
+def _nvidia_nodes(devices: Sequence[GpuCapacity] | None, folder: Path) -> list[Path]:
     if devices is None:
         return sorted(path for path in folder.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
     return [folder / f"nvidia{device.index if device.minor is None else device.minor}" for device in devices]
 
 
-def _amd_nodes(devices: Sequence[Device] | None, folder: Path, topology: Path) -> list[Path]:
+def _amd_nodes(devices: Sequence[GpuCapacity] | None, folder: Path, topology: Path) -> list[Path]:
     """Return the render nodes of AMD's GPUs, which ROCm numbers in the order of the driver's topology."""
     nodes = [folder / "dri" / f"renderD{minor}" for minor in _render_minors(topology)]
     if devices is None:

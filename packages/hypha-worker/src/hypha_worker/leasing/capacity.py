@@ -19,7 +19,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Device:
+class GpuCapacity:
     """One GPU."""
 
     index: int
@@ -37,11 +37,11 @@ class Allocation:
     """The part of a machine that one lease holds."""
 
     resources: Resources
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuCapacity, ...] = ()
     """Whole devices; their memory is `resources.gpu`. Empty on a machine that lists none."""
 
     @property
-    def visible_devices(self) -> tuple[Device, ...] | None:
+    def visible_devices(self) -> tuple[GpuCapacity, ...] | None:
         """The GPUs that the lease's job may use; None: all of the machine, whose devices are not known one by one."""
         return None if self.resources.gpu > _SLACK and not self.devices else self.devices
 
@@ -55,7 +55,7 @@ class Capacity:
     """
 
     resources: Resources
-    devices: tuple[Device, ...] = ()
+    devices: tuple[GpuCapacity, ...] = ()
     largest_gpu: float = math.inf
     """GB of the largest GPU, if that is known although `devices` is empty."""
 
@@ -91,7 +91,7 @@ class Capacity:
 
     def without(self, taken: Iterable[Allocation]) -> Capacity:
         """Return what is left without the allocations in `taken`."""
-        left, used = self.resources, set[Device]()
+        left, used = self.resources, set[GpuCapacity]()
         for allocation in taken:
             left -= allocation.resources
             used.update(allocation.devices)
@@ -104,14 +104,14 @@ def _with_gpu(resources: Resources, gpu: float) -> Resources:
     return Resources(gpu=gpu, cpu=resources.cpu, storage=resources.storage, memory=resources.memory)
 
 
-def _choose_devices(devices: Sequence[Device], memory: float) -> tuple[Device, ...]:
+def _choose_devices(devices: Sequence[GpuCapacity], memory: float) -> tuple[GpuCapacity, ...]:
     """Return the smallest single device with `memory` GB, else the largest devices until their sum suffices."""
     if memory <= _SLACK:
         return ()
     for device in sorted(devices, key=lambda device: (device.memory, device.index)):
         if device.memory + _SLACK >= memory:
             return (device,)
-    chosen: list[Device] = []
+    chosen: list[GpuCapacity] = []
     for device in sorted(devices, key=lambda device: (-device.memory, device.index)):
         chosen.append(device)
         if sum(taken.memory for taken in chosen) + _SLACK >= memory:

@@ -29,7 +29,7 @@ from hypha.accelerate_executor.errors import (
     ExecutorError,
     NoMoreData,
     NotTakingPart,
-    RoundClosed,
+    RoundWentOn,
     SchedulerRefused,
 )
 from hypha_proto import bridge_api as routes
@@ -196,7 +196,7 @@ class Bridge:
             self._post_with_retry(routes.SEND, body)
         except BridgeRefused as refusal:
             if refusal.status == _CONFLICT and refusal.kind == routes.ROUND_CLOSED:
-                raise RoundClosed(refusal.detail) from None
+                raise RoundWentOn(refusal.detail) from None
             if refusal.status == _CONFLICT:
                 raise ContributionRefused(refusal.detail) from None
             raise

@@ -88,7 +88,7 @@ def _listed(numbers: NDArray[np.int64]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SamplesOfSlice:
     """Consecutive samples of a slice, in its order."""
 
     tensors: Arrays
@@ -158,13 +158,13 @@ class Slice:
         """Return the number of samples not taken yet."""
         return self._end - self._next
 
-    def take(self, samples: int) -> Part:
+    def take(self, samples: int) -> SamplesOfSlice:
         """Return the next samples, fewer if fewer are left."""
         first, self._next = self._next, min(self._next + samples, self._end)
         rows = self._order[first : self._next]
         arrays = {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
         found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
-        return Part(arrays, Rows(self.name, rows), found)
+        return SamplesOfSlice(arrays, Rows(self.name, rows), found)
 
     def close(self) -> None:
         """Close the file."""
@@ -367,7 +367,7 @@ def next_batch(
         StopIteration: no sample is left.
         DataError: a slice is malformed.
     """
-    parts: list[Part] = []
+    parts: list[SamplesOfSlice] = []
     taken: dict[str, int] = {}
     missing = batch_size
     while missing and (opened := current()) is not None:

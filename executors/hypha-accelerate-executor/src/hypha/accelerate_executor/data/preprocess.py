@@ -44,7 +44,7 @@ _LONGEST: Final = 1 << 20
 """A tokenizer with a larger limit has none."""
 
 
-class Preprocessor:
+class BatchPreprocessor:
     """Replaces columns of a batch by inputs of the model.
 
     Attributes:
@@ -195,14 +195,16 @@ def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def load_preprocessor(task: str, folder: Path, columns: Sequence[str], module: torch.nn.Module | None) -> Preprocessor:
+def load_preprocessor(
+    task: str, folder: Path, columns: Sequence[str], module: torch.nn.Module | None
+) -> BatchPreprocessor:
     """Load a preprocessor from its files; code among them is never run.
 
     Args:
         task: wire name.
         folder: directory of its files.
         columns: input columns of a slice, in order.
-        module: as of `Preprocessor`.
+        module: as of `BatchPreprocessor`.
 
     Raises:
         JobError: it needs a library that is not installed.
@@ -218,7 +220,7 @@ def load_preprocessor(task: str, folder: Path, columns: Sequence[str], module: t
         raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
         raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
-    return Preprocessor(task, process, columns, module)
+    return BatchPreprocessor(task, process, columns, module)
 
 
 def set_padding(tokenizer: Any, module: torch.nn.Module | None) -> int | None:

@@ -38,7 +38,7 @@ from hypha.accelerate_executor.distributed.process_group import (
     Shutdown,
     join_process_group,
 )
-from hypha.accelerate_executor.errors import ContributionRefused, ModelError, NotTakingPart, RoundClosed
+from hypha.accelerate_executor.errors import ContributionRefused, ModelError, NotTakingPart, RoundWentOn
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import Setup, build_setup
 from hypha_proto.bridge_api import RoundJoined
@@ -196,7 +196,7 @@ class TrainingLoop:
                     following = self._train_round(current)
                     if following is not NextStep.SYNCHRONISE or not self._synchronise(current):
                         return
-            except RoundClosed as closed:
+            except RoundWentOn as closed:
                 logger.warning("round %d goes on without this update: %s", current.number, closed)
                 self._enter(self._ask_for_round())
                 continue
@@ -344,7 +344,7 @@ class TrainingLoop:
                 ) from None
             logger.warning("the update of round %d does not count: %s", current.number, refusal)
             return
-        except RoundClosed:
+        except RoundWentOn:
             path.unlink(missing_ok=True)
             raise
         self._refused = 0

@@ -18,7 +18,7 @@ from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
-from hypha.accelerate_executor.modeling.evaluation import Evaluation, Subject
+from hypha.accelerate_executor.modeling.evaluation import EvaluatedModel, Subject
 from hypha_proto.job_spec import Evaluation as EvaluationSpec
 from hypha_proto.progress import RoundMetrics
 
@@ -167,7 +167,7 @@ class RoundEvaluation:
         self._running = None
 
 
-def _metrics(found: Evaluation) -> dict[str, float]:
+def _metrics(found: EvaluatedModel) -> dict[str, float]:
     assert found.loss is not None
     metrics = {"evaluation_loss": found.loss, "evaluation_samples": float(found.labelled)}
     if found.accuracy is not None:

@@ -16,7 +16,7 @@ import torch
 from hypha.accelerate_executor.data.batches import Arrays, count_samples, read_rows
 from hypha.accelerate_executor.data.microbatches import count_labelled, count_labels
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, Preprocessor, load_preprocessor
+from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, BatchPreprocessor, load_preprocessor
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH, load_model
 from hypha.accelerate_executor.train.trainer import loss_of
@@ -32,7 +32,7 @@ _ALIKE: Final = frozenset({"masked-lm", "image-classification", "sequence-classi
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluatedModel:
     """Quality of a model on a dataset."""
 
     accuracy: float | None
@@ -51,7 +51,7 @@ def evaluate(
     batch_size: int,
     allowed: Collection[str] = (),
     preprocessor: Path | None = None,
-) -> Evaluation:
+) -> EvaluatedModel:
     """Compare a model's predictions with the labels of a safetensors file, or of all in a folder, in file order.
 
     Args:
@@ -87,7 +87,7 @@ def _data_files(data: Path) -> list[Path]:
     return files
 
 
-def _find_preprocessor(folder: Path, data: Path, module: torch.nn.Module) -> Preprocessor:
+def _find_preprocessor(folder: Path, data: Path, module: torch.nn.Module) -> BatchPreprocessor:
     """Load the preprocessor that fits the tensors of a file."""
     try:
         with TensorFile(data) as file:
@@ -114,7 +114,7 @@ class Subject:
     may_copy: bool = True
     """Whether a copy of the module works as it does: not if its layers are distributed over devices."""
 
-    def measure(self, files: Sequence[Path], batch_size: int, limit: int | None = None) -> Evaluation:
+    def measure(self, files: Sequence[Path], batch_size: int, limit: int | None = None) -> EvaluatedModel:
         """Evaluate the module on files; see `measure`."""
         return measure(self.module, self.inputs, files, batch_size, self.place, self.preprocess, self.raw, limit)
 
@@ -161,7 +161,7 @@ def measure(
     preprocess: Callable[[Arrays], Arrays] | None = None,
     raw: Collection[str] = (),
     limit: int | None = None,
-) -> Evaluation:
+) -> EvaluatedModel:
     """Evaluate a loaded model; its training mode is restored.
 
     Args:
@@ -223,11 +223,11 @@ class _Totals:
         self.labelled += count_labelled(arguments, inputs.shifted, inputs.ignored_label)
         self.loss += float(loss_of(output)) * count
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> EvaluatedModel:
         if not self.labels:
-            return Evaluation(None, None, self.samples, 0)
+            return EvaluatedModel(None, None, self.samples, 0)
         accuracy = self.right / self.labels if self.compared else None
-        return Evaluation(accuracy, self.loss / self.labels, self.samples, self.labelled)
+        return EvaluatedModel(accuracy, self.loss / self.labels, self.samples, self.labelled)
 
 
 def _count_correct(logits: torch.Tensor, labels: torch.Tensor, inputs: ModelInputs) -> int:

@@ -32,7 +32,7 @@ _MAX_ELEMENTS: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Elements of one tensor of the files that are in the same tensor of the module."""
 
     member: str
@@ -44,11 +44,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FileTensor:
     """A tensor of the files."""
 
     info: TensorInfo
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
 class WeightMapping:
@@ -91,7 +91,7 @@ class WeightMapping:
         """
         kept: dict[str, torch.Tensor] = {}  # each expert is a part of the same tensor
 
-        def values_of(part: Part) -> torch.Tensor:
+        def values_of(part: TensorPart) -> torch.Tensor:
             if isinstance(part.own, slice):
                 return members[part.member].detach().to("cpu").reshape(-1)
             if part.member not in kept:
@@ -155,14 +155,14 @@ def _names_by_tensor(module: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
     return names
 
 
-_Found = tuple[dict[str, Stored], dict[str, str]]
+_Found = tuple[dict[str, FileTensor], dict[str, str]]
 
 
 def _find_equal(
     members: Mapping[str, torch.Tensor], names: Mapping[str, list[str]], infos: Mapping[str, TensorInfo]
 ) -> _Found | None:
     """Return the mapping if every tensor is in the files under a name and in the shape that the module has."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     aliases: dict[str, str] = {}
     for member, tensor in members.items():
         shape = tuple(tensor.shape)
@@ -171,7 +171,7 @@ def _find_equal(
             return None
         if not present:
             continue
-        tensors[present[0]] = Stored(infos[present[0]], (Part(member, _ALL, _ALL),))
+        tensors[present[0]] = FileTensor(infos[present[0]], (TensorPart(member, _ALL, _ALL),))
         aliases |= dict.fromkeys(present[1:], present[0])
     return tensors, aliases
 
@@ -188,7 +188,7 @@ def _find_by_loading(
     if not hasattr(module, "config") or max(info.elements for info in infos.values()) > _MAX_ELEMENTS:
         raise _not_found(next(iter(members)), infos)
     tensor_of, place_of = _load_numbers(module, infos, places=False), _load_numbers(module, infos, places=True)
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorPart]] = {}
     aliases: dict[str, str] = {}
     for member, tensor in members.items():
         numbers = tensor_of[member]
@@ -198,7 +198,7 @@ def _find_by_loading(
                     raise _not_found(member, infos)
                 continue
             own = (numbers == number).nonzero().squeeze(1)
-            parts.setdefault(order[number - 1], []).append(Part(member, own, place_of[member][own]))
+            parts.setdefault(order[number - 1], []).append(TensorPart(member, own, place_of[member][own]))
         for alias in names[member][1:]:
             if not torch.equal(tensor_of[alias], numbers):
                 aliases |= _alias(alias, order, tensor_of[alias], numbers)
@@ -229,7 +229,7 @@ def _load_numbers(module: Any, infos: Mapping[str, TensorInfo], *, places: bool)
     }
 
 
-def _stored(name: str, info: TensorInfo, parts: list[Part], members: Mapping[str, torch.Tensor]) -> Stored:
+def _stored(name: str, info: TensorInfo, parts: list[TensorPart], members: Mapping[str, torch.Tensor]) -> FileTensor:
     """Return how the module holds a tensor of the files; each of its elements must be there once."""
     places = torch.cat([part.stored for part in parts if isinstance(part.stored, torch.Tensor)])
     if len(places) != info.elements or not torch.equal(places.sort()[0], torch.arange(info.elements)):
@@ -238,12 +238,12 @@ def _stored(name: str, info: TensorInfo, parts: list[Part], members: Mapping[str
             "such a model is not supported"
         )
     if len(parts) > 1:
-        return Stored(info, tuple(parts))
+        return FileTensor(info, tuple(parts))
     [part] = parts
     assert isinstance(part.own, torch.Tensor)
     own = part.own[places.argsort()]
     whole = torch.equal(own, torch.arange(members[part.member].numel()))
-    return Stored(info, (Part(part.member, _ALL if whole else own, _ALL),))
+    return FileTensor(info, (TensorPart(part.member, _ALL if whole else own, _ALL),))
 
 
 def _alias(alias: str, order: list[str], numbers: torch.Tensor, known: torch.Tensor) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from hypha.accelerate_executor.data.batches import Arrays
 from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input
-from hypha.accelerate_executor.data.preprocess import Preprocessor
+from hypha.accelerate_executor.data.preprocess import BatchPreprocessor
 from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.predict.computation import Result
@@ -30,7 +30,7 @@ _ALWAYS_SOFTMAX: Final = ("audio-classification", "video-classification")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedInput:
     """A checked row."""
 
     columns: frozenset[str]
@@ -43,7 +43,7 @@ class Classifier:
     """A model with a classification head."""
 
     def __init__(
-        self, task: InferenceTask, module: torch.nn.Module, device: torch.device, preprocessor: Preprocessor | None
+        self, task: InferenceTask, module: torch.nn.Module, device: torch.device, preprocessor: BatchPreprocessor | None
     ) -> None:
         """Store the model, and find which rows it can compute together.
 
@@ -84,17 +84,17 @@ class Classifier:
                 lambda row: len(preprocessor.tokens(row)[0]),
             )
 
-    def prepare(self, rows: SliceRows, row: int) -> Prepared:
+    def prepare(self, rows: SliceRows, row: int) -> PreparedInput:
         """Return a row's columns, and its values where they have to be checked one by one."""
         present = rows.columns_of(row)
         columns = self._columns_of(frozenset(present))
         if rows.is_uniform and columns <= set(present) and not self._checks_values:
-            return Prepared(columns, None)
+            return PreparedInput(columns, None)
         arrays = rows.arrays([row], columns, self._raw, self._texts)
         tokens = self._check_text(arrays)
         self._check_tokens(arrays)
         shapes = tuple((name, value.shape) for name, value in sorted(arrays.items()) if name not in self._texts)
-        return Prepared(columns, (shapes, None if self._sharing is Sharing.ANY else tokens), arrays)
+        return PreparedInput(columns, (shapes, None if self._sharing is Sharing.ANY else tokens), arrays)
 
     def _columns_of(self, present: frozenset[str]) -> frozenset[str]:
         """Return the columns that the model takes of a row with these."""
@@ -104,7 +104,7 @@ class Classifier:
         return required | (frozenset(self._inputs.columns.values()) & present)
 
     def compute(
-        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Prepared]]
+        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, PreparedInput]]
     ) -> list[Result | RowError]:
         """Return label, score and, if asked for, all scores of some rows."""
         columns = prepared[0][1].columns

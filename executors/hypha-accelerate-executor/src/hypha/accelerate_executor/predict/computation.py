@@ -22,7 +22,7 @@ class Result:
     """Number of generated tokens."""
 
 
-class Prepared(Protocol):
+class PreparedRow(Protocol):
     """A checked row."""
 
     @property
@@ -31,7 +31,7 @@ class Prepared(Protocol):
         ...
 
 
-class Computation(Protocol):
+class RowComputation(Protocol):
     """A loaded model that computes results.
 
     Attributes:
@@ -40,7 +40,7 @@ class Computation(Protocol):
 
     rows_at_once: int | None
 
-    def prepare(self, rows: SliceRows, row: int) -> Prepared:
+    def prepare(self, rows: SliceRows, row: int) -> PreparedRow:
         """Check a row and return what `compute` takes.
 
         Raises:

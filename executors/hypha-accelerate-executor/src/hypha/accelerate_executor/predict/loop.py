@@ -18,7 +18,7 @@ from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError
 from hypha.accelerate_executor.predict.batching import BatchComputer
-from hypha.accelerate_executor.predict.computation import Computation, Result
+from hypha.accelerate_executor.predict.computation import Result, RowComputation
 from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
 from hypha.accelerate_executor.predict.settings import InferenceTask
@@ -36,7 +36,7 @@ class RowFailed(ExecutorError):
 
 
 @dataclass(slots=True)
-class Progress:
+class RowCounts:
     """What has been computed since the start."""
 
     slices: int = 0
@@ -64,7 +64,7 @@ class InferenceLoop:
         self,
         bridge: Bridge,
         task: InferenceTask,
-        computation: Computation,
+        computation: RowComputation,
         queue: SliceQueue,
         spans: Spans,
         delay: float = 0.0,
@@ -79,12 +79,12 @@ class InferenceLoop:
         self._bridge, self._task, self._computation, self._queue = bridge, task, computation, queue
         self._spans, self._delay, self._clock = spans, delay, clock
         self._batch_size = computation.rows_at_once
-        self._progress = Progress()
+        self._progress = RowCounts()
         self._begun = clock()
         self._reported = clock()
         self._drains = False
 
-    def run(self) -> Progress:
+    def run(self) -> RowCounts:
         """Compute slices until the scheduler has no further one, or wants this worker to end.
 
         Raises:

@@ -46,7 +46,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model or preprocessor."""
 
     type: str
@@ -61,8 +61,8 @@ class InferenceTask:
 
     task: str
     """`CLASSIFY` or `GENERATE`."""
-    model: Source
-    preprocessor: Source | None
+    model: ModelSource
+    preprocessor: ModelSource | None
     columns: tuple[str, ...]
     """Columns of the results beside the usual ones: columns of the input to copy, and `SCORES` of a classifier."""
     scheduler: str
@@ -176,7 +176,7 @@ class _Reader:
             self._fault("settings.inference.stop", stop, f"at most {_STOP_LIMIT} texts of {_STOP_LENGTH} characters")
         return stop
 
-    def _source(self, plain: Any, place: str, types: tuple[str, ...] | None) -> Source | None:
+    def _source(self, plain: Any, place: str, types: tuple[str, ...] | None) -> ModelSource | None:
         found = self._object(plain, place)
         kind, path = found.get("type"), found.get("path")
         if type(kind) is not str or not kind or (types is not None and kind not in types):
@@ -188,7 +188,7 @@ class _Reader:
         names = self._names(found.get("input_names") or [], f"{place}.input_names")
         if types is not None and kind and not names and not DEFAULT_INPUTS[kind]:
             self._fault(f"{place}.input_names", [], f"preprocessor {kind!r} needs the names of its input columns")
-        return Source(kind, names, path) if kind and path else None
+        return ModelSource(kind, names, path) if kind and path else None
 
     def _object(self, plain: Any, place: str) -> dict[str, Any]:
         if type(plain) is dict:

@@ -73,7 +73,7 @@ def replay(plan: ReplayPlan, options: OwnerOptions, folder: Path) -> bool:
     """
     import torch
 
-    from hypha.accelerate_executor.replay.computation import Computation, RoundFindings
+    from hypha.accelerate_executor.replay.computation import RoundComputation, RoundFindings
     from hypha.accelerate_executor.replay.trainee import TorchTrainee
     from hypha.accelerate_executor.replay.verdict import conclude, describe_round
 
@@ -83,7 +83,7 @@ def replay(plan: ReplayPlan, options: OwnerOptions, folder: Path) -> bool:
     slices = {entry.index: Path(entry.path) for entry in plan.slices}
     trainee = TorchTrainee(plan.runs[plan.rounds[0].run].train, files, slices, options, folder)
     found: list[RoundFindings] = []
-    for findings in Computation(plan, trainee, folder).rounds():
+    for findings in RoundComputation(plan, trainee, folder).rounds():
         found.append(findings)
         print(*describe_round(findings), sep="\n", flush=True)
     proven, verdict = conclude(found, len(plan.rounds))

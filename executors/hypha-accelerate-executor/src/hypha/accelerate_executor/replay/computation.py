@@ -96,7 +96,7 @@ class RoundFindings:
         return close and not (self.wrong or self.unproven)
 
 
-class Computation:
+class RoundComputation:
     """Computes the rounds of a plan one after the other."""
 
     def __init__(self, plan: ReplayPlan, trainee: Trainee, folder: Path) -> None:

@@ -21,7 +21,7 @@ import anyio.to_thread
 from cryptography.exceptions import UnsupportedAlgorithm
 
 from hypha_net._libp2p.security.contexts import TlsContexts
-from hypha_net.certificate_validation import CertificateVerifier, Chain, ExpiryWarnings, Rejection
+from hypha_net.certificate_validation import CertificateRejection, CertificateVerifier, Chain, ExpiryWarnings
 from hypha_net.errors import IdentityError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import FileState, Identity, file_state, reload_identity
@@ -59,7 +59,7 @@ class CertificateMonitor:
         self._clock = clock
         self._verifier = CertificateVerifier(identity)
         self._warnings = ExpiryWarnings()
-        self._own_rejection: Rejection | None = None
+        self._own_rejection: CertificateRejection | None = None
         self._pending: FileState | None = None
         """A change seen once; the files are reloaded when they look the same an interval later."""
         self._failed: FileState | None = None

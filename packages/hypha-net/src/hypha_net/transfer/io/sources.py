@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from hypha_net.endpoint import Stream
 from hypha_net.transfer.io.stream_copy import CHUNK, read_at, send_buffer, send_file
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous memory; pass the `memoryview` of other objects with a buffer, such as an array."""
@@ -24,7 +24,7 @@ Content = Path | FileIO | Buffer
 """What can be sent: a file by its path, an open file, or memory."""
 
 
-class Source(Protocol):
+class ReadableContent(Protocol):
     """Content that can be read repeatedly, from any byte on."""
 
     def size(self) -> int:
@@ -35,13 +35,13 @@ class Source(Protocol):
         """See `describe`."""
         ...
 
-    async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
+    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
         """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FileSource:
+class FileContent:
     """File, by its path."""
 
     path: Path
@@ -50,15 +50,15 @@ class FileSource:
         return str(self.path)
 
     def size(self) -> int:
-        """See `Source.size`."""
+        """See `ReadableContent.size`."""
         return self.path.stat().st_size
 
     async def describe(self) -> tuple[int, str]:
         """See `describe`."""
         return await anyio.to_thread.run_sync(_describe_path, self.path)
 
-    async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
-        """See `Source.send`."""
+    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
+        """See `ReadableContent.send`."""
         with self.path.open("rb", buffering=0) as file:
             await send_file(stream, file, offset, size, progress)
 
@@ -73,15 +73,15 @@ class OpenFileSource:
         return "the file"
 
     def size(self) -> int:
-        """See `Source.size`."""
+        """See `ReadableContent.size`."""
         return os.fstat(self.file.fileno()).st_size
 
     async def describe(self) -> tuple[int, str]:
         """See `describe`."""
         return await anyio.to_thread.run_sync(_describe, self.file)
 
-    async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
-        """See `Source.send`."""
+    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
+        """See `ReadableContent.send`."""
         await send_file(stream, self.file, offset, size, progress)
 
 
@@ -95,7 +95,7 @@ class MemorySource:
         return "the buffer"
 
     def size(self) -> int:
-        """See `Source.size`."""
+        """See `ReadableContent.size`."""
         return len(self.view)
 
     async def describe(self) -> tuple[int, str]:
@@ -103,12 +103,12 @@ class MemorySource:
         hasher = await anyio.to_thread.run_sync(blake3, self.view)
         return len(self.view), f"blake3:{hasher.hexdigest()}"
 
-    async def send(self, stream: Stream, offset: int, size: int, progress: Progress) -> None:
-        """See `Source.send`."""
+    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
+        """See `ReadableContent.send`."""
         await send_buffer(stream, self.view[offset:size], progress)
 
 
-def make_source(content: Content) -> Source:
+def make_source(content: Content) -> ReadableContent:
     """Return the source that reads `content`.
 
     Raises:
@@ -116,7 +116,7 @@ def make_source(content: Content) -> Source:
     """
     if isinstance(content, FileIO):
         return OpenFileSource(content)
-    return FileSource(content) if isinstance(content, Path) else MemorySource(memoryview(content).cast("B"))
+    return FileContent(content) if isinstance(content, Path) else MemorySource(memoryview(content).cast("B"))
 
 
 async def describe(content: Content) -> tuple[int, str]:

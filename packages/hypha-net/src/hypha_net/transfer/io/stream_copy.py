@@ -20,13 +20,13 @@ from hypha_net.errors import TransferError
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
 from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.io_thread import io_thread
-from hypha_net.transfer.progress import Progress
+from hypha_net.transfer.progress import TransferProgress
 
 CHUNK: Final = 2 << 20
 """Bytes read, or hashed and written, at a time: large enough to outweigh the cost of a thread switch."""
 
 
-async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progress: Progress) -> None:
+async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progress: TransferProgress) -> None:
     """Send the bytes from `offset` to `size` of an open file, wherever it stands; several may send it at once.
 
     Raises:
@@ -54,7 +54,7 @@ def read_at(file: FileIO, block: memoryview, offset: int) -> int:
     return os.preadv(file.fileno(), [block], offset) if block else 0
 
 
-async def _send(stream: Stream, block: memoryview, progress: Progress, pacer: TransferPacer) -> None:
+async def _send(stream: Stream, block: memoryview, progress: TransferProgress, pacer: TransferPacer) -> None:
     with anyio.CancelScope() as scope:
         while block:
             chunk, block = block[: pacer.chunk_size], block[pacer.chunk_size :]
@@ -73,7 +73,7 @@ def _extend_deadline(scope: anyio.CancelScope) -> None:
         scope.deadline = deadline
 
 
-async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) -> None:
+async def send_buffer(stream: Stream, buffer: memoryview, progress: TransferProgress) -> None:
     """Send bytes that are in memory.
 
     Raises:
@@ -82,7 +82,7 @@ async def send_buffer(stream: Stream, buffer: memoryview, progress: Progress) ->
     await _send(stream, buffer, progress, progress.pacer)
 
 
-async def receive_content(stream: Stream, content: IncomingContent, progress: Progress) -> None:
+async def receive_content(stream: Stream, content: IncomingContent, progress: TransferProgress) -> None:
     """Receive the rest of some content, up to its size or the clean end before it; keep what came in every case.
 
     Raises:
@@ -111,7 +111,7 @@ async def receive_content(stream: Stream, content: IncomingContent, progress: Pr
         await thread.result()
 
 
-async def receive_and_verify(stream: Stream, content: IncomingContent, progress: Progress) -> tuple[int, str]:
+async def receive_and_verify(stream: Stream, content: IncomingContent, progress: TransferProgress) -> tuple[int, str]:
     """Receive the rest of some content, verify and publish it; return its size and digest.
 
     Raises:
@@ -147,7 +147,7 @@ class _Block:
     def reset(self, wanted: int) -> None:
         self._wanted, self.count = self._whole[:wanted], 0
 
-    async def fill(self, stream: Stream, progress: Progress) -> bool:
+    async def fill(self, stream: Stream, progress: TransferProgress) -> bool:
         """Receive until the block is full (return True) or the stream has ended (return False)."""
         pacer = progress.pacer
         with anyio.CancelScope() as scope:

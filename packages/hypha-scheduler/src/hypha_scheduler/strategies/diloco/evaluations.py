@@ -15,7 +15,7 @@ _MAX_SAMPLES: Final = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class WeightsQuality:
     """Quality of the weights after a round."""
 
     loss: float
@@ -29,17 +29,17 @@ class Evaluation:
 class Evaluations:
     """Evaluations by round."""
 
-    _results: dict[int, Evaluation] = field(default_factory=dict)
+    _results: dict[int, WeightsQuality] = field(default_factory=dict)
 
     def add(self, round_number: int, loss: float, accuracy: float | None, samples: float) -> None:
         """Add the result of one worker, which `is_evaluation`; an accuracy outside 0 to 1 is left out."""
         if accuracy is not None and not 0 <= accuracy <= 1:
             accuracy = None
-        new = Evaluation(loss, accuracy, int(samples))
+        new = WeightsQuality(loss, accuracy, int(samples))
         known = self._results.get(round_number)
         self._results[round_number] = new if known is None else _mean(known, new)
 
-    def of(self, round_number: int) -> Evaluation | None:
+    def of(self, round_number: int) -> WeightsQuality | None:
         """Return the evaluation of a round so far."""
         return self._results.get(round_number)
 
@@ -85,11 +85,11 @@ def is_evaluation(loss: float, samples: float) -> bool:
     return math.isfinite(loss) and 1 <= samples <= _MAX_SAMPLES
 
 
-def _mean(first: Evaluation, second: Evaluation) -> Evaluation:
+def _mean(first: WeightsQuality, second: WeightsQuality) -> WeightsQuality:
     samples = first.samples + second.samples
     loss = (first.loss * first.samples + second.loss * second.samples) / samples
     if first.accuracy is None or second.accuracy is None:
         accuracy = second.accuracy if first.accuracy is None else first.accuracy
     else:
         accuracy = (first.accuracy * first.samples + second.accuracy * second.samples) / samples
-    return Evaluation(loss, accuracy, samples)
+    return WeightsQuality(loss, accuracy, samples)

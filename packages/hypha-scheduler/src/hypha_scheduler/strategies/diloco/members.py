@@ -34,7 +34,7 @@ class Standing(Enum):
 
 
 @dataclass(slots=True)
-class Member:
+class RoundMember:
     """One worker of a job."""
 
     round: int = 1
@@ -84,7 +84,7 @@ class Roster:
 
     minimum: int
     """Number of workers without which the job pauses."""
-    members: dict[PeerId, Member]
+    members: dict[PeerId, RoundMember]
 
     def expected(self, current: Round) -> list[PeerId]:
         """Return the members whose updates belong to a round."""

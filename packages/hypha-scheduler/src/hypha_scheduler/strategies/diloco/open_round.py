@@ -11,7 +11,7 @@ from hypha_scheduler.strategies.diloco.round_effects import RoundClosed
 
 
 @dataclass(slots=True)
-class Part:
+class RoundShare:
     """Part of one worker in one round."""
 
     last_at: float | None = None
@@ -89,7 +89,7 @@ class Round:
     """Whether it is the first of this run."""
     trains_at: float | None = None
     """Time at which the first batch of the job began, if in this round; before that, executors were starting."""
-    parts: dict[PeerId, Part] = field(default_factory=dict)
+    parts: dict[PeerId, RoundShare] = field(default_factory=dict)
     dropped: set[PeerId] = field(default_factory=set)
     """Members that were late or whose update was refused."""
     refused: set[PeerId] = field(default_factory=set)
@@ -143,10 +143,10 @@ class Round:
         part = self.parts.get(peer)
         return self.began_at if part is None or part.last_at is None else self.counted_from
 
-    def part(self, peer: PeerId) -> Part:
+    def part(self, peer: PeerId) -> RoundShare:
         """Return the part of a worker, empty if it has none yet."""
         part = self.parts.get(peer)
-        return self.parts.setdefault(peer, Part()) if part is None else part
+        return self.parts.setdefault(peer, RoundShare()) if part is None else part
 
     def has_posted(self, peer: PeerId) -> bool:
         """Return whether the update of a worker is under way."""
@@ -187,7 +187,7 @@ class Round:
         )
 
 
-def mean_loss(parts: Iterable[Part]) -> float | None:
+def mean_loss(parts: Iterable[RoundShare]) -> float | None:
     """Return the mean loss of those that have reported one, weighted by samples."""
     losses = [(part.loss, part.samples) for part in parts if part.loss is not None and part.samples]
     losses = [(loss, samples) for loss, samples in losses if math.isfinite(loss)]

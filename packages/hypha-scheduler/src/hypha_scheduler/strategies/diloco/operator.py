@@ -23,7 +23,7 @@ from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
-from hypha_scheduler.jobs.task_graph import Task, TaskState
+from hypha_scheduler.jobs.task_graph import TaskOfLease, TaskState
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -62,9 +62,9 @@ from hypha_scheduler.strategies.diloco.events import (
 )
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
-from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdates
+from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
 from hypha_scheduler.strategies.diloco.restarts import OTHER_MODEL, describe
-from hypha_scheduler.strategies.diloco.restore import Restored
+from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,
     Continued,
@@ -79,7 +79,7 @@ from hypha_scheduler.strategies.diloco.rounds import (
     StepOverdue,
     Suspected,
 )
-from hypha_scheduler.strategies.diloco.running_job import JobBuilder, JobData, RunningJob, task_key
+from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob, TrainingData, task_key
 from hypha_scheduler.strategies.diloco.server_handover import ServerHandover
 from hypha_scheduler.strategies.diloco.slices import ALL, LedgerFullError, NoUsableSliceError
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, role_requests
@@ -116,7 +116,7 @@ class DilocoOperator(Operator):
     """One running DiLoCo job."""
 
     def __init__(
-        self, job: DilocoJobConfig, context: JobContext, data: JobData, restored: Restored, now: float
+        self, job: DilocoJobConfig, context: JobContext, data: TrainingData, restored: RestoredTraining, now: float
     ) -> None:
         """Start without leases.
 
@@ -143,7 +143,7 @@ class DilocoOperator(Operator):
         self._commits = RoundCommits(
             data.result, context.notify, {number: CommittedRound(*found) for number, found in restored.commits.items()}
         )
-        self._files = OuterUpdates(context.job_id, context.directory, data.result, self._commits)
+        self._files = OuterUpdateFiles(context.job_id, context.directory, data.result, self._commits)
         self._update_bytes = 0
         self._is_dispatched = False
         self._exit_deadline: float | None = None
@@ -296,7 +296,7 @@ class DilocoOperator(Operator):
                 effects = self._task_ended(graph_task, update, now)
         return (*effects, *self._start_ready())
 
-    def _task_not_started(self, task: TaskRef, graph_task: Task, why: str, now: float) -> Effects:
+    def _task_not_started(self, task: TaskRef, graph_task: TaskOfLease, why: str, now: float) -> Effects:
         assert self._running is not None
         if self._is_unneeded(graph_task):
             return self._task_lost(graph_task, why, now)
@@ -305,7 +305,7 @@ class DilocoOperator(Operator):
         not_started = (self._handover if graph_task.role == AGGREGATE else self._membership).not_started
         return (*not_started(task, why, now), *self._check_outcome(now))
 
-    def _task_lost(self, task: Task, why: str, now: float) -> Effects:
+    def _task_lost(self, task: TaskOfLease, why: str, now: float) -> Effects:
         assert self._running is not None
         unneeded = self._is_unneeded(task)
         if not self._running.graph.end(task.name, TaskState.FAILED):
@@ -315,7 +315,7 @@ class DilocoOperator(Operator):
         lost = self._handover.lost(why, now) if task.role == AGGREGATE else self._membership.lost(task.peer, why, now)
         return (*lost, *self._check_outcome(now))
 
-    def _is_unneeded(self, task: Task) -> bool:
+    def _is_unneeded(self, task: TaskOfLease) -> bool:
         """Return whether the job goes on without a task: it waits for exits, or another one has taken its place."""
         running = self._running
         assert running is not None
@@ -325,7 +325,7 @@ class DilocoOperator(Operator):
             return running.server is None or running.server.lease.id != task.lease
         return running.workers.get(task.peer) != task.lease
 
-    def _task_ended(self, task: Task, end: TaskEnded, now: float) -> Effects:
+    def _task_ended(self, task: TaskOfLease, end: TaskEnded, now: float) -> Effects:
         running = self._running
         assert running is not None
         unneeded = self._is_unneeded(task)
@@ -504,7 +504,7 @@ class DilocoOperator(Operator):
     # ----------------------------------------------------------------------------------------------------------- files
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
-        """Serve what `OuterUpdates` has; the runner serves the start model."""
+        """Serve what `OuterUpdateFiles` has; the runner serves the start model."""
         return self._files.find(task, request)
 
     def on_push_request(

@@ -38,7 +38,7 @@ class NoRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class OuterUpdates:
+class OuterUpdateFiles:
     """Files of one job."""
 
     job_id: uuid.UUID

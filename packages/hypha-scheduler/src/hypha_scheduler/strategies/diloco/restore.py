@@ -229,7 +229,7 @@ class RefusedUpdate:
 
 
 @dataclass(slots=True)
-class Restored:
+class RestoredTraining:
     """State of a job after the records of an interrupted run."""
 
     began: BeganRecord | None = None
@@ -305,7 +305,7 @@ class Restored:
             raise JobFailedError(f"journal: it does not fit the dataset: {error}") from None
 
 
-def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
+def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredTraining:
     """Return the state after the records of a journal.
 
     Args:
@@ -420,7 +420,7 @@ class _Replay:
     """Applies records in their order."""
 
     def __init__(self) -> None:
-        self.state = Restored()
+        self.state = RestoredTraining()
         self.open: defaultdict[tuple[int, int], list[tuple[int, PeerId, SampleSpan]]] = defaultdict(list)
         """What workers have of each slice, numbered in the order of assignment."""
         self.assignments = 0
@@ -634,7 +634,7 @@ class _Replay:
                 left += [(number, peer, rest)] if rest.samples else []
             self.open[span.slice] = left
 
-    def finish(self) -> Restored:
+    def finish(self) -> RestoredTraining:
         """Return the state after all records."""
         assigned = defaultdict[PeerId, list[SampleSpan]](list)
         for _, peer, span in sorted(entry for found in self.open.values() for entry in found):

@@ -15,7 +15,7 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.diloco.batch_allocation import WorkerProgress, allocate_batches
 from hypha_scheduler.strategies.diloco.members import Roster
-from hypha_scheduler.strategies.diloco.open_round import Part, Round
+from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare
 from hypha_scheduler.strategies.diloco.round_effects import RoundSettings
 
 DECIDED_SHARE: Final = 0.5
@@ -67,7 +67,7 @@ class RoundAllocation:
             return max(part.remaining, min(wanted, room - untold))
         return max(0, min(wanted, math.ceil(room * wanted / max(1, wanted + untold))))
 
-    def _is_worth_telling(self, part: Part, current: Round, wanted: int, count: int) -> bool:
+    def _is_worth_telling(self, part: RoundShare, current: Round, wanted: int, count: int) -> bool:
         """Return whether a worker is told of `count` batches, where `wanted` would let all updates arrive together."""
         if part.remaining is None:
             return count >= _MIN_FIRST * wanted

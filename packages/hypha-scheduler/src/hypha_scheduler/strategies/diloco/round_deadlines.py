@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.strategies.diloco.members import Member, Roster, Standing
+from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round
 from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings, Suspected
 from hypha_scheduler.strategies.diloco.suspicion import PATIENCE, suspicious_after
@@ -168,7 +168,7 @@ class RoundDeadlines:
         }
         return {peer: at for peer, at in found.items() if at is not None}
 
-    def _replaced_at(self, member: Member, *, is_paused: bool) -> float | None:
+    def _replaced_at(self, member: RoundMember, *, is_paused: bool) -> float | None:
         if member.standing in (Standing.PREPARING, Standing.JOINED):
             return max(member.since, member.seen_at) + self.settings.timeouts.start_timeout()
         if member.standing is Standing.AWAY and is_paused:

@@ -17,8 +17,8 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
-from hypha_scheduler.strategies.diloco.members import Member, Roster, Standing
-from hypha_scheduler.strategies.diloco.open_round import Part, Round, mean_loss
+from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
+from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare, mean_loss
 from hypha_scheduler.strategies.diloco.pauses import Pauses
 from hypha_scheduler.strategies.diloco.round_allocation import RoundAllocation
 from hypha_scheduler.strategies.diloco.round_deadlines import RoundDeadlines
@@ -68,7 +68,7 @@ class Rounds:
         """Start the round after `closed` with `members`."""
         self._settings = settings
         self._first = closed + 1
-        self._members = {peer: Member(self._first, since=now, seen_at=now) for peer in members}
+        self._members = {peer: RoundMember(self._first, since=now, seen_at=now) for peer in members}
         self._rounds: dict[int, Round] = {self._first: Round(self._first, now, is_first=True)}
         self._roster = Roster(settings.min_members, self._members)
         self._deadlines = RoundDeadlines(settings, self._roster, self._rounds, self._first)
@@ -146,7 +146,7 @@ class Rounds:
 
     def add(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
         """Add a worker that was given a task: until it joins, no round expects it."""
-        self._members[peer] = Member(self._closed + 1, Standing.PREPARING, since=now, seen_at=now)
+        self._members[peer] = RoundMember(self._closed + 1, Standing.PREPARING, since=now, seen_at=now)
         return self._go_on(now)
 
     def note_joins(self, peer: PeerId) -> None:
@@ -218,7 +218,7 @@ class Rounds:
             member.change(Standing.AWAY, now)
         return True
 
-    def _admit(self, peer: PeerId, member: Member, now: float) -> None:
+    def _admit(self, peer: PeerId, member: RoundMember, now: float) -> None:
         current = self._begin_open(now)
         current.dropped.discard(peer)
         current.parts.pop(peer, None)
@@ -242,7 +242,7 @@ class Rounds:
             return effects
         return (*effects, AnnounceRound(current.number, current.announced, self._hurry()))
 
-    def _give_up(self, peer: PeerId, member: Member, why: str, now: float) -> tuple[Effect, ...]:
+    def _give_up(self, peer: PeerId, member: RoundMember, why: str, now: float) -> tuple[Effect, ...]:
         """Go on without what a worker has trained in open rounds, apart from updates that are under way."""
         if member.standing is Standing.PREPARING:
             return ()
@@ -387,14 +387,14 @@ class Rounds:
         part = self._part_in(peer, number)
         return None if part is None or part.remaining is None else part.reported + part.remaining
 
-    def _part_in(self, peer: PeerId, number: int) -> Part | None:
+    def _part_in(self, peer: PeerId, number: int) -> RoundShare | None:
         """Return the part of a worker in a round; None if it is not in this one."""
         member = self._members.get(peer)
         if member is None or member.standing is Standing.PREPARING or member.round != number:
             return None
         return self._rounds[number].part(peer)
 
-    def _came_back(self, peer: PeerId, member: Member, current: Round, now: float) -> None:
+    def _came_back(self, peer: PeerId, member: RoundMember, current: Round, now: float) -> None:
         """Expect the update of a worker that reports in a round that still needs it."""
         member.heard(now)
         if self._can_return(peer, current):
@@ -407,7 +407,9 @@ class Rounds:
         is_open = current.number > self._closed and current.announced_at is None and peer not in current.refused
         return is_open and self._members[peer].standing in (Standing.JOINED, Standing.AWAY)
 
-    def _measure_batches(self, member: Member, part: Part, batches: Sequence[MeasuredBatch], now: float) -> None:
+    def _measure_batches(
+        self, member: RoundMember, part: RoundShare, batches: Sequence[MeasuredBatch], now: float
+    ) -> None:
         if not member.has_trained and part.last_at is not None:
             self._settings.timeouts.observe_start(now - member.since)
         member.has_trained = True
@@ -522,7 +524,7 @@ class Rounds:
     def _taking_part(self) -> list[PeerId]:
         return [p for p, m in self._members.items() if m.standing in (Standing.TRAINING, Standing.JOINED)]
 
-    def _next_round(self, peer: PeerId, member: Member, now: float) -> None:
+    def _next_round(self, peer: PeerId, member: RoundMember, now: float) -> None:
         """Let a worker that has merged the outer update of its round begin the next one."""
         if (closed_at := self._rounds[member.round].closed_at) is not None and now >= closed_at:
             member.rhythm.merges.append(now - closed_at)
@@ -534,7 +536,7 @@ class Rounds:
             self._catch_up(peer, member, current, now)
         self._forget_rounds()
 
-    def _catch_up(self, peer: PeerId, member: Member, current: Round, now: float) -> None:
+    def _catch_up(self, peer: PeerId, member: RoundMember, current: Round, now: float) -> None:
         """Let a worker that was late, and does not ask with which round it begins, take part again."""
         if current.announced_at is not None:
             current.dropped.add(peer)
@@ -714,7 +716,7 @@ class Rounds:
         current.is_first, current.trains_at = False, now
         for peer, (samples, batches) in posted.items():
             if peer in self._members:
-                current.parts[peer] = Part(samples=samples, batches=batches, posted_at=now)
+                current.parts[peer] = RoundShare(samples=samples, batches=batches, posted_at=now)
         if announced is not None:
             current.announced_at, current.was_announced = now, True
             current.dropped |= self._members.keys() - set(announced)

@@ -12,13 +12,13 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
-from hypha_scheduler.jobs.task_graph import Task, TaskGraph
+from hypha_scheduler.jobs.task_graph import DependencyGraph, TaskOfLease
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import term_record
 from hypha_scheduler.strategies.diloco.restarts import Restarts
-from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, Restored
+from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
@@ -34,7 +34,7 @@ PARAMETER_SERVER: Final = "parameter-server"
 
 
 @dataclass(frozen=True, slots=True)
-class JobData:
+class TrainingData:
     """What a DiLoCo job works with, once it is prepared."""
 
     dataset: DatasetView
@@ -61,7 +61,7 @@ class RunningJob:
     barrier: StartBarrier
     slots: Slots
     worker_list: WorkerList
-    graph: TaskGraph = field(default_factory=lambda: TaskGraph(()))
+    graph: DependencyGraph = field(default_factory=lambda: DependencyGraph(()))
     tasks: dict[str, TaskRef] = field(default_factory=dict)
     """By their names in `graph`."""
     restarts: Restarts = field(default_factory=Restarts)
@@ -126,7 +126,9 @@ class RunningJob:
         inputs, outputs = {START_MODEL}, set[str]()
         (outputs if ref.lease.role == AGGREGATE else inputs).add(PARAMETER_SERVER)
         name = task_key(ref)
-        self.graph.add(Task(name, ref.lease.role, ref.lease.peer, ref.lease.id, frozenset(inputs), frozenset(outputs)))
+        self.graph.add(
+            TaskOfLease(name, ref.lease.role, ref.lease.peer, ref.lease.id, frozenset(inputs), frozenset(outputs))
+        )
         self.tasks[name] = ref
         return ref
 
@@ -179,8 +181,8 @@ class JobBuilder:
 
     job: DilocoJobConfig
     context: JobContext
-    data: JobData
-    restored: Restored
+    data: TrainingData
+    restored: RestoredTraining
 
     def begin(self, leases: Sequence[Lease], now: float) -> RunningJob:
         """Return the state of a job with new workers, after the last recorded round, in a new term."""

@@ -23,9 +23,9 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
-from hypha_scheduler.strategies.diloco.restore import Restored, restore
+from hypha_scheduler.strategies.diloco.restore import RestoredTraining, restore
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
-from hypha_scheduler.strategies.diloco.running_job import JobBuilder, JobData
+from hypha_scheduler.strategies.diloco.running_job import JobBuilder, TrainingData
 from hypha_scheduler.strategies.diloco.specs import outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
 
@@ -81,7 +81,7 @@ async def _open(
     yield DilocoOperator(job, context, data, restored, began)
 
 
-async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored) -> JobData:
+async def _prepare(job: DilocoJobConfig, context: JobContext, restored: RestoredTraining) -> TrainingData:
     timeout = job.resources.allocation_timeout
     dataset, manifest = await _open_dataset(job, context, restored)
     preprocessor_dir = None if job.preprocessor is None else context.directory / "preprocessor"
@@ -105,7 +105,7 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
             await context.open_dataset(job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json")
         )
     digest = await anyio.to_thread.run_sync(_model_digest, result)
-    data = JobData(
+    data = TrainingData(
         dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
         digest, partial(_prove, context.directory),
     )  # fmt: skip
@@ -114,7 +114,7 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
 
 
 async def _open_dataset(
-    job: DilocoJobConfig, context: JobContext, restored: Restored
+    job: DilocoJobConfig, context: JobContext, restored: RestoredTraining
 ) -> tuple[DatasetView, str | None]:
     """Open the training data; return them and the digest of their manifest.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import ROUND_SECONDS
 from hypha_scheduler.strategies.base import TrafficCounts
-from hypha_scheduler.strategies.diloco.restore import Restored
+from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
 
@@ -52,7 +52,7 @@ def summarize(
     }
 
 
-def summarize_restored(restored: Restored) -> dict[str, object]:
+def summarize_restored(restored: RestoredTraining) -> dict[str, object]:
     """Return what a job has done whose rounds were all recorded by an earlier run of the scheduler."""
     workers = [
         {"peer": str(peer), "samples": restored.samples[peer], "batches": restored.batches[peer]}

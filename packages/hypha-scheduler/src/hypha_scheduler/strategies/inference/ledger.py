@@ -23,7 +23,7 @@ class SliceState(Enum):
 
 
 @dataclass(slots=True)
-class SliceLedger:
+class PartLedger:
     """State of every slice of one job."""
 
     rows: Sequence[int]
@@ -50,7 +50,7 @@ class SliceLedger:
         self._queue = deque(index for index in range(len(self.rows)) if index not in self._committed)
 
     @classmethod
-    def restored(cls, rows: Sequence[int], committed: Iterable[int]) -> SliceLedger:
+    def restored(cls, rows: Sequence[int], committed: Iterable[int]) -> PartLedger:
         """Return the ledger of a job that has committed some slices."""
         return cls(rows, set(committed))
 

@@ -49,13 +49,13 @@ from hypha_scheduler.strategies.base import (
     WriteJournal,
 )
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
-from hypha_scheduler.strategies.inference.ledger import SliceLedger, SliceState
+from hypha_scheduler.strategies.inference.ledger import PartLedger, SliceState
 from hypha_scheduler.strategies.inference.part_check import largest_part
-from hypha_scheduler.strategies.inference.parts import Part, PartFiles, part_name, slice_of
-from hypha_scheduler.strategies.inference.restore import BEGIN, PART, Identity, Restored, part_record
+from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, part_name, slice_of
+from hypha_scheduler.strategies.inference.restore import BEGIN, PART, JobIdentity, RestoredInference, part_record
 from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
-from hypha_scheduler.strategies.inference.workers import Worker, Workers
+from hypha_scheduler.strategies.inference.workers import InferenceWorker, InferenceWorkers
 
 MAX_IN_HAND: Final = 2
 """Slices that are assigned to one executor: one that it computes, and the next."""
@@ -101,29 +101,31 @@ class RefusedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class JobData:
+class InferenceData:
     """What an inference job works with, once it is prepared."""
 
     dataset: DatasetView
-    identity: Identity
+    identity: JobIdentity
     spec: TaskSpec
     files: PartFiles
-    finish: Callable[[Sequence[Part]], Awaitable[None]]
+    finish: Callable[[Sequence[CommittedPart]], Awaitable[None]]
     """Writes the manifest of the results and audits them; raises `JobFailedError` if something is wrong."""
 
 
 class InferenceOperator(Operator):
     """One running inference job."""
 
-    def __init__(self, job: InferenceJobConfig, context: JobContext, data: JobData, restored: Restored) -> None:
+    def __init__(
+        self, job: InferenceJobConfig, context: JobContext, data: InferenceData, restored: RestoredInference
+    ) -> None:
         """Start without leases, with the parts that an interrupted run has committed."""
         self._job = job
         self._context = context
         self._data = data
         self._is_resumed = restored.identity is not None
         self._parts = dict(restored.parts)
-        self._ledger = SliceLedger.restored(data.files.rows, restored.parts)
-        self._workers = Workers()
+        self._ledger = PartLedger.restored(data.files.rows, restored.parts)
+        self._workers = InferenceWorkers()
         self._tally = Tally(began=0.0)
         for index, part in restored.parts.items():
             self._tally.restore(restored.worker_of[index], part.counts)
@@ -169,7 +171,7 @@ class InferenceOperator(Operator):
         else:
             self._avoidance.stop_seeking(ROLE)
 
-    def _rests(self, worker: Worker) -> bool:
+    def _rests(self, worker: InferenceWorker) -> bool:
         """Return whether another worker is sought before a task starts on a lease."""
         if worker.is_leaving or self._workers.working or self._avoidance.gives_in(ROLE, self._now):
             return False
@@ -241,7 +243,7 @@ class InferenceOperator(Operator):
             return ()
         return (*self._leave(worker, "its worker drains", seconds), *self._start_tasks(now))
 
-    def _leave(self, worker: Worker, reason: str, seconds: float) -> Effects:
+    def _leave(self, worker: InferenceWorker, reason: str, seconds: float) -> Effects:
         worker.is_leaving = True
         if worker.task is None:
             return ()
@@ -262,7 +264,7 @@ class InferenceOperator(Operator):
             return (*self._attempt_failed(task, worker, why, now), *self._continue(now))
         return self._task_ended(task, worker, update, now)
 
-    def _task_ended(self, task: TaskRef, worker: Worker, end: TaskEnded, now: float) -> Effects:
+    def _task_ended(self, task: TaskRef, worker: InferenceWorker, end: TaskEnded, now: float) -> Effects:
         held = self._ledger.release(task)
         if self._may_end(worker, end, held):
             return self._continue(now)
@@ -296,7 +298,7 @@ class InferenceOperator(Operator):
             self._ledger.failed_at[index].add(peer)
         return self._avoidance.record_failure(ROLE, peer, None, reason, now)
 
-    def _may_end(self, worker: Worker, end: TaskEnded, held: Sequence[int]) -> bool:
+    def _may_end(self, worker: InferenceWorker, end: TaskEnded, held: Sequence[int]) -> bool:
         """Return whether an attempt was to end; one that drains may have a slice left that it did not begin."""
         if end.state is TaskState.FAILED:
             return False
@@ -308,7 +310,7 @@ class InferenceOperator(Operator):
         return (*self._start_tasks(now), *self._end_if_over(now))
 
     def _attempt_failed(
-        self, task: TaskRef, worker: Worker, why: str, now: float, held: Sequence[int] = ()
+        self, task: TaskRef, worker: InferenceWorker, why: str, now: float, held: Sequence[int] = ()
     ) -> tuple[Effect, ...]:
         """Count a failed attempt; the first of the slices in hand is the one that was computed."""
         if self._ledger.unfinished == 0:
@@ -396,7 +398,7 @@ class InferenceOperator(Operator):
         worker.waits_since = None
         return SliceToUse(0, index)
 
-    def _wait(self, worker: Worker, held: Sequence[int], now: float) -> SliceToUse | RetryAfter:
+    def _wait(self, worker: InferenceWorker, held: Sequence[int], now: float) -> SliceToUse | RetryAfter:
         """Let an executor wait; after some time it gets the first of its slices again.
 
         It may not know of that slice, if the answer that assigned it was lost. If it does, it computes it twice.
@@ -457,7 +459,7 @@ class InferenceOperator(Operator):
         worker = self._workers.running(task)
         if index is None or counts is None or worker is None or not self._ledger.commit(task, index):
             return self._drop(task, index, path)
-        part = Part(index, counts, digest, path.name)
+        part = CommittedPart(index, counts, digest, path.name)
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
         self._barren = worker.failures = 0
@@ -504,7 +506,7 @@ class InferenceOperator(Operator):
         self._data.files.checked.pop(path, None)
         return self._drop(task, slice_of(header.name), path)
 
-    def _event_of(self, part: Part, task: TaskRef) -> dict[str, object]:
+    def _event_of(self, part: CommittedPart, task: TaskRef) -> dict[str, object]:
         counts = part.counts
         fields: dict[str, object] = {
             "slice": part.index, "worker": str(task.lease.peer), "rows": counts.rows, "errors": counts.errors,

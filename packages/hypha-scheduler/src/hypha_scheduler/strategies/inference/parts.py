@@ -46,7 +46,7 @@ def slice_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CommittedPart:
     """A committed part, as the journal records it."""
 
     index: int
@@ -122,7 +122,7 @@ class PartFiles:
         sync_to_disk(path)
         return counts
 
-    async def move(self, part: Part) -> None:
+    async def move(self, part: CommittedPart) -> None:
         """Move a part that the journal has to the results.
 
         Raises:
@@ -130,7 +130,7 @@ class PartFiles:
         """
         await anyio.to_thread.run_sync(self._move, part)
 
-    def _move(self, part: Part) -> None:
+    def _move(self, part: CommittedPart) -> None:
         target = self.results / part_name(part.index)
         os.replace(self.incoming / part.file, target)
         sync_to_disk(self.results)
@@ -141,7 +141,7 @@ class PartFiles:
 
     # ---------------------------------------------------------------------------------------------- start and end
 
-    def verify(self, parts: Iterable[Part]) -> list[str]:
+    def verify(self, parts: Iterable[CommittedPart]) -> list[str]:
         """Return what is wrong with the files of committed parts, and which others are among the results."""
         known = {part_name(part.index): part for part in parts}
         faults = [fault for part in known.values() if (fault := self._fault_of(part)) is not None]
@@ -151,7 +151,7 @@ class PartFiles:
             faults.append(f"{self.results} holds {shown}, which this job did not write; move other files away")
         return faults
 
-    def _fault_of(self, part: Part) -> str | None:
+    def _fault_of(self, part: CommittedPart) -> str | None:
         path = self.results / part_name(part.index)
         if not path.is_file():
             path = self.incoming / part.file
@@ -161,7 +161,7 @@ class PartFiles:
             return f"{path}: the content is {found}, and the journal has {part.digest}"
         return None
 
-    def settle(self, parts: Iterable[Part]) -> None:
+    def settle(self, parts: Iterable[CommittedPart]) -> None:
         """Finish what a crash has interrupted: move parts that the journal has, and remove others."""
         self.create()
         for part in parts:
@@ -171,7 +171,7 @@ class PartFiles:
         for name in _names(self.incoming):
             (self.incoming / name).unlink()
 
-    def write_manifest(self, dataset: str, parts: Iterable[Part], columns: Mapping[str, str]) -> None:
+    def write_manifest(self, dataset: str, parts: Iterable[CommittedPart], columns: Mapping[str, str]) -> None:
         """Write the manifest of the results, which makes them a dataset."""
         entries = tuple(
             SliceEntry(file=part_name(part.index), samples=part.counts.rows, size=part.counts.size, digest=part.digest)

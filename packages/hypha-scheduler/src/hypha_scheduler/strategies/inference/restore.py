@@ -12,7 +12,7 @@ from hypha_proto.job_spec import HuggingFaceReference, UriReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Artifact, TaskRef
 from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
-from hypha_scheduler.strategies.inference.parts import Part
+from hypha_scheduler.strategies.inference.parts import CommittedPart
 
 VERSION: Final = 1
 """Version of the records of this strategy."""
@@ -23,7 +23,7 @@ PART: Final = "part"
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class JobIdentity:
     """What decides the results of a job: a resumed one must have the same."""
 
     dataset: str
@@ -50,12 +50,12 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Restored:
+class RestoredInference:
     """State of an interrupted run."""
 
     identity: Mapping[str, Any] | None = None
     """Fields of the first record; None if there is none."""
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, CommittedPart] = field(default_factory=dict)
     """Committed parts by slice."""
     worker_of: dict[int, PeerId] = field(default_factory=dict)
     """Worker of each part by slice."""
@@ -72,7 +72,7 @@ def describe_artifact(artifact: Artifact) -> dict[str, Any]:
     return {"files": {file.name: file.offered.digest for file in artifact.files}}
 
 
-def part_record(part: Part, number: int, task: TaskRef) -> dict[str, object]:
+def part_record(part: CommittedPart, number: int, task: TaskRef) -> dict[str, object]:
     """Return the fields of the record of a part, the `number`-th of the job."""
     counts = part.counts
     kinds = {name: [kind.rows, kind.example] for name, kind in counts.error_kinds.items()}
@@ -91,13 +91,13 @@ def part_record(part: Part, number: int, task: TaskRef) -> dict[str, object]:
     } | ({"error_kinds": kinds} if kinds else {})
 
 
-def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
+def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredInference:
     """Return the state after the records of a journal.
 
     Raises:
         JobFailedError: a record is malformed or of another version, or a slice was committed twice.
     """
-    state = Restored()
+    state = RestoredInference()
     for record in journal:
         try:
             if record.get("record") == BEGIN and state.identity is None:
@@ -115,14 +115,14 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> Restored:
     return state
 
 
-def _add_part(state: Restored, record: Mapping[str, Any]) -> None:
+def _add_part(state: RestoredInference, record: Mapping[str, Any]) -> None:
     index = int(record["slice"])
     if index in state.parts:
         raise ValueError(f"slice {index} was committed before")
     kinds = {name: ErrorKind(int(rows), str(text)) for name, (rows, text) in record.get("error_kinds", {}).items()}
     rows, errors, tokens, size = (int(record[key]) for key in ("rows", "errors", "tokens", "size"))
     counts = PartCounts(rows, errors, tokens, size, kinds)
-    state.parts[index] = Part(index, counts, str(record["digest"]), str(record["file"]))
+    state.parts[index] = CommittedPart(index, counts, str(record["digest"]), str(record["file"]))
     state.worker_of[index] = PeerId.parse(record["worker"])
 
 

@@ -20,9 +20,15 @@ from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ModelTable
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
-from hypha_scheduler.strategies.inference.operator import InferenceOperator, JobData
-from hypha_scheduler.strategies.inference.parts import Part, PartFiles, digest_of, raise_faults
-from hypha_scheduler.strategies.inference.restore import Identity, Restored, describe_artifact, differences, restore
+from hypha_scheduler.strategies.inference.operator import InferenceData, InferenceOperator
+from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, digest_of, raise_faults
+from hypha_scheduler.strategies.inference.restore import (
+    JobIdentity,
+    RestoredInference,
+    describe_artifact,
+    differences,
+    restore,
+)
 from hypha_scheduler.strategies.inference.specs import dataset_faults, result_columns, task_spec
 
 MANIFEST: Final = "manifest.json"
@@ -53,7 +59,7 @@ class _Sources:
     dataset: DatasetView
     model: Artifact
     preprocessor: Artifact | None
-    identity: Identity
+    identity: JobIdentity
 
 
 @asynccontextmanager
@@ -87,7 +93,7 @@ async def _open_sources(
     preprocessor = None
     if job.preprocessor is not None:
         preprocessor = await context.prepare_artifact(job.preprocessor, "preprocessor", scratch / "preprocessor")
-    identity = Identity(
+    identity = JobIdentity(
         dataset=dataset.name,
         manifest=await anyio.to_thread.run_sync(digest_of, manifest),
         slices=len(dataset.samples),
@@ -115,8 +121,8 @@ def _remove_stale_sources(directory: Path, scratch: Path) -> None:
 
 
 async def _prepare(
-    job: InferenceJobConfig, context: JobContext, sources: _Sources, restored: Restored, scratch: Path
-) -> JobData:
+    job: InferenceJobConfig, context: JobContext, sources: _Sources, restored: RestoredInference, scratch: Path
+) -> InferenceData:
     """Check what is there, and only then change files."""
     files = PartFiles(context.directory, [samples or 0 for samples in sources.dataset.samples], job.inference.task)
     if restored.identity is not None and (other := differences(restored.identity, sources.identity.record())):
@@ -128,7 +134,7 @@ async def _prepare(
     await anyio.Path(scratch / MANIFEST).replace(context.directory / MANIFEST)
     columns = result_columns(job, sources.dataset)
     preprocessor = None if sources.preprocessor is None else sources.preprocessor.reference
-    return JobData(
+    return InferenceData(
         dataset=sources.dataset,
         identity=sources.identity,
         spec=task_spec(job, sources.model.reference, preprocessor),
@@ -137,7 +143,7 @@ async def _prepare(
     )
 
 
-async def _finish(files: PartFiles, dataset: str, columns: Mapping[str, str], parts: Sequence[Part]) -> None:
+async def _finish(files: PartFiles, dataset: str, columns: Mapping[str, str], parts: Sequence[CommittedPart]) -> None:
     """Write the manifest of the results, and audit them.
 
     Raises:

@@ -10,7 +10,7 @@ from hypha_scheduler.strategies.base import Lease, TaskRef
 
 
 @dataclass(slots=True)
-class Worker:
+class InferenceWorker:
     """A lease, and the attempt that runs on it."""
 
     lease: Lease
@@ -46,14 +46,14 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Workers:
+class InferenceWorkers:
     """All leases of one job."""
 
-    _by_lease: dict[uuid.UUID, Worker] = field(default_factory=dict)
+    _by_lease: dict[uuid.UUID, InferenceWorker] = field(default_factory=dict)
     _count: int = 0
     """Leases so far; numbers the tasks."""
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[InferenceWorker]:
         return iter(self._by_lease.values())
 
     def __len__(self) -> int:
@@ -63,17 +63,17 @@ class Workers:
         """Add new leases."""
         for lease in leases:
             self._count += 1
-            self._by_lease[lease.id] = Worker(lease, f"inference-{self._count}")
+            self._by_lease[lease.id] = InferenceWorker(lease, f"inference-{self._count}")
 
-    def remove(self, lease: Lease) -> Worker | None:
+    def remove(self, lease: Lease) -> InferenceWorker | None:
         """Remove a lease that is no longer held."""
         return self._by_lease.pop(lease.id, None)
 
-    def get(self, lease: Lease) -> Worker | None:
+    def get(self, lease: Lease) -> InferenceWorker | None:
         """Return the worker of a lease, or None if it is not held."""
         return self._by_lease.get(lease.id)
 
-    def running(self, task: TaskRef) -> Worker | None:
+    def running(self, task: TaskRef) -> InferenceWorker | None:
         """Return the worker that runs an attempt, or None."""
         worker = self.get(task.lease)
         return worker if worker is not None and worker.task == task else None
@@ -88,6 +88,6 @@ class Workers:
         """Number of workers with a task."""
         return sum(worker.task is not None for worker in self)
 
-    def idle(self) -> Sequence[Worker]:
+    def idle(self) -> Sequence[InferenceWorker]:
         """Return the workers without a task, the oldest first."""
         return [worker for worker in self if worker.task is None]

@@ -18,7 +18,7 @@ from hypha_scheduler.strategies.tasks.graph import Key
 
 
 @dataclass(slots=True)
-class Stored:
+class MadeOutput:
     """An output that exists."""
 
     output: StoredOutput
@@ -43,7 +43,7 @@ class Stored:
 class OutputLedger:
     """Outputs that exist."""
 
-    _by_key: dict[Key, Stored] = field(default_factory=dict)
+    _by_key: dict[Key, MadeOutput] = field(default_factory=dict)
     _by_lease: defaultdict[uuid.UUID, set[Key]] = field(default_factory=lambda: defaultdict(set))
     _copies: dict[str, Key] = field(default_factory=dict)
     """Outputs with a copy, by the name under which their files are pulled."""
@@ -54,17 +54,17 @@ class OutputLedger:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
-    def get(self, key: Key) -> Stored | None:
+    def get(self, key: Key) -> MadeOutput | None:
         """Return an output, or None if it does not exist."""
         return self._by_key.get(key)
 
-    def add(self, key: Key, stored: Stored) -> None:
+    def add(self, key: Key, stored: MadeOutput) -> None:
         """Record an output."""
         self._by_key[key] = stored
         if stored.lease is not None:
             self._by_lease[stored.lease].add(key)
 
-    def remove(self, key: Key) -> Stored | None:
+    def remove(self, key: Key) -> MadeOutput | None:
         """Remove an output from the ledger, and return it."""
         stored = self._by_key.pop(key, None)
         if stored is not None:
@@ -90,7 +90,7 @@ class OutputLedger:
         stored.copy = path
         self._copies.setdefault(stored.output.dataset, key)
 
-    def copy_of(self, dataset: str) -> Stored | None:
+    def copy_of(self, dataset: str) -> MadeOutput | None:
         """Return the output whose copy is served under a name."""
         key = self._copies.get(dataset)
         return None if key is None else self._by_key.get(key)

@@ -22,7 +22,7 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_scheduler.strategies.base import SendMessage
-from hypha_scheduler.strategies.tasks.ledger import Stored
+from hypha_scheduler.strategies.tasks.ledger import MadeOutput
 
 MAX_FILES: Final = 4000
 """Largest number of files of a resource; the runner refuses answers with more."""
@@ -33,7 +33,7 @@ def gone(reason: str) -> ResourceLocation:
     return ResourceLocation(gone=Gone(reason=reason))
 
 
-def pull(parts: Sequence[Stored], scheduler: PeerId) -> ResourceLocation:
+def pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:
     """Answer that the parts of a result are to be pulled from their holders, or from the scheduler's copies."""
     files = tuple(
         LocatedFile(
@@ -50,7 +50,7 @@ def pull(parts: Sequence[Stored], scheduler: PeerId) -> ResourceLocation:
 
 
 def push(
-    parts: Sequence[Stored], job: uuid.UUID, delivery: uuid.UUID, to: PeerId, tag: str
+    parts: Sequence[MadeOutput], job: uuid.UUID, delivery: uuid.UUID, to: PeerId, tag: str
 ) -> tuple[ResourceLocation, tuple[SendMessage, ...]]:
     """Answer that holders push the parts of a result, and tell them to; each part has a holder."""
     files: list[LocatedFile] = []
@@ -77,7 +77,7 @@ def push(
     return ResourceLocation(pushed=answer), messages
 
 
-def _files(parts: Sequence[Stored]) -> Iterator[tuple[Stored, int, str]]:
+def _files(parts: Sequence[MadeOutput]) -> Iterator[tuple[MadeOutput, int, str]]:
     """Yield part, index and path of each file: the parts of several instances are entries named by their index."""
     for number, part in enumerate(parts):
         for index, file in enumerate(part.output.files):
@@ -85,6 +85,6 @@ def _files(parts: Sequence[Stored]) -> Iterator[tuple[Stored, int, str]]:
             yield part, index, "/".join((*folder, *filter(None, (file.path,))))
 
 
-def _holders(part: Stored, scheduler: PeerId) -> tuple[PeerId, ...]:
+def _holders(part: MadeOutput, scheduler: PeerId) -> tuple[PeerId, ...]:
     holder = () if part.holder is None else (part.holder,)
     return holder if part.copy is None else (*holder, scheduler)

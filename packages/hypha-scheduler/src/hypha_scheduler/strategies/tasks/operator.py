@@ -40,8 +40,8 @@ from hypha_scheduler.strategies.tasks import locations, records
 from hypha_scheduler.strategies.tasks.collection import FETCH, Collection
 from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
 from hypha_scheduler.strategies.tasks.instances import Instance, Instances
-from hypha_scheduler.strategies.tasks.ledger import OutputLedger, Stored
-from hypha_scheduler.strategies.tasks.placement import HeldLease, Placement
+from hypha_scheduler.strategies.tasks.ledger import MadeOutput, OutputLedger
+from hypha_scheduler.strategies.tasks.placement import Placement, TaskLease
 from hypha_scheduler.strategies.tasks.summary import summarize
 
 MAX_LOSSES: Final = 10
@@ -79,7 +79,7 @@ _NO_RUN: Final = "the attempt is not the one that runs"
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RunningAttempt:
     """An attempt that runs."""
 
     task: base.TaskRef
@@ -115,7 +115,7 @@ class TasksOperator(base.Operator):
     avoidance: Avoidance = field(default_factory=lambda: Avoidance(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
     collection: Collection = field(init=False)
-    _running: dict[uuid.UUID, Run] = field(default_factory=dict)
+    _running: dict[uuid.UUID, RunningAttempt] = field(default_factory=dict)
     """By lease."""
     _made: dict[Key, StoredOutput] = field(default_factory=dict)
     """What the last attempt has made, also when it is released."""
@@ -268,13 +268,13 @@ class TasksOperator(base.Operator):
                 return self._progress_events(run)
         return ()
 
-    def _ready(self, run: Run, now: float) -> None:
+    def _ready(self, run: RunningAttempt, now: float) -> None:
         timeout = run.instance.task.table.timeout
         if timeout is not None and not run.is_ready:
             self._set_deadline(now + timeout + BACKSTOP, "late", run)
         run.is_ready = True
 
-    def _progress_events(self, run: Run) -> tuple[EmitEvent, ...]:
+    def _progress_events(self, run: RunningAttempt) -> tuple[EmitEvent, ...]:
         """Return the event about progress that none tells of yet."""
         progress, run.progress = run.progress, None
         if progress is None:
@@ -301,9 +301,9 @@ class TasksOperator(base.Operator):
             _, _, kind, what = heapq.heappop(self._deadlines)
             if kind == "pause" and isinstance(what, Instance):
                 self.instances.end_pause(what)
-            elif kind == "late" and isinstance(what, Run):
+            elif kind == "late" and isinstance(what, RunningAttempt):
                 self._stop_late(what)
-            elif kind == "unready" and isinstance(what, Run):
+            elif kind == "unready" and isinstance(what, RunningAttempt):
                 self._stop_unready(what, now)
             elif kind == "fetch" and isinstance(what, tuple):
                 self.collection.add(what)
@@ -339,18 +339,18 @@ class TasksOperator(base.Operator):
 
     # ----------------------------------------------------------------------------------------------- ends of attempts
 
-    def _run_of(self, task: base.TaskRef) -> Run | None:
+    def _run_of(self, task: base.TaskRef) -> RunningAttempt | None:
         run = self._running.get(task.lease.id)
         return run if run is not None and run.task == task and not self._is_over else None
 
-    def _not_started(self, run: Run, held: HeldLease | None, reason: str, now: float) -> None:
+    def _not_started(self, run: RunningAttempt, held: TaskLease | None, reason: str, now: float) -> None:
         self.placement.leases.pop(run.task.lease.id, None)  # the runner has released it
         if held is not None and held.is_surplus:
             self.instances.run_again(run.instance)
         else:
             self._count_loss(run, f"it was not started: {reason}", now)
 
-    def _finished(self, run: Run, end: base.TaskEnded, now: float) -> None:
+    def _finished(self, run: RunningAttempt, end: base.TaskEnded, now: float) -> None:
         instance, worker = run.instance, run.task.lease.peer
         instance.worker, instance.seconds = worker, now - run.began
         self._records.append(records.finished(instance.name, instance.attempts, worker, instance.seconds, end.outputs))
@@ -369,7 +369,7 @@ class TasksOperator(base.Operator):
                 self.ledger.release(worker, output)
                 continue
             self._made[key] = output
-            self.ledger.add(key, Stored(output, worker, lease, is_suspect=lease is None))
+            self.ledger.add(key, MadeOutput(output, worker, lease, is_suspect=lease is None))
             self.instances.add_output(instance, output.name)
             if output.name in instance.task.keep:
                 self.collection.add(key)
@@ -382,7 +382,7 @@ class TasksOperator(base.Operator):
                     for key in self.instances.keys(result):
                         self._release_if_unneeded(key)
 
-    def _ended(self, run: Run, held: HeldLease | None, end: base.TaskEnded, now: float) -> None:
+    def _ended(self, run: RunningAttempt, held: TaskLease | None, end: base.TaskEnded, now: float) -> None:
         """Handle an attempt that has not finished."""
         instance = run.instance
         if run.counts:
@@ -402,7 +402,7 @@ class TasksOperator(base.Operator):
         else:
             self._count_failure(run, end, end.reason, now)
 
-    def _count_failure(self, run: Run, end: base.TaskEnded, reason: str, now: float) -> None:
+    def _count_failure(self, run: RunningAttempt, end: base.TaskEnded, reason: str, now: float) -> None:
         instance = run.instance
         instance.failures += 1
         self._records.append(records.failed(instance.name, reason))
@@ -425,13 +425,13 @@ class TasksOperator(base.Operator):
             return False
         return self.placement.holds_proven(role)
 
-    def _blame_worker(self, run: Run, reason: str, now: float) -> None:
+    def _blame_worker(self, run: RunningAttempt, reason: str, now: float) -> None:
         """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
         lease = run.task.lease
         run.instance.failed_at.add(lease.peer)
         self._records += self.avoidance.record_failure(lease.role, lease.peer, run.instance.name, reason, now)
 
-    def _count_loss(self, run: Run, reason: str, now: float) -> None:
+    def _count_loss(self, run: RunningAttempt, reason: str, now: float) -> None:
         instance = run.instance
         instance.losses += 1
         self._blame_worker(run, reason, now)
@@ -444,7 +444,7 @@ class TasksOperator(base.Operator):
         else:
             self._pause(instance, instance.losses, now)
 
-    def _count_lack(self, run: Run, result: Result, reason: str, now: float) -> None:
+    def _count_lack(self, run: RunningAttempt, result: Result, reason: str, now: float) -> None:
         """Handle that an attempt could not be given a result: it is tried once more, then made again."""
         instance = run.instance
         instance.lacks += 1
@@ -463,12 +463,12 @@ class TasksOperator(base.Operator):
         self.instances.run_again(instance, after_pause=True)
         self._set_deadline(now + min(RETRY / 2 * 2.0 ** (count - 1), _MAX_PAUSE), "pause", instance)
 
-    def _stop_late(self, run: Run) -> None:
+    def _stop_late(self, run: RunningAttempt) -> None:
         self._stop_for_good(
             run, f"its worker did not end it after its timeout of {run.instance.task.table.timeout:g} s"
         )
 
-    def _stop_unready(self, run: Run, now: float) -> None:
+    def _stop_unready(self, run: RunningAttempt, now: float) -> None:
         """Stop an attempt whose executor has not started, unless an input of it is being made again."""
         seconds = run.instance.task.table.fetch_timeout
         if run.is_ready or self._running.get(run.task.lease.id) is not run:
@@ -478,7 +478,7 @@ class TasksOperator(base.Operator):
         else:
             self._set_deadline(now + seconds, "unready", run)
 
-    def _stop_for_good(self, run: Run, reason: str) -> None:
+    def _stop_for_good(self, run: RunningAttempt, reason: str) -> None:
         """Stop an attempt, with its lease; it has failed."""
         if self._running.get(run.task.lease.id) is run and not run.counts:
             run.stopped = reason
@@ -489,12 +489,12 @@ class TasksOperator(base.Operator):
         self._count += 1
         heapq.heappush(self._deadlines, (at, self._count, kind, what))
 
-    def _emit_retry(self, run: Run, reason: str) -> None:
+    def _emit_retry(self, run: RunningAttempt, reason: str) -> None:
         """Tell that an attempt is followed by another one, unless it has failed the job."""
         if not self._is_over:
             self._records.append(EmitEvent("task_retry", {**self._fields(run), "reason": reason}))
 
-    def _fields(self, run: Run) -> dict[str, object]:
+    def _fields(self, run: RunningAttempt) -> dict[str, object]:
         return {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
 
     # --------------------------------------------------------------------------------------------------------- outputs
@@ -594,7 +594,7 @@ class TasksOperator(base.Operator):
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
 
-    def _may_fetch_again(self, stored: Stored, error: Exception) -> bool:
+    def _may_fetch_again(self, stored: MadeOutput, error: Exception) -> bool:
         """Return whether an output is worth another try; what is not as its worker reported stays so."""
         return not isinstance(error, ContentMismatchError) and self.collection.may_try_again(stored.output.dataset)
 
@@ -630,7 +630,7 @@ class TasksOperator(base.Operator):
             (key[0] for key, stored in found if stored is not None and stored.reporters and not stored.copy), None
         )
 
-    def _take_failures(self, run: Run, request: LocateResource, result: Result) -> None:
+    def _take_failures(self, run: RunningAttempt, request: LocateResource, result: Result) -> None:
         """Note which holders a worker could not get a result from."""
         reasons = {failure.peer: failure for failure in request.failures}
         if not reasons:
@@ -647,7 +647,7 @@ class TasksOperator(base.Operator):
             if failure.is_permanent or stored.is_suspect or tried_all:
                 self._doubt(run, key, stored, f"{failure.peer}: {failure.reason}")
 
-    def _doubt(self, run: Run, key: Key, stored: Stored, reason: str) -> None:
+    def _doubt(self, run: RunningAttempt, key: Key, stored: MadeOutput, reason: str) -> None:
         """Handle that a worker cannot get an output: it is lost if another one cannot, or the scheduler.
 
         The way between the two may be at fault, and not the holder. What the scheduler fetches serves as a copy.
@@ -658,7 +658,7 @@ class TasksOperator(base.Operator):
         else:
             self.collection.add(key, first=True)
 
-    def _deliver(self, run: Run, resource: str, result: Result) -> ResourceLocation:
+    def _deliver(self, run: RunningAttempt, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
         parts = self._parts(result)
         if (count := sum(len(part.output.files) for part in parts)) > locations.MAX_FILES:
@@ -715,15 +715,15 @@ class TasksOperator(base.Operator):
         self._starts, self._records, self._others = [], [], []
         return effects
 
-    def _start(self, held: HeldLease, instance: Instance, now: float) -> None:
+    def _start(self, held: TaskLease, instance: Instance, now: float) -> None:
         task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
-        run = self._running[held.lease.id] = Run(task, instance, now)
+        run = self._running[held.lease.id] = RunningAttempt(task, instance, now)
         if self.avoidance.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
         self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
         self._starts.append(StartTask(task, self._with_locations(run)))
 
-    def _with_locations(self, run: Run) -> TaskSpec:
+    def _with_locations(self, run: RunningAttempt) -> TaskSpec:
         """Return what an attempt runs, and where its results are, which saves the worker the question."""
         spec = run.instance.task.spec(run.instance.index)
         located = {resource.name: self._locate_now(resource) for resource in spec.resources}
@@ -740,7 +740,7 @@ class TasksOperator(base.Operator):
             return None
         return locations.pull(self._parts(result), self.context.scheduler).pull
 
-    def _parts(self, result: Result) -> list[Stored]:
+    def _parts(self, result: Result) -> list[MadeOutput]:
         return [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
 
     def _release_some(self, now: float) -> None:

@@ -28,7 +28,7 @@ _Heap = list[tuple[int, str]]
 
 
 @dataclass(slots=True, eq=False)
-class HeldLease:
+class TaskLease:
     """A lease of the job."""
 
     lease: Lease
@@ -54,7 +54,7 @@ class Placement:
     inputs_at: Callable[[Instance], Sequence[PeerId]]
     """Returns the workers that hold an instance's inputs."""
     avoidance: Avoidance
-    leases: dict[uuid.UUID, HeldLease] = field(default_factory=dict)
+    leases: dict[uuid.UUID, TaskLease] = field(default_factory=dict)
     """In the order in which they were found."""
     _began: bool = False
     _queues: defaultdict[str, _Heap] = field(default_factory=lambda: defaultdict(list))
@@ -71,7 +71,7 @@ class Placement:
     def add(self, leases: Sequence[Lease]) -> None:
         """Add new leases."""
         self._began = True
-        self.leases |= {lease.id: HeldLease(lease) for lease in leases}
+        self.leases |= {lease.id: TaskLease(lease) for lease in leases}
         for lease in leases:
             self.avoidance.note_found(lease.role, lease.peer)
 
@@ -81,7 +81,7 @@ class Placement:
         for request in requests:
             self._mark_excluded(request)
         wanted = {request.role: request.count for request in requests}
-        by_role: defaultdict[str, list[HeldLease]] = defaultdict(list)
+        by_role: defaultdict[str, list[TaskLease]] = defaultdict(list)
         for held in self.leases.values():
             if not held.is_surplus:
                 by_role[held.lease.role].append(held)
@@ -223,7 +223,7 @@ class Placement:
         if instance.failed_at or instance.has_used_retries:
             self._wary[role][instance.name] = instance
 
-    def place(self, now: float) -> Iterator[tuple[HeldLease, Instance]]:
+    def place(self, now: float) -> Iterator[tuple[TaskLease, Instance]]:
         """Yield what is to start on which lease; the caller starts it before the next."""
         self.now = now
         is_settled = False
@@ -234,7 +234,7 @@ class Placement:
                 is_settled = False
                 yield found
 
-    def _place(self, now: float) -> Iterator[tuple[HeldLease, Instance]]:
+    def _place(self, now: float) -> Iterator[tuple[TaskLease, Instance]]:
         for use_surplus in (False, True):
             free = [held for held in self._usable(now) if held.is_surplus is use_surplus]
             for local in (True, False):
@@ -245,7 +245,7 @@ class Placement:
                         held.instance = instance
                         yield held, instance
 
-    def _usable(self, now: float) -> list[HeldLease]:
+    def _usable(self, now: float) -> list[TaskLease]:
         """Return the free leases but those at excluded peers, unless nothing else was found."""
         avoidance = self.avoidance
         return [

@@ -5,19 +5,19 @@ from __future__ import annotations
 from msgspec.structs import asdict
 
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.evaluation import Evaluation, register_evaluation
+from hypha_worker.bidding.evaluation import RequestEvaluation, register_evaluation
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
 
 @register_evaluation
-class Utilization(Evaluation):
+class Utilization(RequestEvaluation):
     """Prefers the largest mean share of the free resources, over those of which any is free; then the higher price."""
 
     name = "utilization"
 
     def score(self, received: ReceivedRequest, policy: OfferPolicy, free: Resources) -> tuple[float, ...]:
-        """See `Evaluation.score`."""
+        """See `RequestEvaluation.score`."""
         wanted = received.request.spec.resources
         shares = [getattr(wanted, name) / amount for name, amount in asdict(free).items() if amount > 0]
         price = policy.offer_price(received.request.bid) or 0.0
