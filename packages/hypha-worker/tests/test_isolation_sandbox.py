@@ -482,6 +482,7 @@ def test_the_environment_holds_what_is_listed_and_no_secret(runs: ConfinedRuns) 
         "OTEL_EXPORTER_OTLP_HEADERS": "secret",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "UV_PUBLISH_TOKEN": "secret",
+        "UV_INDEX_PRIVATE_PASS": "secret",
         "UV_INDEX_URL": "https://me:secret@example.org/simple",
         "HTTPS_PROXY": "http://secret",
         "HF_TOKEN": "secret",
@@ -494,6 +495,7 @@ def test_the_environment_holds_what_is_listed_and_no_secret(runs: ConfinedRuns) 
     assert "secret" not in json.dumps(found)
     assert found["HF_TOKEN"] == "the executor's"
     assert (found["CUDA_CACHE_DISABLE"], found["LC_TIME"]) == ("1", "C.UTF-8")
-    assert not {"PYTHONPATH", "UV_PUBLISH_TOKEN", "UV_INDEX_URL", "HYPHA_KEY_PEM", "HTTPS_PROXY"} & set(found)
+    hidden = {"PYTHONPATH", "UV_PUBLISH_TOKEN", "UV_INDEX_PRIVATE_PASS", "UV_INDEX_URL", "HYPHA_KEY_PEM", "HTTPS_PROXY"}
+    assert not hidden & set(found)
     assert found["HOME"] == str(runs.work_dir / "hypha-job")
     assert found["TMPDIR"].startswith(found["HOME"])

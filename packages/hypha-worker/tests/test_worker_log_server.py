@@ -84,8 +84,9 @@ def test_a_text_begins_and_ends_between_lines(logs: LogFolder) -> None:
 
 
 def test_secrets_are_hidden_and_numbers_are_not() -> None:
-    clean = LogRedaction(secret_values({"WANDB_API_KEY": "0a1b2c3d", "PATH": "/usr/bin", "A_TOKEN": "x"})).clean
-    assert clean("key 0a1b2c3d in /usr/bin") == "key *** in /usr/bin"
+    environment = {"WANDB_API_KEY": "0a1b2c3d", "DB_PASS": "of-the-db", "PATH": "/usr/bin", "A_TOKEN": "x"}
+    clean = LogRedaction(secret_values(environment)).clean
+    assert clean("key 0a1b2c3d and of-the-db in /usr/bin") == "key *** and *** in /usr/bin"
     assert clean("hf_abcdefghijklmnopqrstuv") == "***"
     assert clean("Authorization: Bearer abcdefghijkl") == "Authorization: Bearer ***"
     assert clean('{"token": "abc", "password": null}') == '{"token": ***, "password": null}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pwd
 import signal
 import sys
 import tempfile
@@ -28,12 +29,14 @@ from hypha_proto.progress import (
     RoundMetrics,
     ScheduleUpdate,
 )
+from hypha_proto.resources import Resources
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
-from hypha_worker.executors.process.environment import substitute
+from hypha_worker.executors.process.environment import make_environment, substitute
 from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.leasing import retention
+from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.tasks.execution import Execution, TaskContext
 
 InLab = Callable[..., None]
@@ -464,6 +467,18 @@ def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(i
 def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:
     words = {"{A}": "{B}", "{B}": "b", "{C}": "{A}"}
     assert substitute("-{A}-{B}-{C}-{D}-{}", words) == "-{B}-b-{A}-{D}-{}"
+
+
+def test_a_worker_of_a_user_without_a_home_runs_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with another user id, which has no entry among the users."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    made = make_environment({}, {}, Allocation(Resources()), "token", tmp_path, writable=[tmp_path])
+    assert made["HOME"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(("code", "text"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM")])

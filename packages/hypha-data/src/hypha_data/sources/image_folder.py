@@ -81,7 +81,7 @@ class ImageFolder:
         """Yield each image with the number of its class; memory holds the names of one class."""
         for number, name in enumerate(self._classes):
             folder = self._folder / name
-            found = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(path for path in folder.iterdir() if _is_image(path))
             if not found:
                 raise DatasetError(
                     f"{folder}: holds no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some or remove it"
@@ -185,3 +185,8 @@ class ImageFolder:
     def _broken(self, path: Path, error: Exception) -> DatasetError:
         reason = " ".join(str(error).replace(repr(str(path)), "it").split())
         return DatasetError(f"{path}: a damaged image, or none: {quote(reason)}; replace or remove it")
+
+
+def _is_image(path: Path) -> bool:
+    """Return whether a file is an image by its name; those that begin with a dot are the system's, such as ._1.png."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")

@@ -14,7 +14,9 @@ from hypha_net.redaction import HIDDEN, redact_urls
 
 _MIN_LENGTH: Final = 6
 """Shorter values are no secrets, and would be hidden in many words."""
-_SECRET_NAME: Final = re.compile(r"token|passw|secret|credential|(^|_)key(_|$)|username", re.IGNORECASE)
+_SECRET_NAME: Final = re.compile(
+    r"token|passw|secret|credential|(^|_)(key|pass|passphrase)(_|$)|username", re.IGNORECASE
+)
 _AFTER_SCHEME: Final = re.compile(r"""://[^\s"'<>`]+""")
 _TOKEN: Final = re.compile(
     r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -44,7 +45,9 @@ SOCKET_PATH: Final = "{SOCKET_PATH}"
 WORK_DIR: Final = "{WORK_DIR}"
 JOB_FILE: Final = "{JOB_FILE}"
 _FILE_NAME: Final = "job.json"
-_SECRET_NAME: Final = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|(^|_)KEY(_|$)|USERNAME", re.IGNORECASE)
+_SECRET_NAME: Final = re.compile(
+    r"TOKEN|PASSW|SECRET|CREDENTIAL|(^|_)(KEY|PASS|PASSPHRASE)(_|$)|USERNAME", re.IGNORECASE
+)
 _SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
 _USER: Final = "hypha"
 
@@ -110,12 +113,13 @@ _UV_FOLDERS: Final = {"UV_CACHE_DIR": "~/.cache/uv", "UV_PYTHON_INSTALL_DIR": "~
 
 
 def _uv_folders(environment: Mapping[str, str], writable: Sequence[Path]) -> dict[str, str]:
-    folders = {name: Path(environment.get(name, default)).expanduser() for name, default in _UV_FOLDERS.items()}
-    return {
-        name: str(folder)
-        for name, folder in folders.items()
-        if any(folder.is_relative_to(allowed) for allowed in writable)
-    }
+    found = {}
+    for name, default in _UV_FOLDERS.items():
+        with suppress(RuntimeError):  # there is no home, and so none of its folders
+            folder = Path(environment.get(name, default)).expanduser()
+            if any(folder.is_relative_to(allowed) for allowed in writable):
+                found[name] = str(folder)
+    return found
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:
