@@ -25,10 +25,10 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 MACHINE = Capacity(Resources(cpu=8.0, memory=8.0))
 
 FOURTH = """
-from hypha_worker.bidding.evaluation import Evaluation, register_evaluation
+from hypha_worker.bidding.evaluation import RequestEvaluation, register_evaluation
 
 @register_evaluation
-class Smallest(Evaluation):
+class Smallest(RequestEvaluation):
     name = "smallest"
 
     def score(self, received, policy, free):
