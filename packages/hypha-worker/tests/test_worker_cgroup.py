@@ -18,7 +18,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.cgroup import CgroupLayer, CgroupV2, ScopedGroup
 from hypha_worker.executors.isolation.cgroup_files import Mount, find_mounts, find_own_groups
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Launch
-from hypha_worker.executors.isolation.limits import Limits
+from hypha_worker.executors.isolation.limits import RunLimits
 from hypha_worker.leasing.capacity import Allocation
 
 JOIN = 'for file; do [ "$file" = -- ] && break; echo 0 > "$file" || exit 99; shift; done; shift; exec "$@"'
@@ -120,7 +120,7 @@ def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLay
 
 
 def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> None:
-    bound = Limits.of(Allocation(Resources(cpu=0.5))).processes
+    bound = RunLimits.of(Allocation(Resources(cpu=0.5))).processes
 
     async def case(confined: Confined) -> None:
         bomb = launch(confined, [*PYTHON, FORK_BOMB])
@@ -272,7 +272,7 @@ def test_a_delegated_group_of_version_2_is_divided(tmp_path: Path, monkeypatch: 
         (folder / "memory.swap.max").touch()  # as a kernel with swap accounting does
 
     monkeypatch.setattr(Path, "mkdir", make_group)
-    group = variant.create("run", Limits.of(Allocation(Resources(cpu=1.5, memory=2))))
+    group = variant.create("run", RunLimits.of(Allocation(Resources(cpu=1.5, memory=2))))
     values = {path.name: path.read_text() for path in (own / "run").iterdir()}
     assert values == {
         "memory.max": "2000000000",
@@ -297,7 +297,7 @@ def test_a_group_of_version_2_without_controllers_is_refused_with_the_reason(
 
 def test_a_scope_of_systemd_is_put_in_front_of_the_command() -> None:
     start = Launch(["/usr/bin/bwrap", "--", "python"], {"PATH": "/usr/bin"})
-    scope = ScopedGroup("hypha-1.run", Limits.of(Allocation(Resources(cpu=0.5, memory=1))))
+    scope = ScopedGroup("hypha-1.run", RunLimits.of(Allocation(Resources(cpu=0.5, memory=1))))
     scope.apply(start)
     manager = [] if os.geteuid() == 0 else ["--user"]
     assert start.command == [

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from hypha_worker.errors import IsolationError
-from hypha_worker.executors.isolation.assessment import Examination, Findings, assess, check_required, summarize
+from hypha_worker.executors.isolation.assessment import (
+    Findings,
+    IsolationExamination,
+    assess,
+    check_required,
+    summarize,
+)
 from hypha_worker.executors.isolation.layers import Finding
 
 MISSING = "bwrap is not installed: install the package bubblewrap"
@@ -33,14 +39,14 @@ def states(*working: str) -> dict[str, str]:
 
 
 def test_with_all_layers_everything_is_contained() -> None:
-    examination = Examination(findings("cgroup", "own-uid", "rlimits", "bubblewrap"))
+    examination = IsolationExamination(findings("cgroup", "own-uid", "rlimits", "bubblewrap"))
     assert len(examination.lines) == 5
     assert set(states("cgroup", "own-uid", "rlimits", "bubblewrap").values()) == {"contained"}
     assert MISSING not in "\n".join(examination.lines)
 
 
 def test_without_bubblewrap_each_line_says_what_stays_open_and_how_to_mend_it() -> None:
-    examination = Examination(findings("rlimits", "landlock", "supervisor"))
+    examination = IsolationExamination(findings("rlimits", "landlock", "supervisor"))
     assert states("rlimits", "landlock", "supervisor") == dict.fromkeys(
         ("files", "processes", "network", "resources", "user"), "partly"
     )
@@ -76,7 +82,7 @@ def test_without_any_layer_everything_is_open() -> None:
 
 
 def test_the_result_as_json_names_layers_and_aspects() -> None:
-    value = json.loads(json.dumps(Examination(findings("cgroup"), ["bubblewrap"]).value))
+    value = json.loads(json.dumps(IsolationExamination(findings("cgroup"), ["bubblewrap"]).value))
     assert value["layers"]["cgroup"] == {"works": True, "detail": "detail of cgroup"}
     assert value["layers"]["bubblewrap"] == {"works": False, "detail": MISSING}
     assert value["aspects"]["resources"]["state"] == "contained"
@@ -93,8 +99,8 @@ def test_a_required_layer_that_does_not_work_is_refused_with_reason_and_remedy()
         f"isolation.require: the layer bubblewrap does not work here: {MISSING}. Mend this, or remove "
         '"bubblewrap" from [isolation] require'
     )
-    assert not Examination(findings("cgroup"), ["bubblewrap"]).passed
-    assert Examination(findings("cgroup"), ["cgroup"]).passed
+    assert not IsolationExamination(findings("cgroup"), ["bubblewrap"]).passed
+    assert IsolationExamination(findings("cgroup"), ["cgroup"]).passed
 
 
 def test_the_start_s_line_tells_whether_there_is_a_sandbox() -> None:

@@ -23,7 +23,7 @@ from hypha_worker.errors import IsolationError
 if TYPE_CHECKING:
     from hypha_net.node.checks import Check
     from hypha_net.node.lifecycle import Node
-    from hypha_worker.executors.isolation.assessment import Examination
+    from hypha_worker.executors.isolation.assessment import IsolationExamination
     from hypha_worker.logs.reader import StoredLog
 
 WORK_DIR = "hypha-work"
@@ -69,15 +69,15 @@ def _trainer() -> list[str]:
     return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python", *module]
 
 
-def _examine(config: WorkerConfig | None) -> Examination:
-    from hypha_worker.executors.isolation.assessment import Examination
+def _examine(config: WorkerConfig | None) -> IsolationExamination:
+    from hypha_worker.executors.isolation.assessment import IsolationExamination
     from hypha_worker.executors.isolation.stack import make_stack
 
     with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
         work_dir = Path(folder) if config is None else config.work_dir
         disabled = () if config is None else config.isolation.disable
         findings = make_stack(work_dir, disabled=disabled).findings
-    return Examination(findings, () if config is None else config.isolation.require)
+    return IsolationExamination(findings, () if config is None else config.isolation.require)
 
 
 def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:

@@ -18,7 +18,13 @@ from pydantic import ValidationError
 from hypha_net.node.config.errors import ConfigError, Problem, validation_problems
 from hypha_net.node.config.introspection import dotted, leaves
 from hypha_net.node.config.models import NodeConfig
-from hypha_net.node.config.sources import Layer, read_environment, read_flags, read_open_telemetry, read_toml_layer
+from hypha_net.node.config.sources import (
+    ConfigLayer,
+    read_environment,
+    read_flags,
+    read_open_telemetry,
+    read_toml_layer,
+)
 from hypha_net.node.config.toml_positions import Document, Key, TomlError, read_toml
 
 _log = logging.getLogger(__name__)
@@ -98,10 +104,10 @@ class _Merged:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
 
-    def add(self, layer: Layer) -> None:
+    def add(self, layer: ConfigLayer) -> None:
         self._put(self.data, layer.data, layer, ())
 
-    def _put(self, below: dict[str, Any], above: Mapping[str, Any], layer: Layer, at: Key) -> None:
+    def _put(self, below: dict[str, Any], above: Mapping[str, Any], layer: ConfigLayer, at: Key) -> None:
         for name, value in above.items():
             key = (*at, name)
             if isinstance(value, dict) and isinstance(below.get(name), dict):

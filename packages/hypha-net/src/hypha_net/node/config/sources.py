@@ -1,4 +1,4 @@
-"""Sources of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each read into a `Layer` of plain values.
+"""Sources of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each read into a `ConfigLayer` of plain values.
 
 A source resolves what needs no other source: top-level keys written below a table header, unknown keys, relative paths,
 and text that must become a list or a table. Pydantic checks types after `loader` has merged the layers.
@@ -44,7 +44,7 @@ _OPEN_TELEMETRY: Final = {
 
 
 @dataclass(slots=True)
-class Layer:
+class ConfigLayer:
     """Values of one source, with the origin of each."""
 
     where: Callable[[Key], str]
@@ -54,14 +54,14 @@ class Layer:
     warnings: list[str] = field(default_factory=list)
 
 
-def read_toml_layer(model: type[NodeConfig], document: Document) -> Layer:
+def read_toml_layer(model: type[NodeConfig], document: Document) -> ConfigLayer:
     """Read the values of a TOML document; top-level keys written below a table header are moved to the top."""
     hoisted: dict[str, Key] = {}
 
     def where(key: Key) -> str:
         return document.where((*hoisted[str(key[0])], *key[1:]) if key and key[0] in hoisted else key)
 
-    layer = Layer(where)
+    layer = ConfigLayer(where)
     _TomlReader(model, document, layer, hoisted).read()
     layer.data = with_absolute_paths(layer.data, model, document.path.absolute().parent)
     _split_pairs(layer.data)
@@ -74,7 +74,7 @@ class _TomlReader:
 
     model: type[NodeConfig]
     document: Document
-    layer: Layer
+    layer: ConfigLayer
     hoisted: dict[str, Key]
 
     def read(self) -> None:
@@ -125,10 +125,10 @@ class _TomlReader:
         self.layer.problems.append(Problem(self.document.where(key), dotted(key), reason=reason, remedy=remedy))
 
 
-def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> Layer:
+def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> ConfigLayer:
     """Read ``HYPHA_*``; two underscores enter a table. An unknown variable, perhaps another program's, is a warning."""
     names: dict[Key, str] = {}
-    layer = Layer(lambda key: _origin(names, key))
+    layer = ConfigLayer(lambda key: _origin(names, key))
     for name in sorted(env):
         if not name.startswith(PREFIX):
             continue
@@ -141,9 +141,9 @@ def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> Layer:
     return _finish(model, layer)
 
 
-def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> Layer:
+def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> ConfigLayer:
     """Read dotted keys from the command line."""
-    layer = Layer(lambda key: f"--set {dotted(key)}")
+    layer = ConfigLayer(lambda key: f"--set {dotted(key)}")
     for name, value in flags.items():
         key = tuple(name.split("."))
         if _has_key(model, key):
@@ -153,13 +153,13 @@ def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> Layer:
     return _finish(model, layer)
 
 
-def read_open_telemetry(env: Mapping[str, str]) -> Layer:
+def read_open_telemetry(env: Mapping[str, str]) -> ConfigLayer:
     """Read the standard ``OTEL_*`` variables that correspond to a key; an empty one counts as not set.
 
     See https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/.
     """
     names: dict[Key, str] = {}
-    layer = Layer(lambda key: _origin(names, key))
+    layer = ConfigLayer(lambda key: _origin(names, key))
     for name, key in _OPEN_TELEMETRY.items():
         if text := env.get(name, "").strip():
             layer.data[key] = text
@@ -195,7 +195,7 @@ def _suggest(model: type[NodeConfig], key: Key) -> str:
     return suggest_key(str(key[-1]), model, here)
 
 
-def _set(model: type[NodeConfig], layer: Layer, key: Key, value: object, origin: str) -> None:
+def _set(model: type[NodeConfig], layer: ConfigLayer, key: Key, value: object, origin: str) -> None:
     try:
         parsed = _parse(value, annotation_at(model, key)) if isinstance(value, str) else value
     except ValueError as error:
@@ -238,7 +238,7 @@ def _parse_structured(text: str) -> Any:
     return value
 
 
-def _finish(model: type[NodeConfig], layer: Layer) -> Layer:
+def _finish(model: type[NodeConfig], layer: ConfigLayer) -> ConfigLayer:
     layer.data = with_absolute_paths(layer.data, model, Path.cwd())
     _split_pairs(layer.data)
     return layer

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from hypha_worker.executors.isolation.cgroup_files import Group, find_mounts, find_own_groups, remove_empty
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
-from hypha_worker.executors.isolation.limits import CPU_PERIOD, Limits
+from hypha_worker.executors.isolation.limits import CPU_PERIOD, RunLimits
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class _Variant(Protocol):
 
     def prepare(self) -> str | None: ...
 
-    def create(self, name: str, limits: Limits) -> Group: ...
+    def create(self, name: str, limits: RunLimits) -> Group: ...
 
 
 class CgroupLayer(Layer):
@@ -92,7 +92,7 @@ class CgroupLayer(Layer):
         if isinstance(variant, SystemdScopes):
             return None  # which was tried when it was prepared
         try:
-            group = variant.create(f"{self._prefix}trial-{os.getpid()}", Limits(64 << 20, 16, 1.0))
+            group = variant.create(f"{self._prefix}trial-{os.getpid()}", RunLimits(64 << 20, 16, 1.0))
             try:
                 command = ["/bin/sh", "-c", _JOIN, "sh", *map(str, group.procs)]
                 done = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT, check=False)
@@ -108,10 +108,10 @@ class CgroupLayer(Layer):
         Raises:
             OSError: the group cannot be made.
         """
-        return self._confine(f"{self._prefix}{confinement.name}", Limits.of(confinement.allocation))
+        return self._confine(f"{self._prefix}{confinement.name}", RunLimits.of(confinement.allocation))
 
     @asynccontextmanager
-    async def _confine(self, name: str, limits: Limits) -> AsyncIterator[Confined]:
+    async def _confine(self, name: str, limits: RunLimits) -> AsyncIterator[Confined]:
         if self._chosen is None:
             raise OSError("cgroups were not found to work here")
         group = await _in_own_thread(partial(self._chosen.create, name, limits))
@@ -130,7 +130,7 @@ class CgroupLayer(Layer):
         for folder in set(found) - set(own):
             if _is_old(folder):
                 _remove_old(folder)
-        left_groups = [Group({_kind(folder): folder}, Limits(None, 0, None)) for folder in own]
+        left_groups = [Group({_kind(folder): folder}, RunLimits(None, 0, None)) for folder in own]
         deadline = time.monotonic() + _REMOVAL_TIMEOUT
         for group in sorted(left_groups, key=lambda group: "" not in group.folders):
             if pids := group.pids():
@@ -214,7 +214,7 @@ class CgroupV2:
         self._own, self.limited = own, limited
         return None
 
-    def create(self, name: str, limits: Limits) -> Group:
+    def create(self, name: str, limits: RunLimits) -> Group:
         """Make the group of a run; see `Group.create`."""
         assert self._own is not None
         settings: list[tuple[str, str, object]] = [("", "pids.max", limits.processes)]
@@ -269,7 +269,7 @@ class SystemdScopes:
         """Make a scope as a trial; return why it cannot be made, or None."""
         if not _SYSTEMD.exists() or shutil.which("systemd-run") is None:
             return "systemd does not run here"
-        trial = _command(f"hypha-trial-{os.getpid()}", Limits(64 << 20, 16, 1.0))
+        trial = _command(f"hypha-trial-{os.getpid()}", RunLimits(64 << 20, 16, 1.0))
         try:
             done = subprocess.run(
                 [*trial, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT, check=False
@@ -280,7 +280,7 @@ class SystemdScopes:
             return f"systemd-run failed: {done.stderr.decode(errors='replace').strip()[:200]}"
         return None
 
-    def create(self, name: str, limits: Limits) -> ScopedGroup:
+    def create(self, name: str, limits: RunLimits) -> ScopedGroup:
         """Describe the scope of a run, which its process makes itself."""
         return ScopedGroup(name, limits)
 
@@ -288,7 +288,7 @@ class SystemdScopes:
 class ScopedGroup(Group):
     """The scope of one run, which systemd removes when it is empty."""
 
-    def __init__(self, name: str, limits: Limits) -> None:
+    def __init__(self, name: str, limits: RunLimits) -> None:
         """Describe the scope, which the run's process makes."""
         super().__init__({}, limits)
         self._name = name
@@ -327,7 +327,7 @@ def _find_scopes(name: str) -> Iterator[Path]:
             yield from mount.folder.glob(f"**/{name}")
 
 
-def _command(name: str, limits: Limits) -> list[str]:
+def _command(name: str, limits: RunLimits) -> list[str]:
     properties = {"TasksMax": str(limits.processes)}
     if limits.memory is not None:
         properties |= {"MemoryMax": str(limits.memory), "MemorySwapMax": "0"}
@@ -373,7 +373,7 @@ class CgroupV1:
         """The controllers that limit a run."""
         return _usable(self._parents)
 
-    def create(self, name: str, limits: Limits) -> Group:
+    def create(self, name: str, limits: RunLimits) -> Group:
         """Make the group of a run; see `Group.create`."""
         settings: list[tuple[str, str, object]] = [("pids", "pids.max", limits.processes)]
         if limits.memory is not None:

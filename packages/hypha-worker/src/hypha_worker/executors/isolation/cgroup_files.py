@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confined, Launch
-from hypha_worker.executors.isolation.limits import Limits
+from hypha_worker.executors.isolation.limits import RunLimits
 from hypha_worker.job_storage import GIGABYTE
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")
@@ -90,7 +90,7 @@ def _read(path: Path) -> str:
 class Group(Confined):
     """The group of one run, in each of its hierarchies."""
 
-    def __init__(self, folders: Mapping[str, Path], limits: Limits) -> None:
+    def __init__(self, folders: Mapping[str, Path], limits: RunLimits) -> None:
         """Describe a group, which need not exist.
 
         Args:
@@ -104,7 +104,7 @@ class Group(Confined):
 
     @classmethod
     def create(
-        cls, parents: Mapping[str, Path], name: str, limits: Limits, settings: Iterable[tuple[str, str, object]]
+        cls, parents: Mapping[str, Path], name: str, limits: RunLimits, settings: Iterable[tuple[str, str, object]]
     ) -> Group:
         """Make a group.
 

@@ -30,7 +30,7 @@ def process_limit(cores: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     """What one run may use; None is no limit."""
 
     memory: int | None
@@ -41,7 +41,7 @@ class Limits:
     """Cores."""
 
     @classmethod
-    def of(cls, allocation: Allocation) -> Limits:
+    def of(cls, allocation: Allocation) -> RunLimits:
         """Return the limits of a lease; what it has none of is not limited."""
         cores, memory = allocation.resources.cpu, int(allocation.resources.memory * GIGABYTE)
         return cls(memory or None, process_limit(cores), cores or None)
