@@ -34,8 +34,8 @@ class RecordFile:
     the next line.
     """
 
-    _cut_at: int | None = None
-    """Size of the file without the part of a line that could not be cut off."""
+    _is_torn = False
+    """Whether the file ends with a part of a line that could not be cut off."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         """Open or create `path`, and remove a last line that a crash has cut short.
@@ -63,11 +63,10 @@ class RecordFile:
         data = _encode(record)
         with self._naming_path():
             self._cut()
-            whole = os.fstat(self._descriptor).st_size
             try:
                 self._write(data)
             except OSError:
-                self._cut_at = whole
+                self._is_torn = True
                 self._cut()
                 raise
 
@@ -77,9 +76,9 @@ class RecordFile:
 
     def _cut(self) -> None:
         """Remove what follows the last whole line."""
-        if self._cut_at is not None:
-            os.ftruncate(self._descriptor, self._cut_at)
-            self._cut_at = None
+        if self._is_torn:
+            _cut_last_line(self._descriptor)
+            self._is_torn = False
 
     def sync(self) -> None:
         """Wait until all records are on disk.
