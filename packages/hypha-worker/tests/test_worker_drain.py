@@ -101,7 +101,10 @@ def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -
     in_lab(case)
 
 
-def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab) -> None:
+@pytest.mark.parametrize("is_released", [False, True])
+def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, is_released: bool) -> None:
+    """Unless its scheduler has released the lease meanwhile: it acknowledges nothing on its stream any more."""
+
     async def case(lab: Any) -> None:
         lease = await lab.start(UNTIL_TOLD.removeprefix(REPORT))
         await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
@@ -120,8 +123,13 @@ def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab) 
             lab.worker.draining.request(3600.0, "its owner drains it")
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert not ended
+            if is_released:
+                lab.scheduler.tasks.refuse = "no job of this scheduler holds that lease"
             lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
-            assert (await lab.scheduler.ended()).outcome == "finished"
+            if is_released:
+                assert await lab.scheduler.release(lab.peer, lease)
+            else:
+                assert (await lab.scheduler.ended()).outcome == "finished"
         assert ended == [()]
 
     in_lab(case)

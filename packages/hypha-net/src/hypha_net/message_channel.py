@@ -142,8 +142,14 @@ class MessageChannel(Generic[Out, In]):
         self._pending.append(message)
         self._wake()
 
+    def give_up(self) -> None:
+        """Forget the messages that the peer has not handled: nobody waits for them any more."""
+        self._first += len(self._pending)
+        self._pending.clear()
+        self._acknowledged.set()
+
     async def wait_until_handled(self) -> None:
-        """Wait until the peer has handled all messages that were sent so far."""
+        """Wait until the peer has handled all messages that were sent so far, or they are given up."""
         end = self._end
         while self._first < end:
             await self._acknowledged.wait()

@@ -81,6 +81,7 @@ class LeaseSession:
                     await self.wait_until_idle(LAST_REPORT_TIMEOUT)
                 self._stream.cancel()
                 tasks.cancel_scope.cancel()  # nobody hears any more of what an attempt waits to have reported
+                self._subscription.give_up()
 
     async def _serve_stream(self) -> None:
         with self._stream:

@@ -88,6 +88,10 @@ class Subscription:
         self._channel.send(report)
         self._sent += 1
 
+    def give_up(self) -> None:
+        """Forget what the scheduler has not handled: the lease is over."""
+        self._channel.give_up()
+
     async def wait_until_handled(self) -> None:
         """Wait until the scheduler has handled all reports that were sent so far."""
         await self._channel.wait_until_handled()
