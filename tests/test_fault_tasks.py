@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.task_network import Submission, TaskNetwork, task_network
 from support.waiting import wait_until
@@ -76,8 +77,14 @@ def test_a_killed_worker_costs_its_attempts_and_its_outputs_are_made_again(netwo
 @pytest.mark.processes
 def test_a_killed_executor_is_one_failed_attempt(network: TaskNetwork) -> None:
     job = network.submit(chains(3, 3, 1.0))
-    wait_until(lambda: bool(network.executors()), 60, "an executor")
-    network.executors()[0].send_signal(signal.SIGKILL)
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
+        found[:] = network.commands() if job.events("task_started") else []
+        return bool(found)
+
+    wait_until(runs, 60, "a task's process")
+    found[0].send_signal(signal.SIGKILL)
     job.wait(120)
     check(job, 3, 3)
     failed = [record for record in job.records("ended") if record["outcome"] == "failed"]
