@@ -55,22 +55,22 @@ class HttpSource:
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """See `ContentSource.name`."""
         return shown_url(self.url)
 
     @property
     def kind(self) -> str:
-        """See `Source.kind`."""
+        """See `ContentSource.kind`."""
         return "uri"
 
     @property
     def key(self) -> str:
-        """See `Source.key`. Two presigned URLs of an object differ in the signature alone, which the service checks."""
+        """See `ContentSource.key`. Presigned URLs of one object differ in the signature alone, which S3 checks."""
         return _without_signature(self.url)
 
     @asynccontextmanager
     async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
-        """See `Source.open`. Asks for a range only if the server has stated what identifies the content."""
+        """See `ContentSource.open`. Asks for a range only if the server has stated what identifies the content."""
         url, wanted = self.url, offset if version else 0
         async with open_pool(self.access) as pool:
             for _ in range(_REDIRECTS + 1):

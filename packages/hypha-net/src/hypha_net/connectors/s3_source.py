@@ -55,17 +55,17 @@ class S3Object:
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """See `ContentSource.name`."""
         return s3_uri(self.bucket, self.object_key)[:200]
 
     @property
     def kind(self) -> str:
-        """See `Source.kind`."""
+        """See `ContentSource.kind`."""
         return "s3"
 
     @property
     def key(self) -> str:
-        """See `Source.key`."""
+        """See `ContentSource.key`."""
         return f"{self._client.settings.url}\n{self.bucket}\n{self.object_key}"
 
     @property
@@ -74,7 +74,7 @@ class S3Object:
 
     @asynccontextmanager
     async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
-        """See `Source.open`."""
+        """See `ContentSource.open`."""
         self.access.check_bucket(self.bucket)
         if not 0 < len(self.object_key.encode()) <= _MAX_KEY:
             raise bad_request(f"key: {self.object_key[:80]!r} has not 1 to {_MAX_KEY} bytes: write the object's key")

@@ -107,7 +107,11 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True)
 class StopTask:
-    """Effect: cancel a task; `Operator.on_task_update` hears of its end. Nothing happens if it has ended by now."""
+    """Effect: end a task; `Operator.on_task_update` hears of its end. Nothing happens if it has ended by now.
+
+    Its lease is released, which cancels it on its worker, and its end is told at once. With `keep_lease` or
+    `drain_seconds` its worker is told to stop or drain it, and the end is told when the worker reports it.
+    """
 
     task: TaskRef
     reason: str
@@ -241,7 +245,7 @@ class TaskDraining:
 
 @dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """The executor of the task has ended, and its worker has freed what it used."""
+    """An attempt has ended. What it used is free, unless it was ended with its lease: its worker may still end it."""
 
     state: TaskState
     reason: str = ""

@@ -60,17 +60,17 @@ class HubSource:
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """See `ContentSource.name`."""
         return f"{self.reference.repository[:120]}/{self.filename[:120]}"
 
     @property
     def kind(self) -> str:
-        """See `Source.kind`."""
+        """See `ContentSource.kind`."""
         return "huggingface"
 
     @property
     def key(self) -> str:
-        """See `Source.key`."""
+        """See `ContentSource.key`."""
         return f"{os.environ.get('HF_ENDPOINT', '')}\n{self.origin}"
 
     @property
@@ -80,7 +80,7 @@ class HubSource:
 
     @asynccontextmanager
     async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
-        """See `Source.open`."""
+        """See `ContentSource.open`."""
         from huggingface_hub import hf_hub_url
 
         reference, endpoint = self.reference, os.environ.get("HF_ENDPOINT", "").rstrip("/") or None

@@ -1,8 +1,9 @@
 """The runtimes of executors, by the value of the key `runtime`: each is a folder beside this module.
 
 A folder's module `runtime` holds one object, `RUNTIME`, which implements `Runtime`; it is imported when a configuration
-names it. So a further runtime is a new folder and one row of `RUNTIMES`. There are no entry points on purpose: a worker
-runs no code of third parties.
+names it. So a further runtime is a new folder and one row of `RUNTIMES`; keys of its own are fields of
+`ExecutorSettings` and of the configuration, which the `check` of the others refuses. There are no entry points on
+purpose: a worker runs no code of third parties.
 """
 
 from __future__ import annotations
