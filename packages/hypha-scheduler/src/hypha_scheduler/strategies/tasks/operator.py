@@ -288,12 +288,9 @@ class TasksOperator(base.Operator):
 
     def next_deadline(self) -> float | None:
         """Return when something is due."""
-        ends = () if self._ends_at is None else (self._ends_at,)
         avoided = None if self._is_over else self.avoidance.next_deadline(self.placement.now)
-        return min(
-            (*ends, *(() if avoided is None else (avoided,)), *(at for at, _, _, _ in self._deadlines[:1])),
-            default=None,
-        )
+        first = self._deadlines[0][0] if self._deadlines else None
+        return min((at for at in (self._ends_at, avoided, first) if at is not None), default=None)
 
     def on_deadline(self, now: float) -> Effects:
         """Go on with what was to wait."""
