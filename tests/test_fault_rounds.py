@@ -24,6 +24,7 @@ from support.numpy_executor import (
     NAN,
     RANGES,
     REPLAY,
+    SCALE,
     SHAPE,
     executor_toml,
     write_model,
@@ -57,7 +58,7 @@ NOTHING: Mapping[int, str] = {}
 SCENARIOS: Mapping[str, Mapping[int, str]] = {
     "unusable": {1: SHAPE, 3: NAN},
     "untrue": {2: FALSE_WEIGHTS, 4: REPLAY},
-    "unassigned": {2: RANGES, 4: FALSE_UPDATE},
+    "unassigned": {2: RANGES, 3: SCALE, 4: FALSE_UPDATE},
     "repeated": {1: NAN, 2: RANGES, 3: SHAPE},
     "quitting": {2: EXIT},
     "honest": NOTHING,
@@ -70,6 +71,7 @@ REASONS = {
     FALSE_WEIGHTS: "it began from weights with digest",
     REPLAY: "for another round already",
     RANGES: "not assigned",
+    SCALE: "is over 10 times that of other updates",
 }
 """What the event of a refused update says."""
 

@@ -58,6 +58,8 @@ EXIT = "exit"
 """One number of the update is NaN, and the executor exits with an error when that is refused."""
 SHAPE = "shape"
 """A tensor of the update has one row less."""
+SCALE = "scale"
+"""The update is a million times too large."""
 FALSE_UPDATE = "update digest"
 """The contribution states another digest of the update, and the right one when that is refused."""
 FALSE_WEIGHTS = "weights digest"
@@ -466,6 +468,8 @@ class Trainer:
         differences = {name: values - self.weights[name] for name, values in local.items()}
         if self.fault in (NAN, EXIT):
             differences["bias"][3] = np.nan
+        if self.fault == SCALE:
+            differences = {name: values * np.float32(1e6) for name, values in differences.items()}
         if self.fault == SHAPE:
             differences["weight"] = differences["weight"][1:]
         shapes = {name: values.shape for name, values in differences.items()}

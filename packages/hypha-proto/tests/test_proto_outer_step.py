@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -279,12 +280,19 @@ def test_an_update_whose_outer_step_would_overflow_is_refused(tmp_path: Path, hu
     values[299_999] = huge
     with pytest.raises(TensorFileError, match=r"tensor 'a' holds a number beyond 1e\+30"):
         inspect_update(write(tmp_path / "huge", {"a": values}, UpdateMetadata()))
-    inspect_update(write(tmp_path / "large", {"a": np.full(4, 9e29, np.float32)}, UpdateMetadata()))
+
+
+def test_the_norm_is_that_of_all_tensors_but_statistics(tmp_path: Path) -> None:
+    arrays = {"a": np.full((300_000, 2), -0.5, np.float32), "b": np.full(7, 1e25, np.float32), "c": np.ones(9, "f4")}
+    about = UpdateMetadata(statistics=frozenset({"b"}))
+    assert inspect_update(write(tmp_path / "x", arrays, about)).norm == pytest.approx(math.sqrt(600_000 / 4 + 9))
+    large = {"a": np.full(4, 9e29, np.float32)}
+    assert inspect_update(write(tmp_path / "large", large, UpdateMetadata())).norm == pytest.approx(1.8e30)
 
 
 def test_layouts_differ_by_name_shape_dtype_and_statistics(tmp_path: Path) -> None:
     def layout(arrays: Arrays, statistics: frozenset[str] = frozenset()):  # type: ignore[no-untyped-def]
-        return inspect_update(write(tmp_path / "x", arrays, UpdateMetadata(statistics=statistics)))
+        return inspect_update(write(tmp_path / "x", arrays, UpdateMetadata(statistics=statistics))).layout
 
     one, two = np.ones(3, np.float32), np.ones((3, 1), np.float32)
     base = layout({"a": one, "b": one})

@@ -229,18 +229,19 @@ def test_a_sender_removed_from_the_current_round_is_late(in_term: InTerm, begun:
         if begun:
             checked, go_on = anyio.Event(), anyio.Event()
             [running_task] = lab.lab.worker.tasks.running
-            check = running_task.execution._check_layout
+            check = running_task.execution._inspect
 
-            async def check_late(path: Path, size: int) -> None:
-                await check(path, size)
+            async def check_late(path: Path, size: int) -> float:
+                norm: float = await check(path, size)
                 checked.set()
                 await go_on.wait()
+                return norm
 
-            running_task.execution._check_layout = check_late
+            running_task.execution._inspect = check_late
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lab.push, 1, 1, lab.write([99.0, 99.0]))
                 await checked.wait()
-                running_task.execution._check_layout = check
+                running_task.execution._inspect = check
                 await lab.announce(1, who=(0,))
                 go_on.set()
         else:
@@ -334,6 +335,24 @@ def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
         await lab.refused(1, reason)
         await lab.announce(2, who=(0,))
         np.testing.assert_allclose(await lab.outer_update(2), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+
+    in_term(case, rounds=2)
+
+
+def test_an_update_a_million_times_too_large_does_not_count(in_term: InTerm) -> None:
+    async def case(lab: TermLab) -> None:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([3e6, 3e6]))
+        await lab.push(1, 1, lab.write([2.0, 2.0]))
+        await lab.refused(0, "its norm 4.24e+06 is over 10 times that of other updates")
+        await lab.announce(1, who=(1,))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
+        await lab.announce(2, who=(0,))
+        await lab.push(0, 2, lab.write([3e6, 3e6]))  # all alone, against the round before
+        await lab.refused(0, "over 10 times")
+        await lab.announce(2, who=(1,))
+        await lab.push(1, 2, lab.write([0.0, 0.0]))
+        await lab.outer_update(2)
 
     in_term(case, rounds=2)
 

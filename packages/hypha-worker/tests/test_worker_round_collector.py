@@ -22,10 +22,10 @@ def members(number: int, samples: dict[PeerId, int], deadline_ms: int = 1000) ->
     return SetMembers(round=number, members=listed, deadline_ms=deadline_ms)
 
 
-def deliver(collector: RoundCollector, peer: PeerId, number: int) -> Path:
+def deliver(collector: RoundCollector, peer: PeerId, number: int, norm: float = 1.0) -> Path:
     path = Path(f"{peer}-{number}")
     collector.admit(peer, number, str(path))
-    collector.add(peer, number, path, str(path))
+    collector.add(peer, number, path, str(path), norm)
     return path
 
 
@@ -43,6 +43,67 @@ def test_a_round_is_complete_when_every_member_has_delivered() -> None:
     assert done.missing == ()
     assert collector.round == 2
     assert collector.seconds_until_due(0.6) is None
+
+
+def run_rounds(collector: RoundCollector, rounds: list[dict[PeerId, tuple[int, float]]]) -> list[set[PeerId]]:
+    """Deliver updates, of samples and norm, round by round without outliers; return those of each round."""
+    found = []
+    for number, updates in enumerate(rounds, 1):
+        collector.set_members(members(number, {peer: samples for peer, (samples, _) in updates.items()}), 0.0)
+        for peer, (_, norm) in updates.items():
+            deliver(collector, peer, number, norm)
+        refused: set[PeerId] = set()
+        while outliers := collector.find_outliers():
+            refused |= outliers.keys()
+            for peer in outliers:
+                collector.refuse(peer, number)
+        if not collector.is_empty:
+            collector.close_round()
+        found.append(refused)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rounds", "outliers"),
+    [
+        ([{A: (8, 1.0), B: (8, 1e6)}], [{B}]),
+        ([{A: (8, 1.0)}, {A: (8, 1e6)}], [set(), {A}]),
+        ([{A: (8, 1e6)}], [set()]),
+        ([{A: (8, 1.0), B: (8, 9.9)}, {A: (8, 1.0), B: (8, 1e-9)}], [set(), set()]),
+        ([{A: (8, 0.0), B: (8, 1e6)}, {A: (8, 0.0)}], [set(), set()]),
+        ([{A: (1, 1.0), B: (400, 300.0)}, {A: (400, 300.0)}], [set(), set()]),
+        ([{A: (1, 1.0), B: (2, 30.0)}], [{B}]),
+        ([{A: (8, 1.0), B: (8, 1.0)}, {A: (8, 99.0), B: (8, 99.0)}], [set(), set()]),
+        ([{A: (8, 2.0 * n + 1)} for n in range(12)], [set()] * 12),
+        ([{A: (8, 1.0), B: (8, 1.0)}] * 9 + [{A: (8, 1.0), B: (8, 11.0), C: (8, 1e3)}], [set()] * 9 + [{B, C}]),
+    ],
+    ids=[
+        "against another member",
+        "against the round before",
+        "nothing to compare with",
+        "small ones",
+        "zeros say nothing",
+        "as large as its samples",
+        "larger than its samples",
+        "all together",
+        "while the learning rate warms up",
+        "two",
+    ],
+)
+def test_updates_much_larger_than_others_are_outliers(
+    rounds: list[dict[PeerId, tuple[int, float]]], outliers: list[set[PeerId]]
+) -> None:
+    assert run_rounds(RoundCollector({A, B, C}), rounds) == outliers
+
+
+def test_an_outlier_is_described() -> None:
+    collector = RoundCollector({A, B})
+    run_rounds(collector, [{A: (8, 2.5), B: (8, 3.5)}])
+    collector.set_members(members(2, {A: 8, B: 8}), 0.0)
+    deliver(collector, A, 2, 2.0)
+    deliver(collector, B, 2, 3e6)
+    why = "its norm 3e+06 is over 10 times that of other updates, for which 2 and 3 is usual"
+    assert collector.find_outliers() == {B: why}
 
 
 def test_late_members_are_left_out_at_the_deadline() -> None:
@@ -144,8 +205,8 @@ def test_members_of_an_invalid_round_are_refused(message: SetMembers, reason: st
 def test_an_update_sent_again_replaces_the_first() -> None:
     collector = RoundCollector({A})
     collector.set_members(members(1, {A: 1}), 0.0)
-    collector.add(A, 1, Path("first"), "digest")
-    assert collector.add(A, 1, Path("second"), "digest") == Path("first")
+    collector.add(A, 1, Path("first"), "digest", 1.0)
+    assert collector.add(A, 1, Path("second"), "digest", 1.0) == Path("first")
     assert collector.close_round().updates == ((A, Path("second"), 1.0),)
 
 
@@ -183,7 +244,7 @@ class Rounds(RuleBasedStateMachine):
         self.count += 1
         path = Path(f"{number}/{peer}/{self.count}")
         try:
-            self.collector.add(peer, number, path, str(path))
+            self.collector.add(peer, number, path, str(path), 1.0)
         except UpdateRefusedError:
             return
         assert number > self.closed

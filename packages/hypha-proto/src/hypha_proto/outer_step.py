@@ -44,7 +44,15 @@ from hypha_proto.update_file import (
     open_update,
 )
 
-__all__ = ["LARGEST", "OuterOptimizer", "TensorLayout", "inspect_momentum", "inspect_update", "outer_step"]
+__all__ = [
+    "LARGEST",
+    "InspectedUpdate",
+    "OuterOptimizer",
+    "TensorLayout",
+    "inspect_momentum",
+    "inspect_update",
+    "outer_step",
+]
 
 BLOCK: Final = 1 << 15
 """Numbers per block: two float64 blocks and their operands fit into the processor's second cache."""
@@ -108,7 +116,16 @@ class TensorLayout:
         return f"tensor {extra[0][:80]!r} has no momentum" if extra else ""
 
 
-def inspect_update(path: Path) -> TensorLayout:
+@dataclass(frozen=True, slots=True)
+class InspectedUpdate:
+    """What decides whether an update may be averaged with others."""
+
+    layout: TensorLayout
+    norm: float
+    """Euclidean norm of the update, over all tensors but running statistics."""
+
+
+def inspect_update(path: Path) -> InspectedUpdate:
     """Check that a file from a peer is well formed, with at least one tensor and only numbers up to `LARGEST`.
 
     Raises:
@@ -119,19 +136,24 @@ def inspect_update(path: Path) -> TensorLayout:
     with file:
         if not file.tensors:
             raise TensorFileError("the file holds no tensor")
+        square = 0.0
         for name, info in file.tensors.items():
             if info.dtype == "BOOL":
                 raise TensorFileError(f"tensor {name[:80]!r} is boolean and has no mean")
-            for block in file.blocks(name, _CHECK_BLOCK):
-                _check_values(name, block)
-        return TensorLayout(dict(file.tensors), metadata.statistics, metadata.aliases)
+            found = sum(_square(name, block) for block in file.blocks(name, _CHECK_BLOCK))
+            square += 0.0 if name in metadata.statistics else found
+        layout = TensorLayout(dict(file.tensors), metadata.statistics, metadata.aliases)
+        return InspectedUpdate(layout, math.sqrt(square))
 
 
-def _check_values(name: str, block: Float32Array) -> None:
-    if (np.abs(block) <= LARGEST).all():  # False for NaN
-        return
-    what = f"a number beyond {LARGEST:g}" if np.isfinite(block).all() else "NaN or infinity"
-    raise TensorFileError(f"tensor {name[:80]!r} holds {what}")
+def _square(name: str, block: Float32Array) -> float:
+    """Return the sum of the squares of some numbers, after checking them."""
+    wide = block.astype(np.float64)
+    square = float(wide @ wide)
+    if not square <= LARGEST**2 and not (np.abs(block) <= LARGEST).all():  # with NaN, both comparisons are false
+        what = f"a number beyond {LARGEST:g}" if np.isfinite(block).all() else "NaN or infinity"
+        raise TensorFileError(f"tensor {name[:80]!r} holds {what}")
+    return square
 
 
 def inspect_momentum(path: Path) -> Mapping[str, TensorInfo]:

@@ -93,7 +93,7 @@ def _deliver(replica: Replica, model_dir: Path, folder: Path, chance: torch.Gene
             change = torch.randn(member.shape, generator=chance) * _CHANGE
             member.add_(change if member.is_floating_point() else 1)
     replica.write_update(update, 1, _ROWS)
-    layout = inspect_update(update)
+    layout = inspect_update(update).layout
     metadata = UpdateMetadata(round=1, statistics=layout.statistics, aliases=layout.aliases)
     outer_step([(update, 1.0)], folder / "momentum.safetensors", outer, OuterOptimizer(1.0, 0.0, False), metadata)
     written = GlobalModel(model_dir, folder / "outer-state", Nesterov(learning_rate=1.0, momentum=0.0))

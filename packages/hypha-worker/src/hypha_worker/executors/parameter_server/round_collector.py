@@ -14,6 +14,7 @@ from typing import Final
 
 from hypha_proto.commands import SetMembers
 from hypha_proto.ids import PeerId
+from hypha_worker.executors.parameter_server.update_norms import UpdateNorm, UpdateNorms
 
 MAX_ROUNDS_AHEAD: Final = 4
 """Largest number of rounds whose members may be announced before the current round is complete."""
@@ -63,6 +64,7 @@ class _Membership:
 class _Update:
     path: Path
     digest: str
+    norm: float
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class RoundCollector:
     """Senders of which an update was refused, with its round."""
     _used: dict[PeerId, set[str]] = field(default_factory=dict)
     """Digests of the updates in earlier rounds, by sender."""
+    _norms: UpdateNorms = field(default_factory=UpdateNorms)
 
     def set_workers(self, workers: Iterable[PeerId]) -> None:
         """Replace the job's workers."""
@@ -186,15 +189,22 @@ class RoundCollector:
             return None
         return f"update: {peer} has sent {digest} for another round already: send the update of round {round_number}"
 
-    def add(self, peer: PeerId, round_number: int, path: Path, digest: str) -> Path | None:
+    def add(self, peer: PeerId, round_number: int, path: Path, digest: str, norm: float) -> Path | None:
         """Add an update that has arrived; return the file that it replaces, if a lost receipt made the peer send twice.
+
+        Args:
+            peer: its sender.
+            round_number: the round that it is for.
+            path: its file.
+            digest: digest of the file.
+            norm: Euclidean norm of the update.
 
         Raises:
             UpdateRefusedError: the round ended during the transfer, or its members were announced with another digest.
         """
         self.admit(peer, round_number, digest)
         replaced = self._updates.get((round_number, peer))
-        self._updates[round_number, peer] = _Update(path, digest)
+        self._updates[round_number, peer] = _Update(path, digest, norm)
         return None if replaced is None else replaced.path
 
     def seconds_until_due(self, now: float) -> float | None:
@@ -214,6 +224,21 @@ class RoundCollector:
         members = self._current_membership()
         return members is None or not any((self.round, peer) in self._updates for peer in members.weights)
 
+    def find_outliers(self) -> dict[PeerId, str]:
+        """Return which updates of the current round are too large to be averaged with the others, and why."""
+        return self._norms.find_outliers(self._arrived_norms())
+
+    def _arrived_norms(self) -> dict[PeerId, UpdateNorm]:
+        """Return the norms of the members' updates that have arrived for the current round."""
+        members = self._current_membership()
+        if self.round is None or members is None:
+            return {}
+        return {
+            peer: UpdateNorm(self._updates[self.round, peer].norm, weight)
+            for peer, weight in members.weights.items()
+            if (self.round, peer) in self._updates
+        }
+
     def drop_members(self) -> tuple[PeerId, ...]:
         """Forget the members of the current round, of which none has sent an update; return them."""
         members = None if self.round is None else self._members.pop(self.round, None)
@@ -228,7 +253,7 @@ class RoundCollector:
         members = self._current_membership()
         if self.round is None or members is None:
             raise EmptyRoundError("no round has begun")
-        number = self.round
+        number, norms = self.round, self._arrived_norms()
         updates = tuple(
             (peer, self._use(number, peer), weight)
             for peer, weight in members.weights.items()
@@ -239,6 +264,7 @@ class RoundCollector:
                 f"no update of round {number} arrived from its {len(members.weights)} members in time"
             )
         missing = tuple(peer for peer in members.weights if peer not in {sender for sender, _, _ in updates})
+        self._norms.add_round(norms.values())
         self._members.pop(number, None)
         self._refused = {refused for refused in self._refused if refused[0] > number}
         self.round = number + 1

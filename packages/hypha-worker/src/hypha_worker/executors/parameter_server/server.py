@@ -233,11 +233,11 @@ class ParameterServer(Execution):
 
     async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int, digest: str) -> None:
         try:
-            await self._check_layout(path, size)
+            norm = await self._inspect(path, size)
             if self._collector.is_late(peer, number):  # the round continued without it during the transfer
                 self._drop_late(peer, number, path)
                 return
-            replaced = self._collector.add(peer, number, path, digest)
+            replaced = self._collector.add(peer, number, path, digest, norm)
         except (TensorFileError, UpdateRefusedError, OSError) as error:
             _remove(path)
             self._report_refusal(peer, number, str(error))
@@ -246,11 +246,19 @@ class ParameterServer(Execution):
             _remove(replaced)
         self._changed.set()
 
-    async def _check_layout(self, path: Path, size: int) -> None:
+    async def _inspect(self, path: Path, size: int) -> float:
+        """Check the contents of an update; return its norm.
+
+        Raises:
+            TensorFileError: it is malformed.
+            UpdateRefusedError: it does not match the others.
+            OSError: it cannot be read.
+        """
         from hypha_proto.outer_step import TensorLayout, inspect_update
 
         await self._has_begun.wait()
-        layout = await self._context.storage.run(inspect_update, path, abandon=True)
+        inspected = await self._context.storage.run(inspect_update, path, abandon=True)
+        layout = inspected.layout
         if self._momentum is not None and (difference := layout.momentum_difference(self._momentum)):
             raise UpdateRefusedError(f"the update does not match the momentum of this job: {difference}")
         first = self._reference.first
@@ -259,12 +267,17 @@ class ParameterServer(Execution):
                 raise UpdateRefusedError(f"{_OTHER_LAYOUT}: {difference}")
         else:  # a single sender does not decide what the model is
             self._candidates[path] = _Candidate(layout, size)
+        return inspected.norm
 
-    def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
+    def _refuse(self, peer: PeerId, number: int, reason: str) -> None:
+        """Let nothing of a peer count in a round any more."""
         _log.warning("update from %s for round %d refused: %s", peer, number, reason)
         if (dropped := self._collector.refuse(peer, number)) is not None:
             self._candidates.pop(dropped, None)
             _remove(dropped)
+
+    def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
+        self._refuse(peer, number, reason)
         message = self._refusal(peer, number, reason[:1000])
         if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
             _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
@@ -364,6 +377,8 @@ class ParameterServer(Execution):
     async def _run_round(self, tasks: anyio.abc.TaskGroup) -> bool:
         """Run one round; return whether it was the last."""
         await self._wait_for_updates()
+        while await self._refuse_outliers():
+            await self._wait_for_updates()
         if self._collector.is_empty and not self._has_empty_round:
             self._has_empty_round = True  # all of its members may be gone; the scheduler announces others
             await self._report_missing(self._collector.round or 0, self._collector.drop_members())
@@ -384,6 +399,15 @@ class ParameterServer(Execution):
         for peer in missing:
             _log.warning("round %d continues without the update of %s, which did not arrive in time", number, peer)
             await self._send_to_scheduler(self._refusal(peer, number, "it did not arrive in time", missing=True))
+
+    async def _refuse_outliers(self) -> bool:
+        """Refuse updates that are too large, and tell the scheduler, which announces the round without them."""
+        number, outliers = self._collector.round or 0, self._collector.find_outliers()
+        for peer, reason in outliers.items():
+            self._refuse(peer, number, reason)
+        for peer, reason in outliers.items():
+            await self._send_to_scheduler(self._refusal(peer, number, reason))
+        return bool(outliers)
 
     async def _leave_out_other_layouts(self, done: CompleteRound) -> CompleteRound:
         """Refuse the updates of the first round whose tensors are not those of most samples."""
