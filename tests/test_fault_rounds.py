@@ -64,6 +64,9 @@ SCENARIOS: Mapping[str, Mapping[int, str]] = {
     "honest": NOTHING,
 }
 """What is wrong with the updates of worker 3, by the name of its executor and by round."""
+EXPLODES = 3
+"""Round in which the updates of all workers are too large, with the executor `EXPLODING`."""
+EXPLODING = "exploding"
 REASONS = {
     NAN: "tensor 'bias' holds NaN or infinity",
     EXIT: "tensor 'bias' holds NaN or infinity",
@@ -78,7 +81,7 @@ REASONS = {
 
 def executors(worker: str) -> str:
     """Return TOML of the executors of a worker, one for each scenario."""
-    return "".join(
+    return executor_toml(EXPLODING, DELAY, {EXPLODES: SCALE}) + "".join(
         executor_toml(name, DELAY, faults if worker == WRONG else NOTHING) for name, faults in SCENARIOS.items()
     )
 
@@ -219,6 +222,19 @@ def test_an_executor_that_exits_as_its_update_is_refused_is_started_again(networ
     assert number < returns < MORE
     check_refusals(network, job, SCENARIOS["quitting"], last=number, returns=returns)
     assert job.events("worker_lost") == job.events("worker_excluded") == []
+
+
+def test_a_loss_that_explodes_ends_the_job_with_the_last_good_model(network: LocalNetwork) -> None:
+    job = start(network, EXPLODING, rounds=MORE)
+    assert job.wait(JOB_ENDS) == 1, job.log
+    good = directory_of(job) / "checkpoints" / f"round-{EXPLODES - 1}"
+    assert "the loss has exploded: it is " in job.log
+    assert f"the last good model is {good}. Start from it with a lower learning rate" in job.log
+    assert (good / "model.safetensors").exists()
+    assert [record["round"] for record in rounds_of(job)] == list(range(1, EXPLODES + 4))
+    assert job.events("update_refused") == []
+    audited = network.scheduler_command(job, "audit")
+    assert audited.returncode == 0, audited.stdout + audited.stderr
 
 
 def pauses(job: Job) -> int:

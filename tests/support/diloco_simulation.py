@@ -125,6 +125,7 @@ class FakeResult:
     evaluations: list[tuple[object, ...]] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     """Last committed round whenever a checkpoint might have been written."""
+    good: int = 0
 
     async def discard(self, update: Path) -> None:
         """Delete nothing: there are no files, and a thread would run beside the virtual clock."""
@@ -168,6 +169,12 @@ class FakeResult:
 
     def momentum_file(self) -> Path | None:
         return self.directory / "momentum.safetensors" if self.round else None
+
+    def note_good(self, round_number: int) -> None:
+        self.good = round_number
+
+    def good_checkpoint(self) -> Path | None:
+        return self.directory / "checkpoints" / f"round-{self.good}" if self.good else None
 
     def summary(self) -> dict[str, object]:
         return {"model_dir": str(self.directory / "model")}

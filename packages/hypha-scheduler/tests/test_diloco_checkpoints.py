@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 
 import anyio
+import pytest
 from support.diloco_simulation import PEERS, SERVER, Job, job_table
 
 from hypha_net.testing import simulate
 from hypha_proto.progress import RoundMetrics
+from hypha_scheduler.strategies.diloco.restore import restore
 
 WORKERS = PEERS[:3]
 A = WORKERS[0]
@@ -22,6 +24,21 @@ async def train_to_the_end(job: Job, rounds: int) -> None:
             assert job.state(peer) == (True, "")
             job.send(peer)
         assert await job.push() is None
+        for peer in WORKERS:
+            job.merge(peer)
+
+
+async def train_with(job: Job, losses: list[float | None]) -> None:
+    """Train rounds in which one worker reports a loss, as long as the job goes on."""
+    for number, loss in enumerate(losses, 1):
+        for peer in WORKERS:
+            job.train_round(peer, 2)
+            assert job.state(peer) == (True, "")
+            job.send(peer)
+        job.report(A, RoundMetrics(round=number, metrics={"samples": 8.0} if loss is None else {"loss": loss}))
+        assert await job.push() is None
+        if job.outcome is not None:
+            return
         for peer in WORKERS:
             job.merge(peer)
 
@@ -51,6 +68,53 @@ def test_what_workers_evaluate_decides_on_the_best_checkpoint() -> None:
         job.report(A, RoundMetrics(round=1, metrics=metrics))
         job.report(A, RoundMetrics(round=1, metrics={"evaluation_loss": 0.5, "evaluation_samples": 1.0}))
         assert job.result.evaluations == [(1, 1.5, 0.25, 12.0), (1, 0.5, None, 1.0)]
+
+    simulate(case)
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome"),
+    [
+        (
+            [2.0, 1.5, 1.0, 6.1, 1e9, 2e9],
+            "the loss has exploded: it is 2e+09 in round 6, and was 2 in the first one; the last good model is "
+            "/run/checkpoints/round-2. Start from it with a lower learning rate",
+        ),
+        (
+            [2.0, 30.0, 30.0, 30.0],
+            "the loss has exploded: it is 30 in round 4, and was 2 in the first one; the last good model is the start "
+            "model. Start from it with a lower learning rate",
+        ),
+        ([2.0, 7.0, 7.0, 6.0, 7.0, 7.0, None], None),
+        ([None, -1.0, 0.01, 2.9, 2.9, 2.9, 1.0], None),
+        ([None] * 7, None),
+    ],
+    ids=["after three rounds", "from the start", "it recovers", "small ones", "without labels"],
+)
+def test_a_loss_that_explodes_over_rounds_ends_the_job(losses: list[float | None], outcome: str | None) -> None:
+    async def case() -> None:
+        job = begin(10)
+        await train_with(job, losses)
+        assert job.outcome == outcome
+
+    simulate(case)
+
+
+def test_a_loss_that_has_exploded_in_the_last_round_fails_the_job() -> None:
+    async def case() -> None:
+        job = begin(2)
+        await train_with(job, [2.0, 1.5e9])
+        assert str(job.outcome).startswith("the loss has exploded: it is 1.5e+09 in round 2")
+
+    simulate(case)
+
+
+def test_a_scheduler_that_is_started_again_knows_the_losses_before() -> None:
+    async def case() -> None:
+        job = begin(10)
+        await train_with(job, [2.0, 1.5, 30.0, 30.0])
+        again = restore(job.journal)
+        assert (again.losses.first, again.losses.good, again.losses.exploded) == (2.0, 1, 2)
 
     simulate(case)
 

@@ -81,6 +81,26 @@ def test_a_checkpoint_is_a_loadable_model_of_its_round(tmp_path: Path) -> None:
     assert weight(directory / "model") == 5.0
 
 
+def test_without_evaluation_the_last_good_one_is_kept_until_the_end(tmp_path: Path) -> None:
+    directory = make_job(tmp_path / "job")
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER, checkpoint_every=1)
+        for number in range(1, 6):
+            await take(result, number)
+            result.note_good(min(number, 3))
+        assert checkpoints(directory) == ["index.json", "round-3", "round-5"]
+        assert result.good_checkpoint() == directory / "checkpoints" / "round-3"
+        again = ResultModel(directory, OUTER, checkpoint_every=1)
+        again.note_good(3)
+        again.restore(5, result.weights)
+        assert checkpoints(directory) == ["index.json", "round-3", "round-5"]
+        await again.finish()
+        assert checkpoints(directory) == ["index.json", "round-5"]
+
+    run(case)
+
+
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     directory = make_job(tmp_path / "job")
     losses = {1: 3.0, 2: 1.0, 3: 1.5, 4: 2.0, 5: 1.75, 6: 1.25}

@@ -1,7 +1,8 @@
 """Checkpoints of a job: the last and the best loadable model of its rounds.
 
 A checkpoint is a directory as of the result, and another job may start from it. ``index.json`` beside them names the
-last and the best. Called by `result_model`, in a thread; only `evaluated` is called outside it.
+last and the best. As long as none is evaluated, a job that runs also keeps the last one that training has shown to be
+good. Called by `result_model`, in a thread; only `evaluated` is called outside it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Checkpoints:
     """Number of rounds between checkpoints; 0 for none."""
     evaluate_every: int = 0
     """Number of rounds between evaluations; 0 for none."""
+    good: int = 0
+    """Last round whose weights have trained well (`LossTrend.good`)."""
     evaluations: Evaluations = field(default_factory=Evaluations)
     """What has arrived until the last `settle`."""
     _arrived: deque[tuple[int, float, float | None, float]] = field(default_factory=deque)
@@ -67,6 +70,11 @@ class Checkpoints:
         """
         newest = self.evaluations.newest
         return self.evaluations.best(number for number in self._rounds if complete or number < newest)
+
+    def last_good(self) -> int | None:
+        """Return the round of the best checkpoint, or else of the last that has trained well; None without either."""
+        good = max((number for number in self._rounds if number <= self.good), default=None)
+        return self.best() or good
 
     def evaluated(self, round_number: int, loss: float, accuracy: float | None, samples: float) -> bool:
         """Take the result of one worker; return False if it is ignored since its numbers make no sense."""
@@ -108,7 +116,7 @@ class Checkpoints:
             self._rounds.discard(number)
 
     def _kept(self, complete: bool) -> set[int]:
-        wanted = {self.last, self.best(complete=complete)}
+        wanted = {self.last, self.best(complete=True) if complete else self.last_good()}
         if not complete and self.evaluate_every:
             newest = self.evaluations.newest
             waiting = [n for n in self._rounds if n >= newest and n % self.evaluate_every == 0]

@@ -531,6 +531,8 @@ class DilocoOperator(Operator):
         gone = running.gone_members.pop(number, set())
         members = running.announcer.agreed_members(number, gone, header.samples or None)
         loss = running.training.rounds.loss_of(number, members)
+        self._restored.losses.add(number, loss)
+        self._data.result.note_good(self._restored.losses.good)
         updates, unused = running.training.commit(number, members)
         self._update_bytes = self._data.result.update_bytes
         record = records.round_record(number, running.term, updates, unused, advance, loss)
@@ -541,7 +543,25 @@ class DilocoOperator(Operator):
             running.restarts.round_counted(peer)
         self._used_avoided.clear()
         handed_over = self._handover.round_committed(now)
-        return (record, commit, *self._translate(closing), *handed_over, *self._check_outcome(now))
+        effects = (record, commit, *self._translate(closing), *handed_over)
+        return (*effects, *(self._stop_if_lost(number, loss) or self._check_outcome(now)))
+
+    def _stop_if_lost(self, number: int, loss: float | None) -> Effects:
+        """End the job if its loss has exploded for good."""
+        losses = self._restored.losses
+        if not losses.is_lost(is_last=number >= self._job.rounds.update_rounds):
+            return ()
+        return self._fail(
+            f"the loss has exploded: it is {loss:.3g} in round {number}, and was {losses.first:.3g} in the first one; "
+            f"{self._describe_good(losses.good)}. Start from it with a lower learning rate"
+        )
+
+    def _describe_good(self, good: int) -> str:
+        """Return where the last good model is."""
+        if (checkpoint := self._data.result.good_checkpoint()) is not None:
+            return f"the last good model is {checkpoint}"
+        none = "no checkpoint was written of a later one: lower rounds.checkpoint_every" if good else ""
+        return f"the last good model is the start model{f', {none}' if none else ''}"
 
     # --------------------------------------------------------------------------------------------------------- effects
 

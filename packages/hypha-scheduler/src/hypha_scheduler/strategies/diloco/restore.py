@@ -28,6 +28,7 @@ import msgspec
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId, check_digest
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.strategies.diloco.loss_trend import LossTrend
 from hypha_scheduler.strategies.diloco.slices import ALL, SampleSpan, SliceLedger, subtract_spans
 
 BEGAN: Final = "began"
@@ -257,6 +258,7 @@ class RestoredTraining:
     samples: Counter[PeerId] = field(default_factory=Counter)
     """Samples of each worker in committed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
+    losses: LossTrend = field(default_factory=LossTrend)
     loss: float | None = None
     """Loss of the last committed round."""
     used: list[SampleSpan] = field(default_factory=list)
@@ -614,6 +616,7 @@ class _Replay:
         state.closed = record.round
         state.commits[record.round] = record.update, record.weights
         state.loss = record.loss
+        state.losses.add(record.round, record.loss)
         self._open_round()
 
     def _return(self, unused: UnusedRecord) -> None:

@@ -219,6 +219,15 @@ class ResultModel:
         if not is_known or not self._checkpoints.evaluated(round_number, loss, accuracy, samples):
             _log.warning("ignoring an evaluation of round %d: loss %r, %r samples", round_number, loss, samples)
 
+    def note_good(self, round_number: int) -> None:
+        """Take the last round whose weights have trained well, whose checkpoint is kept (`LossTrend.good`)."""
+        self._checkpoints.good = round_number
+
+    def good_checkpoint(self) -> Path | None:
+        """Return the directory of the checkpoint to go on from if later weights are lost; None if there is none."""
+        good = self._checkpoints.last_good()
+        return None if good is None else self._checkpoints.path(good)
+
     def summary(self) -> dict[str, object]:
         """Return the part of ``result.json`` on the model and its checkpoints."""
         return {"model_dir": str(self.model_dir), "checkpoints": self._checkpoints.summary()}

@@ -77,6 +77,7 @@ async def _open(
     restored = restore(journal)
     await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
     data = await _prepare(job, context, restored)
+    data.result.note_good(restored.losses.good)
     await anyio.to_thread.run_sync(data.result.restore, restored.closed, restored.weights)
     yield DilocoOperator(job, context, data, restored, began)
 
