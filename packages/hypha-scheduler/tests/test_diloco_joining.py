@@ -31,10 +31,10 @@ SERVER = PeerId.from_public_key(bytes([98]) * 32)
 WEIGHTS = "blake3:" + "1" * 64
 
 
-def make(minimum: int = 2, rounds: int = 6, evaluation: float = 0.0) -> Rounds:
+def make(minimum: int = 2, rounds: int = 6) -> Rounds:
     """Return a job in whose first round A, B and C have reported a batch of a second."""
     timeouts = Timeouts(0, 60.0, 60.0, 60.0)
-    limits = RoundSettings(rounds, 64, 16, minimum, evaluation=evaluation, timeouts=timeouts)
+    limits = RoundSettings(rounds, 64, 16, minimum, timeouts=timeouts)
     made = Rounds(limits, (A, B, C), 0.0)
     for peer in (A, B, C):
         assert made.join(peer, 0.0) == (1, ())

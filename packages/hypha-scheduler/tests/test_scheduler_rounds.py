@@ -25,6 +25,7 @@ from hypha_scheduler.strategies.diloco.rounds import (
     StepOverdue,
     Suspected,
 )
+from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
@@ -452,10 +453,15 @@ def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> No
     assert rounds.over
 
 
+@pytest.mark.parametrize("samples", [None, 320], ids=["of unknown size", "of 320 samples"])
 @pytest.mark.parametrize("last", [False, True], ids=["between rounds", "after the last"])
-def test_evaluating_workers_are_waited_for(last: bool) -> None:
-    settings = RoundSettings(rounds=1 if last else 2, target=32, batch_size=16, min_members=2, evaluation=86400.0)
-    rounds = Rounds(settings, PEERS[:2], 0.0)
+def test_a_worker_that_evaluates_is_waited_for_four_times_as_long_as_it_would_train(
+    last: bool, samples: int | None
+) -> None:
+    rounds = Rounds(
+        RoundSettings(1 if last else 2, 32, 16, 2, evaluate_every=1, evaluation_samples=samples), PEERS[:2], 0.0
+    )
+    longest = 600.0 + (86400.0 if samples is None else 4 * samples * 1.0 / 16)
     for peer in PEERS[:2]:
         rounds.training_began(peer, 0.0)
         rounds.batch_done(peer, 16, 1.0)
@@ -465,12 +471,37 @@ def test_evaluating_workers_are_waited_for(last: bool) -> None:
         assert rounds.update_merged(PEERS[0], 4.0) == Continue()  # it had nothing to evaluate
         rounds.batch_done(PEERS[0], 16, 5.0)
         rounds.update_started(PEERS[0], 6.0)
-    assert rounds.expire(86000.0) == ()
-    rounds.update_merged(PEERS[1], 86001.0)
+    assert rounds.expire(3.0 + longest - 1.0) == ()
+    rounds.update_merged(PEERS[1], 3.0 + longest)
     if not last:
-        rounds.batch_done(PEERS[1], 16, 86002.0)
-        assert rounds.deadline() < 90000.0
-    assert rounds.expire(87000.0) != ()
+        rounds.batch_done(PEERS[1], 16, 4.0 + longest)
+        assert (rounds.deadline() or 0.0) < longest + 90.0
+
+
+def test_a_worker_that_stops_before_it_merges_an_evaluated_round_is_late() -> None:
+    """After its first evaluation, what that took counts."""
+    settings = RoundSettings(9, 32, 16, 2, evaluate_every=1, timeouts=Timeouts(0, 60.0, 60.0, 60.0))
+    rounds = Rounds(settings, PEERS[:3], 0.0)
+    for number, now in ((1, 0.0), (2, 14.0)):
+        for peer in PEERS[:3]:
+            rounds.training_began(peer, now)
+            rounds.batch_done(peer, 16, now + 1.0)
+        for peer in PEERS[:3]:
+            rounds.update_started(peer, now + 2.0)
+        rounds.step_committed(number, now + 3.0)
+        for peer in PEERS[: 3 if number == 1 else 2]:
+            rounds.update_merged(peer, now + 13.0)
+    for peer in PEERS[:2]:
+        rounds.batch_done(peer, 16, 28.0)
+        rounds.update_started(peer, 29.0)
+    found: list[object] = []
+    while (due := rounds.deadline()) is not None and due < 120.0:
+        found += rounds.expire(due)
+    [suspected] = [effect for effect in found if isinstance(effect, Suspected)]
+    [late] = [effect for effect in found if isinstance(effect, Late)]
+    assert (suspected.peer, late.peer) == (PEERS[2], PEERS[2])
+    assert suspected.seconds == pytest.approx(2.0 + 3 * 10.0)
+    assert late.seconds < 90.0
 
 
 def merge_round(rounds: Rounds, number: int, peers: list[PeerId], now: float) -> dict[PeerId, object]:

@@ -5,7 +5,7 @@ Called by `rounds`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Stand
 from hypha_scheduler.strategies.diloco.open_round import Round
 from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings, Suspected
 from hypha_scheduler.strategies.diloco.suspicion import PATIENCE, suspicious_after
+from hypha_scheduler.strategies.diloco.timeouts import EVALUATION, FACTOR
 
 _LEAST_AWAY: Final = 10.0
 """Least time in seconds for which a paused job waits for a worker that was late."""
@@ -59,20 +60,48 @@ class RoundDeadlines:
         if part is not None and part.sending_at is not None:
             return self._step_silence(max(part.sending_at, member.seen_at), batch, member.rhythm.sendings)
         if member.round < current.number:
-            if self.settings.evaluation:
-                return None
-            return self._step_silence(max(self._merges_since(current), member.seen_at), batch, member.rhythm.merges)
+            since = max(self._merges_since(current), member.seen_at)
+            if not self.is_evaluated(current.number - 1):
+                return self._step_silence(since, batch, member.rhythm.merges)
+            evaluation = self.evaluation_timeout(current.number - 1, [member])
+            return self._step_silence(since, batch, member.rhythm.evaluated_merges, evaluation)
         since = max(member.seen_at, current.began_at)
         longest = max(batch, member.rhythm.longest_batch)
         return Silence(since, since + suspicious_after(batch), since + PATIENCE * suspicious_after(longest))
 
-    def _step_silence(self, since: float, batch: float, known: Collection[float]) -> Silence:
-        """Return the silence of a worker that sends its update or merges an outer one."""
+    def _step_silence(self, since: float, batch: float, known: Collection[float], evaluation: float = 0.0) -> Silence:
+        """Return the silence of a worker that sends its update or merges an outer one.
+
+        Args:
+            since: since when it is silent.
+            batch: seconds of its batches.
+            known: how long it took the last times.
+            evaluation: how much longer it may take the first time.
+        """
         if not known:
-            until = since + max(suspicious_after(batch), self.settings.timeouts.merge_timeout())
+            until = since + max(suspicious_after(batch), self.settings.timeouts.merge_timeout()) + evaluation
             return Silence(since, until, until)
         usual = suspicious_after(max(batch, *known))
         return Silence(since, since + usual, since + PATIENCE * usual)
+
+    def is_evaluated(self, number: int) -> bool:
+        """Return whether workers evaluate the weights after a round."""
+        return self.settings.evaluate_every > 0 and number % self.settings.evaluate_every == 0
+
+    def evaluation_timeout(self, number: int, members: Iterable[RoundMember]) -> float:
+        """Return the seconds that workers may take to evaluate the weights after a round; 0 if nobody does.
+
+        A sample takes no longer to evaluate than to train.
+        """
+        if not self.is_evaluated(number):
+            return 0.0
+        samples, timeout = self.settings.evaluation_samples, 0.0
+        for member in members:
+            seconds = member.throughput.seconds_per_sample
+            if samples is None or seconds is None:
+                return EVALUATION
+            timeout = max(timeout, FACTOR * samples * seconds)
+        return timeout
 
     def _merges_since(self, current: Round) -> float:
         before = self.rounds.get(current.number - 1)
@@ -132,30 +161,25 @@ class RoundDeadlines:
         began = current.trains_at if current.number == self.first else current.began_at
         if self.settings.timeout is not None and began is not None:  # starting executors have a timeout of their own
             return began + self.settings.timeout
-        if (until := self._evaluating_until(current)) is not None:
-            return until
-        missing = self.roster.missing(current)
-        starting = any(not self.roster.members[peer].has_trained for peer in missing)
+        missing = [self.roster.members[peer] for peer in self.roster.missing(current)]
+        starting = any(not member.has_trained for member in missing)
         if current.finish is None or starting:
-            seen = [current.began_at, *(m.seen_at for p in missing if (m := self.roster.members[p]).has_trained)]
-            return (current.began_at if starting else max(seen)) + self.settings.timeouts.start_timeout()
-        due = current.finish + max(self.settings.grace, current.finish - current.began_at)
-        if any(self.roster.members[peer].round < current.number for peer in missing):
-            due = max(due, self._merges_since(current) + self.settings.timeouts.merge_timeout())
+            seen = [current.began_at, *(member.seen_at for member in missing if member.has_trained)]
+            due = (current.began_at if starting else max(seen)) + self.settings.timeouts.start_timeout()
+        else:
+            due = current.finish + max(self.settings.grace, current.finish - current.began_at)
+        if behind := [member for member in missing if member.round < current.number]:
+            due = max(due, self._merging_until(self._merges_since(current), current.number - 1, behind))
         return due
-
-    def _evaluating_until(self, current: Round) -> float | None:
-        """Return the deadline of workers that may still be evaluating the last outer update, or None."""
-        before = self.rounds.get(current.number - 1)
-        if not self.settings.evaluation or before is None or before.closed_at is None:
-            return None
-        behind = any(self.roster.members[peer].round < current.number for peer in self.roster.expected(current))
-        return before.closed_at + self.settings.evaluation if behind else None
 
     def of_merging(self, last: Round) -> float:
         """Return the time at which workers that have not merged the outer update of a closed round are overdue."""
-        timeout = max(self.settings.timeouts.merge_timeout(), self.settings.evaluation)
-        return (last.closed_at or last.began_at) + timeout
+        merging = [member for member in self.roster.members.values() if not member.done and member.round <= last.number]
+        return self._merging_until(last.closed_at or last.began_at, last.number, merging)
+
+    def _merging_until(self, since: float, number: int, members: Iterable[RoundMember]) -> float:
+        """Return until when members may merge the outer update of a round, and evaluate the weights."""
+        return since + self.settings.timeouts.merge_timeout() + self.evaluation_timeout(number, members)
 
     # ----------------------------------------------------------------------------------------------------- replacement
 

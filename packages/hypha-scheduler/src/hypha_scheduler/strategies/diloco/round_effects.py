@@ -25,8 +25,10 @@ class RoundSettings:
     """Maximum duration of a round in seconds; None to derive it from the forecast."""
     grace: float = 30.0
     """Minimum time in seconds beyond the forecast before a member counts as late."""
-    evaluation: float = 0.0
-    """Timeout in seconds of merging an outer update if the model is then evaluated; 0 without evaluation."""
+    evaluate_every: int = 0
+    """Number of rounds between evaluations of the weights; 0 for none."""
+    evaluation_samples: int | None = None
+    """Samples that one worker evaluates at most; None if that is not known."""
     timeouts: Timeouts = field(default_factory=lambda: Timeouts(0, 600.0, 600.0, 600.0))
     """Timeouts of steps without a forecast: starting an executor, an outer step, merging it."""
 

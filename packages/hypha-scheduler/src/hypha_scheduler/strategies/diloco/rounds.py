@@ -99,8 +99,8 @@ class Rounds:
 
     @property
     def evaluation_timeout(self) -> float:
-        """Seconds that workers may take to evaluate the model; 0 if none does."""
-        return self._settings.evaluation
+        """Seconds that workers may take to evaluate the last weights; 0 if none does."""
+        return self._deadlines.evaluation_timeout(self._closed, self._members.values())
 
     @property
     def closed(self) -> int:
@@ -527,7 +527,8 @@ class Rounds:
     def _next_round(self, peer: PeerId, member: RoundMember, now: float) -> None:
         """Let a worker that has merged the outer update of its round begin the next one."""
         if (closed_at := self._rounds[member.round].closed_at) is not None and now >= closed_at:
-            member.rhythm.merges.append(now - closed_at)
+            evaluates = self._deadlines.is_evaluated(member.round)
+            (member.rhythm.evaluated_merges if evaluates else member.rhythm.merges).append(now - closed_at)
             self._settings.timeouts.observe_merge(now - closed_at)
         member.round += 1
         current = self._rounds.setdefault(member.round, Round(member.round, now))

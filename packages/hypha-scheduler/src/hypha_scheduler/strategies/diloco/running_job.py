@@ -354,6 +354,7 @@ class JobBuilder:
 
     def _settings(self) -> RoundSettings:
         """Return the settings of the rounds; the batch size stays as it was in an earlier run."""
-        settings = round_settings(self.job, self.job.resources.num_workers, self.data.result.model_bytes())
+        evaluation = () if self.data.evaluation is None else self.data.evaluation.samples
+        settings = round_settings(self.job, self.job.resources.num_workers, self.data.result.model_bytes(), evaluation)
         began = self.restored.began
         return settings if began is None else replace(settings, batch_size=began.batch_size)

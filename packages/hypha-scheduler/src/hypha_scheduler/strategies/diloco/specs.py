@@ -46,8 +46,6 @@ LAST_UPDATE: Final = "outer-update"
 """Name under which the outer update of the last committed round is served."""
 SETTLE: Final = 2.0
 """Seconds for which a job waits for more than `min_workers` before it starts."""
-_EVALUATION: Final = 86400.0
-"""Timeout in seconds for evaluating the model after a round; a lost worker is noticed earlier by its lease."""
 
 
 def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[RoleRequest, RoleRequest]:
@@ -77,8 +75,17 @@ def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[Rol
     )
 
 
-def round_settings(job: DilocoJobConfig, workers: int, model_bytes: int = 0) -> RoundSettings:
-    """Return the settings of the job's rounds with `workers` training workers and a model of some size."""
+def round_settings(
+    job: DilocoJobConfig, workers: int, model_bytes: int = 0, evaluation: Sequence[int | None] = ()
+) -> RoundSettings:
+    """Return the settings of the job's rounds.
+
+    Args:
+        job: the job.
+        workers: number of its training workers.
+        model_bytes: size of its model.
+        evaluation: samples of each slice of its evaluation data, None where unknown.
+    """
     table = job.rounds
     return RoundSettings(
         rounds=table.update_rounds,
@@ -86,7 +93,8 @@ def round_settings(job: DilocoJobConfig, workers: int, model_bytes: int = 0) -> 
         batch_size=table.batch_for(workers),
         min_members=min(job.resources.least_workers, workers),
         timeout=table.timeout,
-        evaluation=_EVALUATION if table.evaluate_every else 0.0,
+        evaluate_every=table.evaluate_every,
+        evaluation_samples=_largest_share(evaluation, job.resources.least_workers),
         timeouts=Timeouts(
             model_bytes, table.start_timeout, table.step_timeout, table.merge_timeout, job.resources.most_workers
         ),
@@ -218,6 +226,12 @@ def evaluation_shares(workers: int, providers: Sequence[PeerId], dataset: str, s
                 filenames=tuple(f"evaluation-{index:05}.safetensors" for index in range(begin, end)),
             )  # fmt: skip
     return shares
+
+
+def _largest_share(samples: Sequence[int | None], workers: int) -> int | None:
+    """Return how many samples the largest share of a dataset has among so many workers; None if that is unknown."""
+    known = [count for count in samples if count is not None]
+    return None if len(known) < len(samples) else max(known, default=0) * -(-len(known) // workers)
 
 
 def _steps(job: DilocoJobConfig, workers: int, batch_size: int) -> int:

@@ -42,6 +42,8 @@ class Rhythm:
     """Last times from the report of the last batch to the arrival of the update at the parameter server."""
     merges: deque[float] = field(default_factory=_recent)
     """Last times from the end of a round to its report that it has merged the outer update."""
+    evaluated_merges: deque[float] = field(default_factory=_recent)
+    """The same after rounds whose weights are evaluated, which some executors do before they report."""
     is_warm: bool = False
     usual_interval: float = 0.0
     """Median of the last intervals between reports of batches; 0 if there is none."""

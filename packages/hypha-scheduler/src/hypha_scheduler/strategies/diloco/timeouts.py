@@ -22,6 +22,8 @@ STEP: Final = 60.0
 """Seconds of an outer step, without the transfer of updates."""
 MERGE: Final = 60.0
 """Seconds to merge an outer update, without its transfer."""
+EVALUATION: Final = 86400.0
+"""Seconds to evaluate weights, if nothing says how many samples there are or how fast they are computed."""
 _LEAST: Final = 30.0
 """Least timeout in seconds of a step that was measured."""
 _RECENT: Final = 16
