@@ -501,6 +501,7 @@ def test_the_job_ends_after_the_evaluation_of_its_last_round(tmp_path: Path, mod
 
     def prepare(workers: list[Worker]) -> None:
         for worker in workers[:3]:
+            worker.batch_seconds = 20.0  # a share may take four times as long as it would be trained
             worker.evaluation_seconds = 2 * diloco_operator._EXECUTOR_EXIT_TIMEOUT
 
     run_network(tmp_path, case, prepare)
@@ -625,7 +626,7 @@ def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
 def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, resources={"allocation_timeout": 1.0}))
+            await service.run_job(job(model, resources={"min_workers": 3, "allocation_timeout": 1.0}))
         assert "exit code 3" in messages[0]
         assert "RuntimeError: no" in messages[0]
         assert str(workers[1].endpoint.peer_id) in messages[0]
@@ -642,7 +643,9 @@ def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line
 def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
+            await service.run_job(
+                job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
+            )
         assert f"worker {workers[2].endpoint.peer_id} was lost" in messages[0]
         assert "2 of at least 3 remain" in messages[0]
 
@@ -653,9 +656,10 @@ def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model:
     run_network(tmp_path, case, prepare)
 
 
-def test_job_continues_without_a_lost_worker_above_the_minimum(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("resources", [{"min_workers": 2}, {}], ids=["above the minimum", "without a minimum"])
+def test_job_continues_without_a_lost_worker(tmp_path: Path, model: Path, resources: dict[str, int]) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        path = await service.run_job(job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6}))
+        path = await service.run_job(job(model, resources=resources, rounds={"update_rounds": 6}))
         assert json.loads(path.read_text())["rounds"] == 6
         assert len(workers[3].rounds_seen[-1].members) == 2
 
@@ -712,7 +716,9 @@ def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path
 def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
+            await service.run_job(
+                job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
+            )
         assert "its executor was cancelled: the owner needs it" in messages[0]
 
     def prepare(workers: list[Worker]) -> None:
@@ -1104,8 +1110,8 @@ def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Pa
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         drain_at(workers[1], 3)
         drain_at(workers[3], 0)  # a parameter server cannot be handed over
-        result = json.loads((await service.run_job(job(model))).read_text())  # it needs all three, and ends in time
-        assert result["rounds"] == 3
+        path = await service.run_job(job(model, resources={"min_workers": 3}))  # it needs all three, and ends in time
+        assert json.loads(path.read_text())["rounds"] == 3
 
     run_network(tmp_path, case)
     kinds = [event["event"] for event in events(tmp_path)]

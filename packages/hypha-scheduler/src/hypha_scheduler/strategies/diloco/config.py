@@ -152,7 +152,8 @@ class ResourcesTable(Table):
         default=None,
         ge=1,
         le=_MAX_WORKERS,
-        description="Workers with which the job starts after 2 s, and without which it pauses; if unset, num_workers.",
+        description="Workers with which the job starts after 2 s, and without which it pauses. If unset, it starts "
+        "with num_workers and goes on with one.",
     )
     max_workers: int | None = Field(
         default=None,
@@ -162,8 +163,8 @@ class ResourcesTable(Table):
     )
     allocation_timeout: _Seconds = Field(
         default=60.0,
-        description="Seconds for which the job waits for min_workers and a parameter server, at its start or when it "
-        "pauses, until it fails; up to 31 days.",
+        description="Seconds for which the job waits for the workers that it needs and a parameter server, at its "
+        "start or when it pauses, until it fails; up to 31 days.",
     )
     worker: Requirements = Field(default=(), description="Requirements on a training worker.")
     parameter_server: Requirements = Field(default=(), description="Requirements on the parameter server.")
@@ -180,9 +181,14 @@ class ResourcesTable(Table):
         return self
 
     @property
-    def least_workers(self) -> int:
-        """Number of workers without which the job pauses: `min_workers`, or else `num_workers`."""
+    def first_workers(self) -> int:
+        """Number of workers with which the job starts: `min_workers`, or else `num_workers`."""
         return self.min_workers or self.num_workers
+
+    @property
+    def least_workers(self) -> int:
+        """Number of workers without which the running job pauses: `min_workers`, or else 1."""
+        return self.min_workers or 1
 
     @property
     def most_workers(self) -> int:

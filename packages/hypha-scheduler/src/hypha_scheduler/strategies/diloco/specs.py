@@ -58,7 +58,7 @@ def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[Rol
             bid=resources.worker_price.bid,
             max_price=resources.worker_price.max,
             count=resources.most_workers if has_begun else resources.num_workers,
-            minimum=resources.least_workers,
+            minimum=resources.least_workers if has_begun else resources.first_workers,
             starts_at_minimum=True,
             settle=SETTLE,
         ),
@@ -94,7 +94,7 @@ def round_settings(
         min_members=min(job.resources.least_workers, workers),
         timeout=table.timeout,
         evaluate_every=table.evaluate_every,
-        evaluation_samples=_largest_share(evaluation, job.resources.least_workers),
+        evaluation_samples=_largest_share(evaluation, job.resources.first_workers),
         timeouts=Timeouts(
             model_bytes, table.start_timeout, table.step_timeout, table.merge_timeout, job.resources.most_workers
         ),
