@@ -70,6 +70,8 @@ class _History:
     """Micro-batch since memory has ended its executor; stays when failures are forgotten."""
     error: str | None = None
     """Last error, without what varies."""
+    description: str = ""
+    """Description of the end with that error, with the last lines of the executor."""
     counted: int = 0
     """Rounds that have counted since the last failure."""
 
@@ -97,9 +99,10 @@ class Restarts:
         if end.exit_code == INVALID_JOB:
             return FailJob(describe(end, with_lines=True))
         if is_own_fault(end):
-            history.error = error_of(end)
+            history.error, history.description = error_of(end), describe(end, with_lines=True)
             if (other := self._other_with(peer, history.error)) is not None:
-                return FailJob(f"the same error ended the executor of {other} before: {describe(end, with_lines=True)}")
+                first = f"the same error ended the executor of {other.peer} before: {other.description}"
+                return FailJob(f"{history.description}\n{first}")
         if history.restarts >= MAX_RESTARTS:
             return Replace(f"its executor failed {history.restarts + 1} times: {describe(end)}")
         if is_out_of_memory(end):
@@ -110,9 +113,9 @@ class Restarts:
         history.restarts += 1
         return Restart(history.micro_batch)
 
-    def _other_with(self, peer: PeerId, error: str) -> PeerId | None:
-        """Return another worker that had an error, or None."""
-        found = (history.peer for history in self._leases.values() if history.error == error and history.peer != peer)
+    def _other_with(self, peer: PeerId, error: str) -> _History | None:
+        """Return the failures of another worker that had an error, or None."""
+        found = (history for history in self._leases.values() if history.error == error and history.peer != peer)
         return next(found, None)
 
     def round_counted(self, peer: PeerId) -> None:
