@@ -145,7 +145,7 @@ def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
     assert (policy.schedulers, policy.prefer, policy.quota) == ((), (), Quota())
     config = load(tmp_path, LEAST).config
     assert config.offer.lease_terms() == LeaseTerms(temporary_lease=0.5, idle_lease=60.0)
-    assert config.capabilities().defaults == Resources(storage=10.0)
+    assert config.capabilities().defaults == Resources(cpu=1.0, storage=10.0)
 
 
 def test_terms_and_defaults_are_configurable(tmp_path: Path) -> None:
@@ -180,6 +180,27 @@ cmd = "sh"
     assert loaded.config.offer.lease_terms() == LeaseTerms(1.5, 30.0, quota)
     assert loaded.config.capabilities().defaults == Resources(cpu=1.0, memory=2.0, storage=5.0, gpu=8.0)
     assert loaded.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("", 1.0),
+        ("[offer]\noversubscribe = true\n", 0.0),
+        ("[resources.default]\ncpu = 0\n", 0.0),
+        ("[resources.default]\ncpu = 2\n[offer]\noversubscribe = true\n", 2.0),
+    ],
+)
+def test_a_lease_without_cores_has_one_unless_the_owner_oversubscribes(tmp_path: Path, text: str, cores: float) -> None:
+    capabilities = load(tmp_path, LEAST + "[resources]\ncpu = 2\n" + text).config.capabilities()
+    free = capabilities.capacity
+    leases = 0
+    while leases < 3 and not capabilities.exhausted_defaults(Resources(), free.resources):
+        allocation = free.fit(capabilities.with_defaults(Resources(), free.available()))
+        assert allocation is not None
+        assert allocation.resources.cpu == cores
+        free, leases = free.without([allocation]), leases + 1
+    assert leases == (3 if cores == 0.0 else 2.0 / cores)
 
 
 def test_a_preferred_name_that_no_executor_has_is_a_warning(tmp_path: Path) -> None:

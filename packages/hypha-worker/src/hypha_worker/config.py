@@ -87,7 +87,7 @@ class DeviceSection(Section):
 class DefaultResourcesSection(Section):
     """``[resources.default]``."""
 
-    cpu: Amount = Field(default=0.0, description="Cores.")
+    cpu: Amount | None = Field(default=None, description="Cores; if unset, 1, and with offer.oversubscribe none.")
     memory: Amount = Field(default=0.0, description="RAM, GB.")
     storage: Amount = Field(default=10.0, description="Disk, GB; it bounds the job even if resources.storage is 0.")
     gpu: Amount = Field(default=0.0, description="GPU memory, GB.")
@@ -171,6 +171,11 @@ class OfferSection(Section):
         allow_inf_nan=False,
         description="Longest time in seconds for which a job whose scheduler asks for it runs on, and its lease is "
         "held without charge, after the lease was not renewed in time; at most a week. 0: never.",
+    )
+
+    oversubscribe: bool = Field(
+        default=False,
+        description="Let jobs that ask for no cores share them, so that more tasks may run than there are cores.",
     )
 
     def policy(self) -> OfferPolicy:
@@ -406,8 +411,10 @@ class WorkerConfig(NodeConfig):
         """Return what this worker can offer."""
         owned = self.resources
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
-        given = owned.default
-        defaults = Resources(gpu=given.gpu, cpu=given.cpu, storage=given.storage, memory=given.memory)
+        given, cores = owned.default, owned.default.cpu
+        if cores is None:
+            cores = 0.0 if self.offer.oversubscribe else 1.0
+        defaults = Resources(gpu=given.gpu, cpu=cores, storage=given.storage, memory=given.memory)
         sharded: dict[ExecutorDescriptor, bool] = {}
         for entry in self.executors:
             for descriptor in entry.descriptors:

@@ -77,7 +77,7 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
                 "cgroup",
                 "contained",
                 "memory, processes, processor time and storage are limited to the lease; without "
-                "[resources.default], a lease that states no memory or cores has no limit of these",
+                "[resources.default], a lease that states no memory has no limit of it",
                 "cpu",
             ),
             _Effect(
