@@ -316,7 +316,7 @@ class LocalNetwork:
             text = text.replace(MODEL, model)
         count = f"num_workers = {workers}\n"
         assert count in text
-        least = "" if min_workers is None else f"min_workers = {min_workers}\n"
+        least = f"min_workers = {min_workers or workers}\n"
         text = text.replace(count, f"{count}{least}{resources}")
         assert TYPE in text
         text = text.replace(TYPE, f"{TYPE}{settings}")
