@@ -12,10 +12,12 @@ import pytest
 from support.fault_table import FaultRow
 from support.liveness import is_alive
 from support.local_network import Job, LocalNetwork, executor, local_network
-from support.member_faults import CONTINUED, JOINED, PAUSED, RESTARTED
+from support.member_faults import CONTINUED, JOINED, PAUSED, RESTARTED, refusal_of
 from support.numpy_executor import executor_toml, write_model
 from support.proof import check_rounds, check_whole_epochs, prove
 from support.waiting import wait_until
+
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
@@ -31,6 +33,13 @@ ROUNDS = 8
 """Rounds of a job with the small executor."""
 GRACE = 2.0
 """Seconds for which workers train on, where a test waits until they do no longer."""
+OLD_TERM = {
+    ("worker-1", "parameter-server", PSEUDO_GRADIENT): "term: 1 is not 2, the term of this parameter server",
+    ("parameter-server", "worker-1", OUTER_UPDATE): "term: 1 is over, the parameter server of term 2 has taken its "
+    "place",
+    ("parameter-server", "scheduler", OUTER_UPDATE): "term 1 is over: the parameter server is of term 2",
+}
+"""Why updates of the first term are refused in the second, by sender, receiver and kind."""
 
 
 @pytest.fixture
@@ -183,7 +192,7 @@ def test_an_interrupted_scheduler_releases_its_workers(network: LocalNetwork) ->
 @pytest.mark.gate
 @pytest.mark.processes
 def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNetwork) -> None:
-    """Its only one is killed and started again: it begins a new term."""
+    """Its only one is killed and started again: it begins a new term, and updates of the old one are refused."""
     job = small_job(network)
     job.wait_for_round(2)
     executors = {process.pid for process in network.commands()}
@@ -197,6 +206,7 @@ def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNe
     job.wait_for_event(CONTINUED, after=killed)
     job.wait_for_round(closed + 1)
     assert {process.pid for process in network.commands()} == executors
+    assert {update: refusal_of(network, job, *update, term=1) for update in OLD_TERM} == OLD_TERM
     prove(network, job, ROUNDS)
     terms = {record["round"]: record["term"] for record in job.records("round")}
     assert terms == {number: 1 if number <= closed else 2 for number in range(1, ROUNDS + 1)}
