@@ -7,6 +7,7 @@ server takes the step, `round` after it.
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections import defaultdict
@@ -94,6 +95,16 @@ def rounds_done_again(job: Job) -> set[int]:
     for record in job.records("announced"):
         terms[record["round"]].add(record["term"])
     return {number for number, found in terms.items() if len(found) > 1}
+
+
+def cut_last_record(job: Job) -> Record:
+    """Cut the last record of a journal in the middle, as a crash while it is written does; return the record."""
+    path = job.directory / "journal.jsonl"
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    os.truncate(path, len(whole) - len(last) // 2)
+    record: Record = json.loads(last)
+    return record
 
 
 def refusal_of(network: LocalNetwork, job: Job, sender: str, receiver: str, kind: str, term: int) -> str | None:
