@@ -12,10 +12,12 @@ import pytest
 from support.fault_table import FaultRow
 from support.liveness import is_alive
 from support.local_network import Job, LocalNetwork, executor, local_network
-from support.member_faults import CONTINUED, JOINED, PAUSED, RESTARTED
+from support.member_faults import CONTINUED, JOINED, PAUSED, RESTARTED, await_record, cut_last_record, refusal_of
 from support.numpy_executor import executor_toml, write_model
 from support.proof import check_rounds, check_whole_epochs, prove
 from support.waiting import wait_until
+
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
@@ -31,6 +33,15 @@ ROUNDS = 8
 """Rounds of a job with the small executor."""
 GRACE = 2.0
 """Seconds for which workers train on, where a test waits until they do no longer."""
+LONG_GRACE = 10.0
+"""The same, where a scheduler must be back before."""
+OLD_TERM = {
+    ("worker-1", "parameter-server", PSEUDO_GRADIENT): "term: 1 is not 2, the term of this parameter server",
+    ("parameter-server", "worker-1", OUTER_UPDATE): "term: 1 is over, the parameter server of term 2 has taken its "
+    "place",
+    ("parameter-server", "scheduler", OUTER_UPDATE): "term 1 is over: the parameter server is of term 2",
+}
+"""Why updates of the first term are refused in the second, by sender, receiver and kind."""
 
 
 @pytest.fixture
@@ -143,19 +154,56 @@ def test_a_scheduler_that_is_back_in_time_goes_on_with_its_workers(network: Loca
     assert again.records("failed") == []
 
 
-@pytest.mark.processes
-def test_a_job_resumes_from_its_record_when_the_workers_have_given_up(network: LocalNetwork) -> None:
-    job = small_job(network, f"orphan_grace = {GRACE}\n")
-    job.wait_for_round(3)
+def kill(job: Job) -> None:
+    """Kill the scheduler of a job with SIGKILL."""
     job.child.process.kill()
     assert job.wait(60) == -signal.SIGKILL
-    wait_until(lambda: not network.executors(), 15 + GRACE, "executors of a scheduler that is gone")
+
+
+def resume_without_workers(network: LocalNetwork, job: Job, grace: float) -> None:
+    """Resume a job, whose scheduler was killed, when its workers have given up; check its rounds and terms."""
+    wait_until(lambda: not network.executors(), 15 + grace, "executors of a scheduler that is gone")
     closed = len(job.records("round"))
+    assert closed < ROUNDS
     resumed = network.scheduler_command(job, "resume", "--config", str(network.configuration(job.name)))
     assert resumed.returncode == 0, resumed.stderr
     check_rounds(network, job, ROUNDS)
     terms = {record["round"]: record["term"] for record in job.records("round")}
     assert terms == {number: 1 if number <= closed else 2 for number in range(1, ROUNDS + 1)}
+
+
+@pytest.mark.processes
+def test_a_job_resumes_from_its_record_when_the_workers_have_given_up(network: LocalNetwork) -> None:
+    """The last record, which is of the open round, is cut: the one before it counts."""
+    job = small_job(network, f"orphan_grace = {GRACE}\n")
+    job.wait_for_round(3)
+    await_record(job, lambda record: record["record"] == "contributed")
+    kill(job)
+    assert cut_last_record(job)["record"] != "round"  # one that ends a round is there before its weights are replaced
+    resume_without_workers(network, job, GRACE)
+
+
+@pytest.mark.processes
+def test_a_scheduler_that_is_killed_twice_in_a_row_goes_on_and_then_resumes(network: LocalNetwork) -> None:
+    """First when it has just taken the job up, later in the round that was open when it was killed before."""
+    job = small_job(network, f"orphan_grace = {LONG_GRACE}\n")
+    job.wait_for_round(2)
+    executors = {process.pid for process in network.commands()}
+    kill(job)
+    again = network.restart(job.name)
+    again.wait_for(lambda: bool(again.records("resumed")), "the record that the job was taken up")
+    kill(again)
+    closed = len(job.records("round"))
+    third = network.restart(job.name)
+    third.wait_for_round(closed + 1)
+    assert {process.pid for process in network.commands()} == executors
+    kill(third)
+    fourth = network.restart(job.name)
+    await_record(fourth, lambda record: record["record"] == "contributed")
+    kill(fourth)
+    resume_without_workers(network, job, LONG_GRACE)
+    adopted = [event.get("adopted") for event in job.events("resumed")]
+    assert adopted == [len(network.trainers) + 1] * 3 + [None]
 
 
 @pytest.mark.processes
@@ -183,7 +231,7 @@ def test_an_interrupted_scheduler_releases_its_workers(network: LocalNetwork) ->
 @pytest.mark.gate
 @pytest.mark.processes
 def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNetwork) -> None:
-    """Its only one is killed and started again: it begins a new term."""
+    """Its only one is killed and started again: it begins a new term, and updates of the old one are refused."""
     job = small_job(network)
     job.wait_for_round(2)
     executors = {process.pid for process in network.commands()}
@@ -197,6 +245,7 @@ def test_a_job_waits_for_a_parameter_server_and_goes_on_with_it(network: LocalNe
     job.wait_for_event(CONTINUED, after=killed)
     job.wait_for_round(closed + 1)
     assert {process.pid for process in network.commands()} == executors
+    assert {update: refusal_of(network, job, *update, term=1) for update in OLD_TERM} == OLD_TERM
     prove(network, job, ROUNDS)
     terms = {record["round"]: record["term"] for record in job.records("round")}
     assert terms == {number: 1 if number <= closed else 2 for number in range(1, ROUNDS + 1)}

@@ -47,7 +47,7 @@ from support.diloco_simulation import (
     job_table,
 )
 
-ORPHAN_GRACE = 120.0
+ORPHAN_GRACE = 60.0
 """Seconds for which workers keep the tasks of a scheduler that does not renew."""
 LONGEST = 3600.0
 """Virtual seconds after which a job that has not ended never will."""

@@ -7,11 +7,22 @@ server takes the step, `round` after it.
 from __future__ import annotations
 
 import json
+import os
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import anyio
+from blake3 import blake3
+
+from hypha_net import open_endpoint, transfer
+from hypha_net.errors import TransferRefusedError
+from hypha_net.identity import load_identity
+from hypha_net.settings import EndpointSettings
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PushHeader
 from support.local_network import Job, LocalNetwork
 
 JOINED: Final = "worker_joined"
@@ -84,3 +95,47 @@ def rounds_done_again(job: Job) -> set[int]:
     for record in job.records("announced"):
         terms[record["round"]].add(record["term"])
     return {number for number, found in terms.items() if len(found) > 1}
+
+
+def cut_last_record(job: Job) -> Record:
+    """Cut the last record of a journal in the middle, as a crash while it is written does; return the record."""
+    path = job.directory / "journal.jsonl"
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    os.truncate(path, len(whole) - len(last) // 2)
+    record: Record = json.loads(last)
+    return record
+
+
+def refusal_of(network: LocalNetwork, job: Job, sender: str, receiver: str, kind: str, term: int) -> str | None:
+    """Push an update of the open round under a term, as one node to another; return why it is refused, if it is.
+
+    The sender's identity and lease are its own ones, so that only the term may be wrong.
+    """
+    content = b"an update"
+    leases = [lease for name in ("placed", "leased") for record in job.records(name) for lease in record["leases"]]
+    own = {lease["peer"]: lease["lease"] for lease in leases}[network.peer_id(sender)]
+    certificates = (network.folders.certificates / f"{sender}-{part}.pem" for part in ("cert", "key", "trust"))
+    header = PushHeader(
+        job_id=uuid.UUID(job.directory.name),
+        round=len(job.records("round")) + 1,
+        kind=kind,
+        name="update.safetensors",
+        size=len(content),
+        digest=f"blake3:{blake3(content).hexdigest()}",
+        scheduler=PeerId.parse(network.peer_id(job.name)),
+        lease=uuid.UUID(own),
+        term=term,
+    )
+
+    async def push() -> str | None:
+        settings = EndpointSettings(listen_addresses=(), relay_circuit=False)
+        async with open_endpoint(load_identity(*certificates), settings) as endpoint:
+            peer = await endpoint.connect(network.nodes[receiver].address, timeout=10.0)
+            try:
+                await transfer.push(endpoint, peer, content, header, timeout=10.0)
+            except TransferRefusedError as refused:
+                return refused.reason
+        return None
+
+    return anyio.run(push, backend="trio")

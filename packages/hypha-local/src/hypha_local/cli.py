@@ -136,7 +136,7 @@ def up(workers: int, folder: Path, data: tuple[str, ...], no_color: bool) -> Non
     Starts a gateway, a data node, workers that train and infer, a parameter server and a scheduler, with certificates
     of their own. When every node is healthy, the commands that submit an example job and follow jobs are printed to
     stdout. The data node also serves every dataset in the directory's data/. A job that runs when the network is ended
-    is interrupted. Training goes on at a start within the job's orphan_grace (120 s by default); `hypha-scheduler
+    is interrupted. Training goes on at a start within the job's orphan_grace (60 s by default); `hypha-scheduler
     resume` continues other jobs.
 
     A worker may be drained: the network goes on without it. Exit codes: 130 after Ctrl-C, 0 after SIGTERM, 1 if another

@@ -214,7 +214,7 @@ class DilocoJobConfig(JobTable):
     sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
     orphan_grace: float = Field(
-        default=120.0,
+        default=60.0,
         ge=0,
         le=_MAX_GRACE,
         description="Seconds for which workers train on without the scheduler, up to a day; each worker's "
