@@ -92,6 +92,22 @@ def test_a_killed_executor_costs_what_it_had_in_hand(network: InferenceNetwork) 
     assert f"exit code {-signal.SIGKILL}" in failed["reason"]
 
 
+def test_a_stopped_executor_is_given_up_and_its_slices_are_computed_by_others(network: InferenceNetwork) -> None:
+    job = network.classify()
+    wait_for_parts(job, 5)
+    first = network.executors()[0]
+    stopped = [first, *first.children(recursive=True)]
+    for process in stopped:
+        process.suspend()
+    summary = job.wait(90)
+    network.check(job)
+    wait_until(lambda: not any(process.is_running() for process in stopped), 60, "the end of the executor")
+    assert summary["rows_assigned"] <= ROWS + IN_HAND * A_SLICE
+    [lost], [excluded] = job.events("worker_lost"), job.events("worker_excluded")
+    assert lost["worker"] == excluded["worker"]
+    assert lost["reason"].startswith("its executor has reported nothing for ")
+
+
 @pytest.mark.gate
 def test_a_job_whose_scheduler_was_killed_is_resumed(network: InferenceNetwork) -> None:
     job = network.classify()

@@ -97,6 +97,11 @@ class FakeContext:
     job_id: uuid.UUID = field(default_factory=uuid.uuid4)
     scheduler: PeerId = SCHEDULER
     notices: list[tuple[str, object]] = field(default_factory=list)
+    has_data_nodes: bool = True
+
+    def reaches(self, dataset: str) -> bool:
+        assert dataset == self.dataset.name
+        return self.has_data_nodes
 
     async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> FakeDataset:
         (self.directory / manifest).write_bytes(self.dataset.manifest())

@@ -11,7 +11,8 @@ from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import TaskEnded
 from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, Restarts
 from hypha_scheduler.strategies.diloco.slots import Slot, Slots
-from hypha_scheduler.strategies.diloco.timeouts import FACTOR, SLOW_RATE, START, STEP, Timeouts
+from hypha_scheduler.strategies.diloco.timeouts import FACTOR, START, STEP, Timeouts
+from hypha_scheduler.strategies.silence import SLOW_RATE
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(4)]
 LEASES = [uuid.UUID(int=n + 1) for n in range(4)]

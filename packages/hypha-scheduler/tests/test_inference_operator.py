@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import uuid
 from collections.abc import Callable
@@ -28,12 +29,22 @@ from support.mutation import mutated
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import Manifest, ProviderFailure, UnusableSlice
 from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.tasks import TaskProgress
 from hypha_proto.transfer import OUTER_UPDATE, Refusal
 from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.avoidance import PATIENCE
-from hypha_scheduler.strategies.base import EndJob, RetryAfter, SliceToUse, StartTask, StopTask, TaskRef, TaskState
+from hypha_scheduler.strategies.base import (
+    EndJob,
+    RetryAfter,
+    SliceToUse,
+    StartTask,
+    StopTask,
+    TaskProgressed,
+    TaskRef,
+    TaskState,
+)
 from hypha_scheduler.strategies.inference.operator import (
     FIRST_SLICES,
     MAX_BARREN,
@@ -43,6 +54,7 @@ from hypha_scheduler.strategies.inference.operator import (
     REPEAT_AFTER,
 )
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
+from hypha_scheduler.strategies.inference.workers import FIRST_REPORT
 from hypha_scheduler.submission.resumption import differences
 
 ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
@@ -354,6 +366,48 @@ def test_a_job_grows_after_its_first_part_and_begins_with_the_least(tmp_path: Pa
     run.send_first(run.tasks[0])
     assert run.operator.role_requests()[0].count == 5
     assert run.operator.role_requests()[0].minimum == 1
+
+
+@pytest.mark.parametrize(("reports", "seconds"), [(0, 600.0), (3, 30.0), (30, 184.0)])
+def test_a_silent_executor_is_given_up_and_its_slices_are_computed_by_others(
+    tmp_path: Path, reports: int, seconds: float
+) -> None:
+    """After `reports` seconds to each of its two reports, the second of which is its part."""
+    run = begin(tmp_path, rows=(2,) * 6)
+    silent, other = run.tasks[:2]
+    slices = {fetched(run, silent), fetched(run, silent)}
+    if reports:
+        run.now += reports
+        run.tell(run.operator.on_task_notice, silent, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
+        run.now += 20.0 if reports == 30 else reports
+        run.send_first(silent)
+    began = run.now
+    while silent.lease.id in run.leases:
+        run.now = run.operator.next_deadline() or math.inf
+        if other in run.tasks and not run.in_hand[other.lease.id]:
+            fetched(run, other)
+        run.tell(run.operator.on_task_notice, other, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
+        run.pass_deadlines()
+    assert run.now - began == pytest.approx(seconds)
+    [lost] = run.events("worker_lost")
+    assert lost["reason"] == f"its executor has reported nothing for {seconds:.0f} s"
+    assert set(lost["slices"]) == (slices if not reports else {max(slices)})
+    assert [event["worker"] for event in run.events("worker_excluded")] == [str(silent.lease.peer)]
+    run.settle()
+    assert run.ended == [EndJob()]
+
+
+def test_no_executor_is_given_up_while_data_nodes_are_away(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    fetched(run, run.tasks[0])
+    run.context.has_data_nodes = False
+    for _ in range(3):
+        run.now = run.operator.next_deadline() or math.inf
+        run.pass_deadlines()
+    assert run.now == pytest.approx(3 * FIRST_REPORT)
+    assert run.events("worker_lost") == []
+    run.tell(run.operator.on_suspended, 1000.0)
+    assert run.operator.next_deadline() == pytest.approx(4 * FIRST_REPORT)
 
 
 def test_a_drained_worker_finishes_its_slice_and_is_replaced(tmp_path: Path) -> None:

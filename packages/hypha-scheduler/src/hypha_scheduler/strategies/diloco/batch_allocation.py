@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.strategies.diloco.suspicion import low_median
+from hypha_scheduler.strategies.silence import low_median
 
 _RECENT: Final = 16
 """Number of last measurements that count."""

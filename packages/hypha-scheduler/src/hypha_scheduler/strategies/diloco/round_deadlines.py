@@ -13,8 +13,8 @@ from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round
 from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings, Suspected
-from hypha_scheduler.strategies.diloco.suspicion import PATIENCE, suspicious_after
 from hypha_scheduler.strategies.diloco.timeouts import EVALUATION, FACTOR
+from hypha_scheduler.strategies.silence import PATIENCE, suspicious_after
 
 _LEAST_AWAY: Final = 10.0
 """Least time in seconds for which a paused job waits for a worker that was late."""

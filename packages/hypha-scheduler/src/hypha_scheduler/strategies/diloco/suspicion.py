@@ -1,4 +1,4 @@
-"""Suspicion: how long a worker may be silent, from the rhythm of its own reports. Pure.
+"""Suspicion of members of a round: the rhythm of the reports of each. Pure.
 
 Called by `round_deadlines` and `rounds`.
 """
@@ -6,43 +6,25 @@ Called by `round_deadlines` and `rounds`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Final
 
-MARGIN: Final = 2.0
-"""Seconds of silence that are never suspicious."""
-BATCHES: Final = 3.0
-"""How many times as long as usual a worker may be silent, beyond `MARGIN`."""
-PATIENCE: Final = 2.0
-"""How many times as long as a suspicious silence a round waits for a worker that alone is missing."""
-_RECENT: Final = 8
-"""Number of last durations that count."""
-
-
-def _recent() -> deque[float]:
-    return deque(maxlen=_RECENT)
-
-
-def suspicious_after(seconds: float) -> float:
-    """Return after how many seconds a worker that usually reports after `seconds` is suspected."""
-    return MARGIN + BATCHES * seconds
+from hypha_scheduler.strategies.silence import low_median, recent
 
 
 @dataclass(slots=True)
 class Rhythm:
     """Durations in seconds between reports of one worker in this run."""
 
-    batches: deque[float] = field(default_factory=_recent)
+    batches: deque[float] = field(default_factory=recent)
     """Last intervals between reports of batches, of which one may state several; the first one, a warm-up, is replaced
     by the second."""
-    sendings: deque[float] = field(default_factory=_recent)
+    sendings: deque[float] = field(default_factory=recent)
     """Last times from the report that it sends its update to the statement of the update."""
-    deliveries: deque[float] = field(default_factory=_recent)
+    deliveries: deque[float] = field(default_factory=recent)
     """Last times from the report of the last batch to the arrival of the update at the parameter server."""
-    merges: deque[float] = field(default_factory=_recent)
+    merges: deque[float] = field(default_factory=recent)
     """Last times from the end of a round to its report that it has merged the outer update."""
-    evaluated_merges: deque[float] = field(default_factory=_recent)
+    evaluated_merges: deque[float] = field(default_factory=recent)
     """The same after rounds whose weights are evaluated, which some executors do before they report."""
     is_warm: bool = False
     usual_interval: float = 0.0
@@ -69,8 +51,3 @@ class Rhythm:
     def longest_batch(self) -> float:
         """Longest of the last intervals between batches; 0 if there is none."""
         return max(self.batches, default=0.0)
-
-
-def low_median(values: Collection[float]) -> float:
-    """Return the median; the lower one of the two in the middle of an even number."""
-    return sorted(values)[(len(values) - 1) // 2]

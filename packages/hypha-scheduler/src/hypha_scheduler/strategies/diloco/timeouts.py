@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-SLOW_RATE: Final = 1e6
-"""Rate in bytes per second that every worker's link is assumed to have: 8 Mbit/s."""
+from hypha_scheduler.strategies.silence import SLOW_RATE
+
 FACTOR: Final = 4.0
 """How many times as long as measured a step may take."""
 START: Final = 120.0

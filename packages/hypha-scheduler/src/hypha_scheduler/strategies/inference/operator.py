@@ -6,7 +6,8 @@ are committed, the results get their manifest, are audited, and the job ends. Cr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ from hypha_scheduler.strategies.inference.restore import BEGIN, PART, JobIdentit
 from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
 from hypha_scheduler.strategies.inference.workers import InferenceWorker, InferenceWorkers
+from hypha_scheduler.strategies.silence import SLOW_RATE
 
 MAX_IN_HAND: Final = 2
 """Slices that are assigned to one executor: one that it computes, and the next."""
@@ -108,6 +110,8 @@ class InferenceData:
     identity: JobIdentity
     spec: TaskSpec
     files: PartFiles
+    largest_slice: int
+    """Bytes of the largest slice."""
     finish: Callable[[Sequence[CommittedPart]], Awaitable[None]]
     """Writes the manifest of the results and audits them; raises `JobFailedError` if something is wrong."""
 
@@ -371,9 +375,14 @@ class InferenceOperator(Operator):
         if isinstance(notice, TaskDraining):
             worker.is_leaving = True
         if isinstance(notice, TaskProgressed):
+            self._note_report(worker, now)
             values = notice.progress.metrics or {}
             return tuple(PostMetric(task.lease.peer, self._tally.rows, name, value) for name, value in values.items())
         return ()
+
+    def _note_report(self, worker: InferenceWorker, now: float) -> None:
+        if worker.task is not None and self._ledger.held_by(worker.task):
+            worker.heard(now)
 
     def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Refuse a report of training."""
@@ -396,6 +405,7 @@ class InferenceOperator(Operator):
             return self._wait(worker, held, now)
         worker.got_slice = True
         worker.waits_since = None
+        worker.heard_at = now if not held else worker.heard_at
         return SliceToUse(0, index)
 
     def _wait(self, worker: InferenceWorker, held: Sequence[int], now: float) -> SliceToUse | RetryAfter:
@@ -444,6 +454,8 @@ class InferenceOperator(Operator):
             return Refusal(reason=f"{header.name[:80]!r} is the name of no part; expected {expected}"), ()
         if lacking := self._data.files.lacks_room(header.size):
             return Refusal(reason="the scheduler has no room for the part"), self._fail(lacking)
+        if (worker := self._workers.running(task)) is not None:
+            self._note_report(worker, now)
         path = self._data.files.new_file(index)
         on_invalid = partial(self._notify_refused, task, index)
         prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
@@ -465,6 +477,7 @@ class InferenceOperator(Operator):
         self._barren = worker.failures = 0
         self._avoidance.record_success(ROLE, task.lease.peer, part_name(index), now)
         worker.waits_since = None
+        self._note_report(worker, now)
         self._moving += 1
         return (
             WriteJournal(PART, part_record(part, len(self._parts), task)),
@@ -587,7 +600,12 @@ class InferenceOperator(Operator):
     def next_deadline(self) -> float | None:
         """Return when leases were released, executors are no longer waited for, or avoided workers may be used."""
         avoidance_ends = self._avoidance.next_deadline(self._now)
-        found = (self._releasing_at, self._exit_by if self.is_finished else None, avoidance_ends)
+        found = (
+            self._releasing_at,
+            self._exit_by if self.is_finished else None,
+            avoidance_ends,
+            *self._silent_until().values(),
+        )
         return None if self._is_over else min((at for at in found if at is not None), default=None)
 
     def on_deadline(self, now: float) -> Effects:
@@ -597,8 +615,44 @@ class InferenceOperator(Operator):
             for worker in self._workers.idle():
                 self._workers.remove(worker.lease)
         self._now = now
+        silent = self._give_up_silent(now)
         effects = self._start_tasks(now) if not self._is_over and self._ledger.unfinished else ()
-        return (*effects, *self._end_if_over(now))
+        return (*silent, *effects, *self._end_if_over(now))
+
+    def _silent_until(self) -> dict[uuid.UUID, float]:
+        """Return until when each worker that computes a slice may report nothing, by its lease."""
+        found = {}
+        for worker in self._workers:
+            if worker.task is not None and (held := self._ledger.held_by(worker.task)):
+                until = worker.silent_until(self._ledger.losses[held[0]])
+                found[worker.lease.id] = until + self._data.largest_slice / SLOW_RATE  # it may wait for the next one
+        return found
+
+    def _give_up_silent(self, now: float) -> Effects:
+        """Release and exclude the workers that have been silent for too long, unless they may wait for data."""
+        silent = {lease for lease, until in self._silent_until().items() if until <= now}
+        if not self._context.reaches(self._data.dataset.name):
+            self._postpone(now, silent)
+            return ()
+        effects: Effects = ()
+        for worker in [worker for worker in self._workers if worker.lease.id in silent]:
+            assert worker.task is not None
+            reason = f"its executor has reported nothing for {now - worker.heard_at:.0f} s"
+            stop = StopTask(worker.task, reason)
+            excluded = self._avoidance.exclude(ROLE, worker.lease.peer, reason, now)
+            effects = (*effects, stop, *excluded, *self.on_lease_lost(worker.lease, reason, now))
+        return effects
+
+    def _postpone(self, now: float, leases: Collection[uuid.UUID]) -> None:
+        """Count the silence of workers from now."""
+        for worker in self._workers:
+            if worker.lease.id in leases:
+                worker.heard_at = now
+
+    def on_suspended(self, seconds: float, now: float) -> Effects:
+        """Count the silence of workers anew: nothing of theirs could be recorded."""
+        self._postpone(now, self._silent_until())
+        return ()
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return counts and rates, the share of each worker, and where the results are."""

@@ -14,6 +14,8 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
+from hypha_proto.codec import from_json
+from hypha_proto.datasets import Manifest
 from hypha_scheduler.audit.inference import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact
@@ -139,8 +141,15 @@ async def _prepare(
         identity=sources.identity,
         spec=task_spec(job, sources.model.reference, preprocessor),
         files=files,
+        largest_slice=await anyio.to_thread.run_sync(_largest_slice, context.directory / MANIFEST),
         finish=partial(_finish, files, f"{sources.dataset.name}-results", columns),
     )
+
+
+def _largest_slice(manifest: Path) -> int:
+    """Return the size in bytes of the largest slice of a dataset."""
+    found: Manifest = from_json(Manifest, manifest.read_bytes())  # checked when it was received
+    return max((entry.size for entry in found.slices), default=0)
 
 
 async def _finish(files: PartFiles, dataset: str, columns: Mapping[str, str], parts: Sequence[CommittedPart]) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from hypha_scheduler.strategies.base import Lease, TaskRef
+from hypha_scheduler.strategies.silence import PATIENCE, recent, suspicious_after
+
+FIRST_REPORT: Final = 600.0
+"""Seconds for which an executor may compute its first slice until it reports anything; it may load its model first."""
+_LEAST: Final = 30.0
+"""Least time in seconds for which an executor that computes a slice may report nothing: it may send a part."""
 
 
 @dataclass(slots=True)
@@ -30,6 +38,24 @@ class InferenceWorker:
     """Whether its present attempt was told that there are no more slices for it."""
     is_leaving: bool = False
     """Whether it gets no more work: it drains, or its executor failed here too often."""
+    heard_at: float = 0.0
+    """When its present attempt was assigned a slice, reported or sent something, the last time."""
+    intervals: deque[float] = field(default_factory=recent)
+    """Last intervals between these times in its present attempt."""
+
+    def heard(self, now: float) -> None:
+        """Note a report of an attempt that computes a slice."""
+        self.intervals.append(now - self.heard_at)
+        self.heard_at = now
+
+    def silent_until(self, losses: int) -> float:
+        """Return until when an attempt that computes a slice may report nothing.
+
+        Before its first report it may take twice as long for each of the `losses` of others with the same slice.
+        """
+        if not self.intervals:
+            return self.heard_at + FIRST_REPORT * 2.0**losses
+        return self.heard_at + max(_LEAST, PATIENCE * suspicious_after(max(self.intervals)))
 
     def begin(self) -> TaskRef:
         """Return the next attempt at its task, which runs from now on."""
@@ -37,6 +63,7 @@ class InferenceWorker:
         self.attempts += 1
         self.got_slice = self.told_none = False
         self.waits_since = None
+        self.intervals.clear()
         return self.task
 
     @property
