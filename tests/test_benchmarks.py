@@ -29,7 +29,7 @@ NAMES = (
     "bridge",
     "goodput",
     "uneven",
-    "members",
+    "faults",
     "outer_step",
     "prepare",
     "training",
