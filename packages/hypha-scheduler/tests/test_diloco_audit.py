@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,23 @@ from click.testing import CliRunner
 from support.diloco_simulation import PEERS, START, FakeDataset, Job, digest_of, job_table
 
 from hypha_net.testing import simulate
+from hypha_proto.global_model import digest_directory
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 from hypha_scheduler.audit import NoAuditError
+from hypha_scheduler.audit import weights as audit_weights
 from hypha_scheduler.audit.diloco import DilocoFindings, audit
 from hypha_scheduler.audit.job_directory import digest_of as file_digest
+from hypha_scheduler.audit.weights import compute_weights
 from hypha_scheduler.cli import main
 from hypha_scheduler.strategies.diloco.restore import restore
 
 A, B, C = PEERS[:3]
 SIZES = [size for size in FakeDataset().samples if size is not None]
 Records = list[dict[str, Any]]
+Weights = dict[str, np.ndarray[Any, Any]]
+N = TensorInfo("I64", ())
 
 
 def play_round(job: Job, *peers: Any) -> None:
@@ -69,25 +76,52 @@ def played() -> Records:
 
 
 def write_job(directory: Path, records: Records) -> Path:
-    """Write the files of a job with this journal."""
+    """Write the files of a job with this journal, which keeps its outer updates."""
     slices = [{"file": f"{number}.safetensors", "samples": size} for number, size in enumerate(SIZES)]
     manifest = json.dumps({"slices": slices}).encode()
     (directory / "manifest.json").write_bytes(manifest)
+    records[0]["job"]["rounds"] = {"keep_updates": True}
+    weights = write_start_model(directory / "start-model")
     for record in records:
         if record["record"] == "began":
-            record["manifest"] = file_digest(manifest)
-    rounds = [record for record in records if record["record"] == "round"]
-    if rounds:
-        folder = directory / "outer-state" / f"round-{len(rounds)}"
-        folder.mkdir(parents=True)
-        tensors = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, dtype=np.int64)}
-        infos = {"w": TensorInfo("F32", (2, 3)), "n": TensorInfo("I64", ())}
-        with TensorFileWriter(folder / "weights.safetensors", infos) as writer:
-            for name in infos:
-                writer.write_stored(name, tensors[name])
-        rounds[-1]["weights"] = digest_weights(tensors.items())
+            record |= {"manifest": file_digest(manifest), "model": digest_directory(directory / "start-model")}
+    write_rounds(directory, records, weights)
     save(directory, records)
     return directory
+
+
+def write_start_model(folder: Path) -> Weights:
+    """Write a model in bfloat16 with a count; return its weights, as they are exchanged."""
+    folder.mkdir()
+    weights: Weights = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, dtype=np.int64)}
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo("BF16", (2, 3)), "n": N}) as writer:
+        writer.write("w", weights["w"])
+        writer.write_stored("n", weights["n"])
+    return weights
+
+
+def write_rounds(directory: Path, records: Records, weights: Weights) -> None:
+    """Write the outer update of each round and the weights after the last, and put their digests into the records."""
+    digests: dict[str, str] = {}
+    (directory / "updates").mkdir()
+    for record in rounds_of(records):
+        path = directory / "updates" / f"round-{record['round']}.safetensors"
+        added = {"w": np.full((2, 3), 0.1, np.float32), "n": np.array(record["round"], np.float32)}
+        about = UpdateMetadata(round=record["round"], statistics=frozenset({"n"}))
+        write_update(path, {"w": (2, 3), "n": ()}, added.items(), about)
+        digests[record["update"]] = file_digest(path.read_bytes())
+        digests.setdefault(record["weights_before"], digest_weights(weights.items()))
+        weights = {"w": weights["w"] + added["w"], "n": weights["n"] + record["round"]}
+        digests[record["weights"]] = digest_weights(weights.items())
+        folder = directory / "outer-state" / f"round-{record['round']}"
+        folder.mkdir(parents=True)
+        with TensorFileWriter(folder / "weights.safetensors", {"w": TensorInfo("F32", (2, 3)), "n": N}) as writer:
+            for name, values in weights.items():
+                writer.write_stored(name, values)
+    text = json.dumps(records)
+    for old, new in digests.items():
+        text = text.replace(old, new)
+    records[:] = json.loads(text)
 
 
 def save(directory: Path, records: Records) -> None:
@@ -121,6 +155,7 @@ def test_the_command_says_what_is_proven(tmp_path: Path, records: Records) -> No
         "unstated: 0 of 7 contributions",
         f"{found.unused} update{'s' if found.unused > 1 else ''} did not count",
         f"weights after round 3: {found.weights}",
+        "weights of 3 rounds computed again from the start model, equal to the bit",
     ]
 
 
@@ -239,7 +274,16 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: flip(d / "outer-state" / "round-3" / "weights.safetensors"),
         "the digest of the weights is",
     ),
-    "another update": (lambda d: write(d / "updates" / "round-2.safetensors"), "round-2.safetensors: the digest is"),
+    "another update": (lambda d: flip(d / "updates" / "round-2.safetensors"), "round-2.safetensors: the digest is"),
+    "no update": (
+        lambda d: (d / "updates" / "round-2.safetensors").unlink(),
+        "round-2.safetensors: the outer update of round 2 is missing, and the job keeps them",
+    ),
+    "another start model": (
+        lambda d: flip(d / "start-model" / "model.safetensors"),
+        "start-model: the digest of the start model is",
+    ),
+    "no start model": (lambda d: shutil.rmtree(d / "start-model"), "start-model: the start model is missing"),
 }
 
 
@@ -249,11 +293,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def write(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_bytes(b"another update")
-
-
 @pytest.mark.parametrize("case", FILES)
 def test_the_audit_names_what_is_wrong_in_the_files(tmp_path: Path, records: Records, case: str) -> None:
     spoil, why = FILES[case]
@@ -261,11 +300,66 @@ def test_the_audit_names_what_is_wrong_in_the_files(tmp_path: Path, records: Rec
     assert why in "\n".join(audit(tmp_path).faults)
 
 
-def test_kept_outer_updates_are_compared(tmp_path: Path, records: Records) -> None:
-    path = tmp_path / "updates" / "round-2.safetensors"
-    write(path)
-    rounds_of(records)[1]["update"] = file_digest(path.read_bytes())
-    assert audit(write_job(tmp_path, records)).faults == []
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_without_all_outer_updates_the_first_rounds_are_computed_again(
+    tmp_path: Path, records: Records, kept: int
+) -> None:
+    write_job(tmp_path, records)
+    records[0]["job"]["rounds"]["keep_updates"] = False
+    save(tmp_path, records)
+    for number in range(kept + 1, 3):
+        (tmp_path / "updates" / f"round-{number}.safetensors").unlink()
+    found = audit(tmp_path)
+    assert (found.faults, found.recomputed) == ([], 3 if kept == 2 else kept)
+    assert kept or str(found).endswith("without rounds.keep_updates the job keeps no outer updates")
+
+
+def change_update(directory: Path, records: Records, number: int, added: float) -> None:
+    """Replace an outer update by another one, which the journal names."""
+    path = directory / "updates" / f"round-{number}.safetensors"
+    values = {"w": np.full((2, 3), added, np.float32), "n": np.array(number, np.float32)}
+    about = UpdateMetadata(round=number, statistics=frozenset({"n"}))
+    write_update(path, {"w": (2, 3), "n": ()}, values.items(), about)
+    rounds_of(records)[number - 1]["update"] = file_digest(path.read_bytes())
+    save(directory, records)
+
+
+def test_the_first_round_whose_weights_do_not_follow_is_named(tmp_path: Path, records: Records) -> None:
+    write_job(tmp_path, records)
+    change_update(tmp_path, records, 2, float(np.nextafter(np.float32(0.1), np.float32(1.0))))
+    change_update(tmp_path, records, 3, 7.0)
+    found = audit(tmp_path)
+    [fault] = found.faults
+    assert re.fullmatch(
+        rf"{tmp_path}: round 2 does not fit: its weights, computed again, have the digest blake3:\w+, and the journal "
+        rf"has {rounds_of(records)[1]['weights']}",
+        fault,
+    )
+    assert found.recomputed == 1
+
+
+def test_an_update_of_another_model_is_named(tmp_path: Path, records: Records) -> None:
+    write_job(tmp_path, records)
+    path = tmp_path / "updates" / "round-3.safetensors"
+    write_update(path, {"w": (2, 3)}, [("w", np.ones((2, 3), np.float32))], UpdateMetadata(round=3))
+    rounds_of(records)[2]["update"] = file_digest(path.read_bytes())
+    save(tmp_path, records)
+    [fault] = audit(tmp_path).faults
+    assert "the weights cannot be computed again: round-3.safetensors: it does not hold the tensors of round-1" in fault
+
+
+def test_weights_are_computed_over_many_updates_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_weights, "_GROUP", 3)
+    monkeypatch.setattr(audit_weights, "_BLOCK", 4)
+    weights, paths = write_start_model(tmp_path / "start-model"), []
+    chance, expected = np.random.default_rng(0), [digest_weights(weights.items())]
+    for number in range(1, 9):
+        added = {"w": chance.normal(size=(2, 3)).astype(np.float32), "n": np.array(0.6, np.float32)}
+        paths.append(tmp_path / f"{number}.safetensors")
+        write_update(paths[-1], {"w": (2, 3), "n": ()}, added.items(), UpdateMetadata(round=number))
+        weights = {"w": weights["w"] + added["w"], "n": weights["n"] + 1}
+        expected.append(digest_weights(weights.items()))
+    assert list(compute_weights(tmp_path / "start-model", paths)) == expected
 
 
 def test_a_directory_of_another_job_is_none_of_a_diloco_job(tmp_path: Path, records: Records) -> None:

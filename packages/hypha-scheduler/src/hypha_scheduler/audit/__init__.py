@@ -1,7 +1,7 @@
 """Audit of a job: proves from the files in its directory what the job claims.
 
 An audit follows the journal, the manifests and the other files by itself: it shares with what wrote them only the
-reading of journal lines and the digests. The strategies call theirs at the end of a job.
+reading of journal lines and tensors, and the digests. The strategies call theirs at the end of a job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Audit of a DiLoCo job: proves from its files that each sample was used at most once in each epoch.
 
-It reads the records of rounds and contributions, the manifest of the dataset, the weights after the last round and the
-outer updates that the job has kept. `strategies.diloco` calls it at the end of a job.
+It reads the records of rounds and contributions, the manifest of the dataset, the start model, the weights after the
+last round and the outer updates that the job has kept: if these are all, it computes the weights of each round again.
+`strategies.diloco` calls it at the end of a job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hypha_proto.errors import TensorFileError
 from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
+START_MODEL: Final = "start-model"
+"""Directory of the start model, in the job's directory."""
 _TYPE: Final = "diloco"
 _ALL: Final = 2**63 - 1
 """End of a range that means all samples of a slice of unknown size."""
@@ -66,6 +69,8 @@ class DilocoFindings(Findings):
     """Samples of these epochs that are in no contribution; None if the sizes of the slices are not known."""
     weights: str | None = None
     """Digest of the weights after the last round, as recorded."""
+    recomputed: int = 0
+    """Rounds whose weights follow from the start model and the outer updates, equal to the bit."""
     is_finished: bool = False
     """Whether the job has finished."""
 
@@ -81,12 +86,24 @@ class DilocoFindings(Findings):
             + (" (ranges follow from what was handed out and reported)" if self.unstated else ""),
             f"{_plural(self.unused, 'update')} did not count",
             f"weights after round {self.rounds}: {self.weights}",
+            f"weights of {_plural(self.recomputed, 'round')} computed again from the start model, equal to the bit"
+            if self.recomputed
+            else "weights not computed again: without rounds.keep_updates the job keeps no outer updates",
         ]
         return "\n".join(lines)
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+class _RoundDigests(NamedTuple):
+    """Digests in the record of a round."""
+
+    round: int
+    update: str
+    before: str
+    weights: str
 
 
 @dataclass(slots=True)
@@ -103,8 +120,8 @@ class _Journal:
     contributed: dict[tuple[int, str], Mapping[str, Any]] = field(default_factory=dict)
     """Last record of a contribution, by round and worker."""
     announced: set[tuple[int, str]] = field(default_factory=set)
-    updates: dict[int, str] = field(default_factory=dict)
-    """Digest of the outer update of each round."""
+    rounds: list[_RoundDigests] = field(default_factory=list)
+    """Digests of the rounds, in the order of their records."""
 
 
 def audit(directory: Path) -> DilocoFindings:
@@ -118,9 +135,10 @@ def audit(directory: Path) -> DilocoFindings:
         raise NoAuditError(f"{directory}: the job is of type {kind!r}, not {_TYPE!r}")
     findings = DilocoFindings()
     try:
-        updates = audit_records(records, _samples(directory, records, findings), findings)
+        rounds = audit_records(records, _samples(directory, records, findings), findings)
+        _audit_start_model(directory, records, findings)
         _audit_weights(directory, findings)
-        _audit_updates(directory, updates, findings)
+        _audit_rounds(directory, _audit_updates(directory, rounds, _keeps_updates(records), findings), findings)
     except OSError as error:
         raise NoAuditError(str(error)) from None
     return findings
@@ -128,8 +146,8 @@ def audit(directory: Path) -> DilocoFindings:
 
 def audit_records(
     records: Iterable[Mapping[str, Any]], samples: Mapping[int, int], findings: DilocoFindings
-) -> Mapping[int, str]:
-    """Audit the records of a journal; return the digest of the outer update of each round.
+) -> Sequence[_RoundDigests]:
+    """Audit the records of a journal; return the digests of each round.
 
     Args:
         records: all of them.
@@ -140,16 +158,21 @@ def audit_records(
     for line, record in enumerate(records, 1):
         _audit_record(journal, line, record)
     _audit_uses(journal)
-    return journal.updates
+    return journal.rounds
 
 
 def _samples(directory: Path, records: Sequence[Mapping[str, Any]], findings: DilocoFindings) -> dict[int, int]:
     """Return the number of samples of each slice; empty if the data nodes had no manifest."""
-    began = next((record for record in records if record.get("record") == "began"), None)
+    began = _find_began(records)
     if began is None:
         findings.add(f"{directory / JOURNAL}: it does not say what the job works with; the job had not begun")
         return {}
     return {} if began.get("manifest") is None else read_samples(directory, began["manifest"], findings)
+
+
+def _find_began(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the record of what the job works with; None if it had not begun."""
+    return next((record for record in records if record.get("record") == "began"), None)
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -196,7 +219,7 @@ def _audit_round(journal: _Journal, place: str, record: Mapping[str, Any]) -> No
         _audit_member(journal, f"{place}: members[{position}]", record, member)
     findings.rounds, findings.weights, journal.weights = number, record["weights"], record["weights"]
     findings.unused += len(record["unused"])
-    journal.updates[number] = record["update"]
+    journal.rounds.append(_RoundDigests(number, record["update"], record["weights_before"], record["weights"]))
 
 
 def _audit_member(journal: _Journal, place: str, record: Mapping[str, Any], member: Mapping[str, Any]) -> None:
@@ -284,6 +307,19 @@ def _audit_uses(journal: _Journal) -> None:
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
+def _audit_start_model(directory: Path, records: Sequence[Mapping[str, Any]], findings: DilocoFindings) -> None:
+    """Compare the start model with the one that the job began with."""
+    from hypha_proto.global_model import digest_directory  # imported late: numpy takes 0.1 s
+
+    began, folder = _find_began(records), directory / START_MODEL
+    if began is None:
+        return
+    if not folder.is_dir():
+        findings.add(f"{folder}: the start model is missing")
+    elif (digest := digest_directory(folder)) != began.get("model"):
+        findings.add(f"{folder}: the digest of the start model is {digest}, and the journal has {began.get('model')}")
+
+
 def _audit_weights(directory: Path, findings: DilocoFindings) -> None:
     """Compare the weights on disk with those that the last round was committed with."""
     if not findings.rounds:
@@ -314,12 +350,49 @@ def _weights_digest(path: Path) -> str:
     return digest.digest()
 
 
-def _audit_updates(directory: Path, updates: Mapping[int, str], findings: DilocoFindings) -> None:
-    """Compare the outer updates that the job has kept with the record."""
-    for number, expected in updates.items():
-        path = directory / "updates" / f"round-{number}.safetensors"
-        if path.exists() and (digest := _file_digest(path)) != expected:
-            findings.add(f"{path}: the digest is {digest}, and the journal has {expected}")
+def _keeps_updates(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the job keeps its outer updates, by its table."""
+    job = records[0].get("job")
+    rounds = job.get("rounds") if isinstance(job, dict) else None
+    return isinstance(rounds, dict) and rounds.get("keep_updates") is True
+
+
+def _audit_updates(
+    directory: Path, rounds: Sequence[_RoundDigests], keeps_updates: bool, findings: DilocoFindings
+) -> list[tuple[_RoundDigests, Path]]:
+    """Compare the outer updates that the job has kept with the record; return the first rounds that have theirs."""
+    found: list[tuple[_RoundDigests, Path]] = []
+    for each in rounds:
+        path = directory / "updates" / f"round-{each.round}.safetensors"
+        if not path.exists():
+            if keeps_updates:
+                findings.add(f"{path}: the outer update of round {each.round} is missing, and the job keeps them")
+        elif (digest := _file_digest(path)) != each.update:
+            findings.add(f"{path}: the digest is {digest}, and the journal has {each.update}")
+        elif len(found) == each.round - 1:
+            found.append((each, path))
+    return found
+
+
+def _audit_rounds(directory: Path, kept: Sequence[tuple[_RoundDigests, Path]], findings: DilocoFindings) -> None:
+    """Compute the weights of the first rounds again; name the first round that does not fit."""
+    if not kept or not (directory / START_MODEL).is_dir():
+        return
+    from hypha_scheduler.audit.weights import compute_weights  # imported late: numpy takes 0.1 s
+
+    expected = [kept[0][0].before, *(each.weights for each, _ in kept)]
+    try:
+        for number, digest in enumerate(compute_weights(directory / START_MODEL, [path for _, path in kept])):
+            if digest != expected[number]:
+                what = f"round {number}" if number else "the start model"
+                findings.add(
+                    f"{directory}: {what} does not fit: its weights, computed again, have the digest {digest}, and the "
+                    f"journal has {expected[number]}"
+                )
+                return
+            findings.recomputed = number
+    except TensorFileError as error:
+        findings.add(f"{directory}: the weights cannot be computed again: {error}")
 
 
 def _file_digest(path: Path) -> str:
