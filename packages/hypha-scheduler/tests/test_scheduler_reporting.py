@@ -1,7 +1,8 @@
-"""Events of a DiLoCo job: metrics posted to the status bridge."""
+"""Events of a job: names of workers, and metrics posted to the status bridge."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from pathlib import Path
 
@@ -48,3 +49,16 @@ def test_round_metrics_are_posted_per_worker(tmp_path: Path) -> None:
         (str(other), "utilisation"): 0.75,
     }
     assert len(bridge.posts) == len(posted)
+
+
+def test_events_name_a_worker_as_its_certificate_does_also_when_it_has_gone(tmp_path: Path) -> None:
+    connected = {PEER: "gpu-\x1b[3"}
+    with JobEvents(uuid.uuid4(), tmp_path, certificate_names=lambda: connected) as events:
+        events.emit("worker_joined", worker=str(PEER), reason="it has started")
+        connected.clear()
+        events.emit("worker_lost", worker=str(PEER), reason="its lease ended")
+        events.emit("lease_draining", peer=str(PEER), reason="its owner drains it")
+        events.emit("metric", worker=str(PEER), name="loss", value=1.0)
+        events.emit("worker_joined", worker="12D3KooWOther", reason="it has started")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("worker_name") for line in lines] == ["gpu-?[3", "gpu-?[3", "gpu-?[3", None, None]

@@ -175,6 +175,8 @@ class JobEvents:
         self._directory = directory
         self._bridge = bridge
         self._certificate_names = certificate_names
+        self._names: dict[str, str] = {}
+        """Names in the certificates of peers that are or were connected."""
         self._resources = ExitStack()
         self._events: EventFile
         self.journal: Journal
@@ -191,7 +193,12 @@ class JobEvents:
         self._resources.close()
 
     def emit(self, event: str, /, **fields: object) -> None:
-        """Write an event to ``metrics.jsonl`` and the log."""
+        """Write an event to ``metrics.jsonl`` and the log; one of a worker gets the name in its certificate, too."""
+        peer = str(fields.get("worker", fields.get("peer", "")))
+        if peer and peer not in self._names:
+            self._names |= {str(known): printable(name) for known, name in self._certificate_names().items()}
+        if "name" not in fields and (name := self._names.get(peer)) is not None:  # of a metric, or of a new lease
+            fields["worker_name"] = name
         self._events.write(event, **fields)
 
     def post(self, metric: PostMetric) -> None:
