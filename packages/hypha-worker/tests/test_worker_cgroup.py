@@ -16,9 +16,9 @@ import pytest
 
 from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.cgroup import CgroupLayer, CgroupV2, ScopedGroup
-from hypha_worker.executors.isolation.cgroup_files import Mount, find_mounts, find_own_groups
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Launch
 from hypha_worker.executors.isolation.limits import RunLimits
+from hypha_worker.hardware.control_groups import Mount, find_mounts, find_own_groups
 from hypha_worker.leasing.capacity import Allocation
 
 JOIN = 'for file; do [ "$file" = -- ] && break; echo 0 > "$file" || exit 99; shift; done; shift; exec "$@"'

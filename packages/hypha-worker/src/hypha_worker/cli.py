@@ -42,7 +42,7 @@ def example() -> dict[str, Any]:
     from hypha_worker.hardware.detection import detect
 
     found = detect(Path(WORK_DIR))
-    resources: dict[str, Any] = {"cpu": float(found.cpu), "memory": found.memory, "storage": found.storage}
+    resources: dict[str, Any] = {"cpu": found.cpu, "memory": found.memory, "storage": found.storage}
     if found.devices:
         resources["gpu"] = sum(memory for _, memory in found.devices)
         resources["devices"] = [{"index": index, "memory": memory} for index, memory in found.devices]

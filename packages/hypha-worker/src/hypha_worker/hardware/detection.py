@@ -1,4 +1,7 @@
-"""Detects this machine's resources for ``hypha-worker init``: cores, memory, free disk space, and GPUs."""
+"""Detects the resources for ``hypha-worker init``: cores, memory, free disk space, and GPUs.
+
+In a container these are what its quotas allow, not all of the machine.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from hypha_worker.hardware.control_groups import cpu_quota, memory_quota
 from hypha_worker.hardware.nvml import read_gpus
 
 GIGABYTE = 10**9
@@ -18,7 +22,7 @@ GIGABYTE = 10**9
 class DetectedResources:
     """Resources of this machine; memory and storage in GB."""
 
-    cpu: int
+    cpu: float
     memory: float
     storage: float
     devices: tuple[tuple[int, float], ...]
@@ -28,24 +32,20 @@ class DetectedResources:
 def detect(work_dir: Path) -> DetectedResources:
     """Detect the resources; storage is that of the disk with `work_dir`, which need not exist."""
     return DetectedResources(
-        cpu=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=_memory(),
+        cpu=_cores(),
+        memory=_to_gigabytes(min(psutil.virtual_memory().total, memory_quota())),
         storage=_to_gigabytes(shutil.disk_usage(_nearest_existing(work_dir)).free),
         devices=tuple((gpu.index, _to_gigabytes(gpu.memory)) for gpu in read_gpus()),
     )
 
 
-def _to_gigabytes(size: int) -> float:
+def _cores() -> float:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return round(min(usable, cpu_quota()), 2)
+
+
+def _to_gigabytes(size: float) -> float:
     return int(size / GIGABYTE * 10) / 10
-
-
-def _memory() -> float:
-    total = psutil.virtual_memory().total
-    try:  # in a container, its limit counts and not the machine's memory
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):
-        return _to_gigabytes(total)
-    return _to_gigabytes(min(total, limit))
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -22,9 +22,10 @@ from typing import Final, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_worker.executors.isolation.cgroup_files import Group, find_mounts, find_own_groups, remove_empty
+from hypha_worker.executors.isolation.cgroup_files import Group, remove_empty
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.limits import CPU_PERIOD, RunLimits
+from hypha_worker.hardware.control_groups import find_mounts, find_own_groups
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)

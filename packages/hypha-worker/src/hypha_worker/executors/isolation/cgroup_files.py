@@ -1,7 +1,4 @@
-"""The files of control groups: where this process's groups are, and one group of a run, in one or several hierarchies.
-
-The files are those of cgroups(7).
-"""
+"""The files of the control group of a run, in one or several hierarchies: those of cgroups(7)."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 from hypha_worker.executors.isolation.layers import Confined, Launch
 from hypha_worker.executors.isolation.limits import RunLimits
+from hypha_worker.hardware.control_groups import read_or_empty
 from hypha_worker.job_storage import GIGABYTE
 
-_MOUNTS: Final = Path("/proc/self/mountinfo")
-_OWN: Final = Path("/proc/self/cgroup")
 _EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "oom_kill": {"memory": "memory.oom_control", "": "memory.events"},
     "max": {"pids": "pids.events", "": "pids.events"},
@@ -30,61 +25,6 @@ _OF_SWAP: Final = frozenset({"memory.swap.max", "memory.memsw.limit_in_bytes"})
 """Settings that kernels without swap accounting lack."""
 _FREEZE_TIMEOUT: Final = 0.2
 _POLL: Final = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """Where a hierarchy is mounted."""
-
-    folder: Path
-    root: PurePosixPath
-    """Group of the hierarchy that is visible there."""
-    controllers: frozenset[str]
-    """Those of version 1; empty for version 2."""
-
-
-def find_mounts(text: str | None = None) -> Sequence[Mount]:
-    """Return where hierarchies of both versions are mounted, from the lines of ``/proc/self/mountinfo``."""
-    lines = (_read(_MOUNTS) if text is None else text).splitlines()
-    return [mount for line in lines if (mount := _parse_mount(line)) is not None]
-
-
-def _parse_mount(line: str) -> Mount | None:
-    before, _, after = line.partition(" - ")
-    kind, _, options = after.partition(" ")
-    if kind not in ("cgroup", "cgroup2"):
-        return None
-    _, _, _, root, folder, *_ = before.split(" ")
-    controllers = frozenset(options.rsplit(" ", 1)[-1].split(",")) if kind == "cgroup" else frozenset[str]()
-    return Mount(Path(folder), PurePosixPath(root), controllers)
-
-
-def find_own_groups(mounts: Sequence[Mount], text: str | None = None) -> Mapping[str, Path]:
-    """Return the folder of this process's group by controller; that of version 2 has the key ``""``.
-
-    Args:
-        mounts: where hierarchies are mounted.
-        text: lines of ``/proc/self/cgroup``, if not the present ones.
-    """
-    found: dict[str, Path] = {}
-    for line in (_read(_OWN) if text is None else text).splitlines():
-        _, controllers, group = line.split(":", 2)
-        for name in controllers.split(","):
-            mount = next((each for each in mounts if name in (each.controllers or {""})), None)
-            if mount is not None and (folder := _folder_of(mount, PurePosixPath(group))) is not None:
-                found[name] = folder
-    return found
-
-
-def _folder_of(mount: Mount, group: PurePosixPath) -> Path | None:
-    return mount.folder / group.relative_to(mount.root) if group.is_relative_to(mount.root) else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # there is no procfs, as on macOS
-        return ""
 
 
 class Group(Confined):
@@ -208,7 +148,7 @@ class _Frozen:
     def __enter__(self) -> None:
         self._write("FROZEN")
         deadline = time.monotonic() + _FREEZE_TIMEOUT
-        while self._state is not None and _read(self._state) == "FREEZING\n" and time.monotonic() < deadline:
+        while self._state is not None and read_or_empty(self._state) == "FREEZING\n" and time.monotonic() < deadline:
             time.sleep(_POLL)
 
     def __exit__(self, *_: object) -> None:
@@ -245,5 +185,5 @@ def remove_empty(folder: Path) -> bool:
 
 def _count(file: Path, name: str) -> int:
     """Return a counter of a file with lines such as ``oom_kill 1``; 0 if it has none."""
-    fields = (line.split() for line in _read(file).splitlines())
+    fields = (line.split() for line in read_or_empty(file).splitlines())
     return next((int(found[1]) for found in fields if found[0] == name), 0)
