@@ -5,8 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import resource
+import socket
+from functools import partial
 
 import pytest
+import trio
 
 from hypha_net.node import logging_setup
 
@@ -63,3 +68,38 @@ def test_flood_from_one_source_line_is_suppressed_for_a_minute(
     assert sum("output" in line for line in out.getvalue().splitlines()) == 2 * logging_setup.FLOOD
     if form == "json":
         assert all(json.loads(line)["level"] == "warning" for line in out.getvalue().splitlines())
+
+
+def test_a_listener_that_cannot_accept_is_told_of_once_a_minute() -> None:
+    """With real connections, of which the process may open no further one: they wait and are accepted then."""
+    out = io.StringIO()
+    logging_setup.configure_logs("text", "info", out)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    trio.run(_connect_without_descriptors, before)
+    [line] = [line for line in out.getvalue().splitlines() if "accept returned EMFILE" in line]
+    assert "connections wait for others to end: " in line
+    assert "Traceback" not in out.getvalue()
+
+
+async def _connect_without_descriptors(limit: tuple[int, int]) -> None:
+    served = trio.Event()
+
+    async def serve(_stream: trio.SocketStream) -> None:
+        served.set()
+
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        client = socket.socket(listener.socket.family)
+        lowest = os.dup(client.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limit[1]))
+        try:
+            client.connect(listener.socket.getsockname()[:2])
+            with trio.move_on_after(1.0):
+                await served.wait()
+            assert not served.is_set()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        await served.wait()
+        client.close()
+        nursery.cancel_scope.cancel()

@@ -28,6 +28,7 @@ from hypha_net import instrumentation
 from hypha_net.errors import NetError, leaf_errors
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.otlp import targets
+from hypha_net.node.descriptors import raise_descriptor_limit
 from hypha_net.node.health import Readiness, gateway_outage, serve_health, watch_gateways
 from hypha_proto.errors import ProtoError
 
@@ -118,6 +119,7 @@ def run_daemon(
     """
     run = _Run(config, serve, role, version, grace, connect or open_configured)
     without_traceback: tuple[type[Exception], ...] = (NetError, ProtoError, OSError, *expected)
+    raise_descriptor_limit()
     try:
         run.start()
     except Exception as error:  # noqa: BLE001 - outermost handler: every failure is logged and becomes the exit code

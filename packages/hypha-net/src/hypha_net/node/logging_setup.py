@@ -19,6 +19,8 @@ _WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "a
 FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
+_LISTENERS: Final = "trio.serve_listeners"
+"""Logger of listeners, which tries ten times a second to accept a connection while no file may be opened."""
 _CONTROL: Final = {
     code: "\n  " if code == 10 else f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9
 } | {0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -46,7 +48,8 @@ def _time(record: logging.LogRecord) -> str:
 class _FloodFilter(logging.Filter):
     """Limits the records per source line and minute, since a peer can cause thousands a second.
 
-    Records with the extra attribute `unlimited`, which mark a job's own output, always pass.
+    Records with the extra attribute `unlimited`, which mark a job's own output, always pass. Of listeners that cannot
+    accept connections one passes, without its traceback.
     """
 
     def __init__(self) -> None:
@@ -64,6 +67,10 @@ class _FloodFilter(logging.Filter):
         # by source line: the text may be chosen by a peer
         kind = (record.pathname, record.lineno)
         self._counts[kind] += 1
+        if record.name == _LISTENERS:
+            record.msg, record.args = f"connections wait for others to end: {record.getMessage()}", None
+            record.exc_info = record.exc_text = None
+            return self._counts[kind] == 1
         if self._counts[kind] == FLOOD:
             record.msg, record.args = f"{record.getMessage()} (no more of these for up to {FLOOD_SECONDS:g} s)", None
         return self._counts[kind] <= FLOOD
