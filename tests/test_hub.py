@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import anyio
 import pytest
+from huggingface_hub import snapshot_download
 from support.fake_hf_hub import COMMIT, ENDLESS_BYTES, SIGNATURE, Hub, hub_server
 from support.stored_model import weights, write_model
 
@@ -113,6 +114,35 @@ def test_a_scheduler_fetches_what_the_index_names_and_checks_it(hub: Hub, tmp_pa
     hub.files["config.json"] = b"version https://git-lfs.github.com/spec/v1"
     with pytest.raises(JobFailedError, match=r"^model\.repository: org/model: config\.json is a Git LFS pointer"):
         by_scheduler(tmp_path / "other")
+
+
+@pytest.mark.parametrize("revision", [None, "v2", COMMIT])
+def test_offline_the_cache_of_the_hub_is_used(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    cache = tmp_path / "cache"
+    snapshot_download("org/model", revision=revision, token=TOKEN, cache_dir=cache, endpoint=hub.url)
+    hub.seen.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    keys = {} if revision is None else {"revision": revision}
+    reference = by_scheduler(tmp_path / "model", **keys)
+    assert (reference.revision, reference.filenames) == (COMMIT, ("config.json", "model.safetensors"))
+    (tmp_path / "work").mkdir()
+    [weights] = by_worker(tmp_path / "work", "model.safetensors", revision=COMMIT)
+    assert weights.read_bytes() == (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+    assert not weights.is_symlink()
+    assert hub.seen == []
+
+
+def test_offline_what_the_cache_lacks_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    why = r"org/model is not in the hub's cache at revision v2, and HF_HUB_OFFLINE is set: download it there first"
+    with pytest.raises(JobFailedError, match=rf"^model\.repository: {why}"):
+        by_scheduler(tmp_path / "model", revision="v2")
+    with pytest.raises(BridgeError, match="HF_HUB_OFFLINE is set for this worker: let the scheduler serve"):
+        by_worker(tmp_path, "config.json")
+    assert hub.seen == []
 
 
 def served_by_scheduler(folder: Path, preprocessor: bool = False) -> Artifact:

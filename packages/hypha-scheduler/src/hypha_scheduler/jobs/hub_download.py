@@ -1,15 +1,15 @@
 """Download of a repository's files from a Hugging Face hub, bounded by what the hub states and by the disk.
 
-Called by `artifacts`, in a thread. `huggingface_hub` resumes what breaks off; its `snapshot_download` compares the size
-only when a transfer has ended, and one without a stated size may never end, so each file is written through
-`_BoundedFile`.
+`huggingface_hub` resumes what breaks off; its `snapshot_download` compares the size only when a transfer has ended, and
+one without a stated size may never end, so each file is written through `_BoundedFile`. With ``HF_HUB_OFFLINE`` the
+files are copied from the hub's cache on this machine. Called by `artifacts`, in a thread.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
@@ -19,7 +19,7 @@ import anyio.from_thread
 
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_contents import find_fault
-from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model
+from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model, reader_of
 from hypha_scheduler.errors import JobFailedError
 
 MAX_UNSTATED: Final = 10 * 10**9
@@ -81,19 +81,14 @@ def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...
     Raises:
         JobFailedError: they do not exist, cannot be fetched or are unusable, or there is no room for them.
     """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # imported late: takes 0.5 s
+    from huggingface_hub import constants  # imported late: takes 0.5 s
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     what = f"{source.key}.repository: {source.repository}"
     try:
         target.mkdir(parents=True, exist_ok=True)
-        commit, files = _list_files(source, target)
-        stated = sum(file.size or 0 for file in files)
-        if stated > (room := _room(target)):
-            raise JobFailedError(
-                f"{what} has {stated} bytes, and the disk has room for {room}: free space for {target}"
-            )
-        _download_all(files, source.token, target)
-        if fault := find_fault(target, [file.name for file in files]):
+        commit, names = (_copy_cached if constants.HF_HUB_OFFLINE else _fetch)(source, target)
+        if fault := find_fault(target, names):
             raise JobFailedError(f"{what}: {fault}")
     except JobFailedError:
         raise
@@ -103,7 +98,53 @@ def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...
         raise JobFailedError(f"{what} cannot be fetched: {_without_signature(error)}") from None
     except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
         raise JobFailedError(f"{what} cannot be fetched: {error!r:.400}") from error
-    return commit, tuple(file.name for file in files)
+    return commit, tuple(names)
+
+
+def _fetch(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]:
+    """Download the files from the hub; return the commit and the names."""
+    commit, files = _list_files(source, target)
+    _check_room(source, sum(file.size or 0 for file in files), target)
+    _download_all(files, source.token, target)
+    return commit, [file.name for file in files]
+
+
+def _copy_cached(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]:
+    """Copy the files from the hub's cache; return the commit and the names."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(source.repository, revision=source.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise JobFailedError(
+            f"{source.key}.repository: {source.repository} is not in the hub's cache at revision "
+            f"{source.revision or 'main'}, and HF_HUB_OFFLINE is set: download it there first, or unset the variable"
+        ) from None
+    present = [path.relative_to(snapshot).as_posix() for path in sorted(snapshot.rglob("*")) if path.is_file()]
+    names = _choose(source, present, reader_of(snapshot))
+    _check_room(source, sum((snapshot / name).stat().st_size for name in names), target)
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(snapshot / name, target / name)
+    return snapshot.name, names
+
+
+def _check_room(source: RepositoryFiles, size: int, target: Path) -> None:
+    if size > (room := _room(target)):
+        raise JobFailedError(
+            f"{source.key}.repository: {source.repository} has {size} bytes, and the disk has room for {room}: free "
+            f"space for {target}"
+        )
+
+
+def _choose(source: RepositoryFiles, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
+    """Return which files of a repository are wanted; `read` reads an index of weights."""
+    if lacking := [name for name in source.filenames if name not in names]:
+        raise JobFailedError(f"{source.key}.filenames: {source.repository} has no {', '.join(lacking)}")
+    if source.is_model:
+        return list_model(names, read, source.filenames)
+    return list(source.filenames) or list_companions(names)
 
 
 def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFile]]:
@@ -114,8 +155,6 @@ def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFi
     found = HfApi(endpoint=endpoint, token=source.token).model_info(source.repository, revision=source.revision)
     commit = found.sha or source.revision or "main"
     names = [sibling.rfilename for sibling in found.siblings or ()]
-    if lacking := [name for name in source.filenames if name not in names]:
-        raise JobFailedError(f"{source.key}.filenames: {source.repository} has no {', '.join(lacking)}")
 
     def look_up(name: str) -> _HubFile:
         url = hf_hub_url(source.repository, name, revision=commit, endpoint=endpoint)
@@ -126,11 +165,7 @@ def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFi
         _download_file(look_up(name), source.token, target / name, INDEX_LIMIT, reason)
         return (target / name).read_bytes()
 
-    if source.is_model:
-        wanted = list_model(names, read, source.filenames)
-    else:
-        wanted = list(source.filenames) or list_companions(names)
-    return commit, [look_up(name) for name in wanted]
+    return commit, [look_up(name) for name in _choose(source, names, read)]
 
 
 def _room(folder: Path) -> int:

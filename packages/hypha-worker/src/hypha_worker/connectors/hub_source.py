@@ -2,7 +2,8 @@
 
 `huggingface_hub` gives the addresses, client and errors, but not `hf_hub_download`, which blocks: a download holds a
 thread only while it writes a block, so that one whose server stalls ends as soon as it is cancelled. It is imported
-when the first job needs it, which keeps the worker's start short.
+when the first job needs it, which keeps the worker's start short. With ``HF_HUB_OFFLINE`` files come from the cache of
+the hub on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import ssl
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import anyio
 
 from hypha_net.connectors.content import IDLE_TIMEOUT, ContentStream, SourceInterruptedError
 from hypha_net.connectors.errors import FetchError, not_found, source_failed, timed_out
@@ -81,8 +85,11 @@ class HubSource:
     @asynccontextmanager
     async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
         """See `ContentSource.open`."""
-        from huggingface_hub import hf_hub_url
+        from huggingface_hub import constants, hf_hub_url
 
+        if constants.HF_HUB_OFFLINE:
+            yield self._open_cached(offset)
+            return
         reference, endpoint = self.reference, os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
         url = hf_hub_url(reference.repository, self.filename, revision=reference.revision or None, endpoint=endpoint)
         with self._hub_errors():
@@ -94,6 +101,19 @@ class HubSource:
                 async with client.stream("GET", url, headers=self._headers(offset), timeout=IDLE_TIMEOUT) as response:
                     self._check_status(response)
                     yield self._content(response, version)
+
+    def _open_cached(self, offset: int) -> ContentStream:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.reference.repository, self.filename, revision=self.reference.revision)
+        if not isinstance(found, str):
+            revision = (self.reference.revision or "main")[:120]
+            raise not_found(
+                f"{self.name} is not in the hub's cache at revision {revision}, and HF_HUB_OFFLINE is set for this "
+                "worker: let the scheduler serve the files (serve = true)"
+            )
+        path = Path(found).resolve()  # its name is the ETag
+        return ContentStream(_read_blocks(path, offset), offset, path.stat().st_size, path.name)
 
     async def _is_unchanged(self, client: hub_httpx.AsyncClient, url: str, version: str) -> bool:
         """Ask the Hub, but not its storage, whether a file is still the one that the cache has."""
@@ -128,13 +148,10 @@ class HubSource:
 
     @contextmanager
     def _hub_errors(self) -> Iterator[None]:
-        from huggingface_hub.errors import OfflineModeIsEnabled
         from huggingface_hub.utils import httpx as hub_httpx
 
         try:
             yield
-        except OfflineModeIsEnabled as error:
-            raise source_failed(f"{self.name}: {error}") from error
         except (hub_httpx.HTTPError, hub_httpx.InvalidURL) as error:
             make: Callable[[str], FetchError] = (
                 timed_out if isinstance(error, hub_httpx.TimeoutException) else source_failed
@@ -201,6 +218,13 @@ def _etag(response: hub_httpx.Response) -> str:
 def _range_start(response: hub_httpx.Response) -> int:
     found = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return int(found[1]) if found else 0
+
+
+async def _read_blocks(path: Path, offset: int) -> AsyncGenerator[bytes]:
+    async with await anyio.open_file(path, "rb") as file:
+        await file.seek(offset)
+        while block := await file.read(_CHUNK):
+            yield block
 
 
 async def _no_blocks() -> AsyncGenerator[bytes]:
