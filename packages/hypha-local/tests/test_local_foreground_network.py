@@ -57,11 +57,3 @@ def test_other_directories_are_left_as_they_are(tmp_path: Path) -> None:
         assert re.search(r"--dir \S+: not empty and not a network's directory; name another folder", answer.output)
         assert sorted(folder.rglob("*")) == before
     assert not (precious / MARKER).exists()
-
-
-def test_a_directory_whose_path_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / ("deep" * 20)
-    answer = CliRunner().invoke(main, ["up", "--dir", str(folder)])
-    assert answer.exit_code == 1
-    assert re.search(r"--dir \S+: \d+ bytes too long for the sockets in it, .* path has at most 65", answer.output)
-    assert not folder.exists()

@@ -36,28 +36,29 @@ inner_optimizer = { learning_rate = 1e-3 }
 
 
 def submit_with(
-    tmp_path: Path, text: str, run_job: Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]]
+    tmp_path: Path, text: str, run_job: Callable[[DilocoJobConfig, uuid.UUID], Awaitable[Path]], runs: str = "r"
 ) -> tuple[int, str]:
     """Run `submit` against a scheduler with this `run_job`; return exit code and output. `start` holds a model."""
+    path = socket_path(tmp_path / runs)
     write_model(tmp_path / "start")
     file = tmp_path / "job.toml"
     file.write_text(text)
     outcome: list[tuple[int, str]] = []
 
     def submit() -> None:
-        done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(socket_path(tmp_path / "r"))])
+        done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(path)])
         outcome.append((done.exit_code, done.output))
 
     async def case() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
-            while not await anyio.Path(socket_path(tmp_path / "r")).exists():
+            tasks.start_soon(serve_submissions, tmp_path / runs, run_job)
+            while not await anyio.Path(path).exists():
                 await anyio.sleep(0.01)
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
 
     run(case)
-    assert not socket_path(tmp_path / "r").exists()
+    assert not path.exists()
     return outcome[0]
 
 
@@ -77,7 +78,8 @@ def test_submit_names_changes_of_the_members_on_standard_error(tmp_path: Path) -
     assert "result" in third
 
 
-def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", ["r", "a-path-that-is-longer-than-that-of-a-socket-may-be" * 3])
+def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path, runs: str) -> None:
     received: list[DilocoJobConfig] = []
     ids: list[uuid.UUID] = []
 
@@ -86,10 +88,10 @@ def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path) -> None:
         ids.append(job_id)
         return Path("/somewhere/result.json")
 
-    code, output = submit_with(tmp_path, JOB, run_job)
+    code, output = submit_with(tmp_path, JOB, run_job, runs)
     assert code == 0
     accepted, result = (json.loads(line) for line in output.splitlines())
-    assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / "r" / str(ids[0]))}
+    assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / runs / str(ids[0]))}
     assert result == {"result": "/somewhere/result.json"}
     assert received[0].model.path == tmp_path / "start"
     assert read_job(tmp_path / "job.toml")["dataset"] == "digits"

@@ -21,6 +21,7 @@ import pytest
 
 from hypha_proto.resources import Resources
 from hypha_worker.control import server
+from hypha_worker.control.client import ask_worker
 from hypha_worker.control.pause import PauseCommands, load_pause
 from hypha_worker.control.server import MAX_ANSWERING, MAX_READING, Answer, ControlServer, socket_path
 from hypha_worker.leasing.capacity import Capacity
@@ -208,5 +209,21 @@ def test_commands_at_the_same_time_leave_disk_and_memory_equal(tmp_path: Path, m
                 await anyio.wait_all_tasks_blocked()
             slow.set()
         assert (load_pause(tmp_path), leases.is_paused) == (False, False)
+
+    anyio.run(main, backend="trio")
+
+
+def test_a_work_directory_with_a_long_path_has_a_control_socket(tmp_path: Path) -> None:
+    work_dir = tmp_path / ("long" * 40)
+    work_dir.mkdir()
+
+    async def main() -> None:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ControlServer(work_dir, {"status": echo}).serve)
+                while not socket_path(work_dir).exists():
+                    await anyio.sleep(0.01)
+                assert "echo" in await anyio.to_thread.run_sync(ask_worker, socket_path(work_dir), "status")
+                tasks.cancel_scope.cancel()
 
     anyio.run(main, backend="trio")

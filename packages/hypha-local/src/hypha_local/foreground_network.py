@@ -7,7 +7,6 @@ and results again. Uses `network_layout` for the files and `nodes` to start the 
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +53,6 @@ JOB: Final = "job.toml"
 """Name of the example job's file."""
 MANIFEST: Final = "manifest.json"
 """File that makes a folder a dataset."""
-_MAX_ROOT: Final = 65
-"""Bytes of the directory's path: a socket's has at most 107, of which ``/work/…/control/worker.sock`` takes 42."""
 _RENEWED: Final = timedelta(days=2)
 """Certificates that end sooner are replaced at the start."""
 
@@ -166,11 +163,6 @@ def _directory(folders: Folders) -> Iterator[None]:
     root = folders.root
     if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / MARKER).is_file())):
         raise RunDirectoryError(f"--dir {root}: not empty and not a network's directory; name another folder")
-    if (too_long := len(os.fsencode(root)) - _MAX_ROOT) > 0:
-        raise RunDirectoryError(
-            f"--dir {root}: {too_long} bytes too long for the sockets in it, by which a worker's owner finds it; name "
-            f"a folder whose path has at most {_MAX_ROOT}"
-        )
     for folder in (folders.certificates, folders.configuration, folders.data, folders.work, folders.runs, folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
     folders.certificates.chmod(0o700)

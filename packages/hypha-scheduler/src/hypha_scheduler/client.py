@@ -25,6 +25,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
+from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
@@ -123,7 +124,8 @@ class Client:
         with sockets.socket(sockets.AF_UNIX) as connection:
             connection.settimeout(_CONNECT_TIMEOUT)
             with _no_scheduler(self.socket):
-                connection.connect(str(self.socket))
+                with shortened(self.socket) as short:
+                    connection.connect(str(short))
                 connection.sendall(_attach_request(job))
                 connection.shutdown(sockets.SHUT_WR)
             connection.settimeout(INTERVAL)

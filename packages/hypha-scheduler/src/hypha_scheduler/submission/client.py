@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import check_depth, parse_json
 from hypha_scheduler.submission.catalog import ACTIVE
 
@@ -176,7 +177,8 @@ def _converse(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
-            connection.connect(str(path))
+            with shortened(path) as short:
+                connection.connect(str(short))
             with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
                 connection.sendall(json.dumps(request, default=str).encode())  # dates become text
                 connection.shutdown(socket.SHUT_WR)

@@ -30,6 +30,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
+from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import JobTable
@@ -169,11 +170,12 @@ class SubmissionServer:
             OSError: the socket cannot be created, or another scheduler accepts jobs at it.
         """
         path = anyio.Path(socket_path(self.runs))
-        await _check_free(path)
         await path.parent.mkdir(parents=True, exist_ok=True)
+        await _check_free(Path(path))
         temporary = path.with_suffix(".new")
         waiting = await anyio.to_thread.run_sync(read_queue, self.runs)
-        listener = await anyio.create_unix_listener(temporary, mode=0o600)
+        with shortened(Path(temporary)) as short:
+            listener = await anyio.create_unix_listener(short, mode=0o600)
         try:
             async with listener, anyio.create_task_group() as self._tasks:
                 for queued in waiting:
@@ -460,11 +462,12 @@ def _parse_command(data: bytes) -> JobCommand:
     return command
 
 
-async def _check_free(path: anyio.Path) -> None:
+async def _check_free(path: Path) -> None:
     """Raise `OSError` if a scheduler listens at a socket; one that was killed leaves its socket behind."""
     try:
-        async with await anyio.connect_unix(path):
-            pass
+        with shortened(path) as short:
+            async with await anyio.connect_unix(short):
+                pass
     except (FileNotFoundError, ConnectionRefusedError):
         return
     why = "another scheduler accepts jobs there; give each scheduler an output_dir of its own"

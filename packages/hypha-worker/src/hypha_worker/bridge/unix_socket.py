@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hypha_net.unix_socket_path import PATH_LIMIT
 from hypha_worker.errors import ExecutionError
 
 SOCKET_NAME: Final = "bridge.sock"
 """Name of the socket, or of the link to it, in the job's folder."""
-SOCKET_PATH_LIMIT: Final = 107
-"""Largest number of bytes in a Unix socket's path (Linux)."""
 _BACKLOG: Final = 1024
 """Connections that wait until they are accepted, outside this process; a client that does not block fails above."""
 
@@ -48,7 +47,7 @@ def choose_place(work_dir: Path, short_folder: Path) -> SocketPlace:
         short_folder: a private folder whose path is short enough for sockets.
     """
     inside = work_dir / SOCKET_NAME
-    if len(os.fsencode(inside)) <= SOCKET_PATH_LIMIT:
+    if len(os.fsencode(inside)) <= PATH_LIMIT:
         return SocketPlace(inside)
     return SocketPlace(short_folder / f"{secrets.token_hex(4)}.sock", inside)
 
@@ -63,10 +62,9 @@ def bind_socket(place: SocketPlace) -> Iterator[socket.socket]:
         BridgeStartError: it cannot be created.
     """
     path = place.path
-    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+    if len(os.fsencode(path)) > PATH_LIMIT:
         raise BridgeStartError(
-            f"socket path {path} exceeds the system's limit of {SOCKET_PATH_LIMIT} bytes: "
-            "set TMPDIR to a shorter folder"
+            f"socket path {path} exceeds the system's limit of {PATH_LIMIT} bytes: set TMPDIR to a shorter folder"
         )
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

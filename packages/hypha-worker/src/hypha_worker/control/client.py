@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 
 _CONNECT_TIMEOUT: Final = 5.0
@@ -68,7 +69,8 @@ def _sent(path: Path, request: Mapping[str, Any]) -> Iterator[tuple[socket.socke
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_TIMEOUT)
         try:
-            connection.connect(str(path))
+            with shortened(path) as short:
+                connection.connect(str(short))
             with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
                 connection.sendall(json.dumps(request).encode())
                 connection.shutdown(socket.SHUT_WR)

@@ -20,6 +20,7 @@ import anyio
 import anyio.abc
 
 from hypha_net.log_throttle import LogThrottle
+from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_worker.control.peer_check import is_confined
 from hypha_worker.work_dir import control_folder, prepare_control_folder
@@ -145,13 +146,15 @@ async def _listen(path: anyio.Path) -> anyio.abc.SocketListener:
         OSError: there can be no socket, or another worker listens at it.
     """
     try:
-        async with await anyio.connect_unix(path):
-            why = "another worker uses this work_dir; give each worker one of its own"
-            raise OSError(errno.EADDRINUSE, why)
+        with shortened(Path(path)) as short:
+            async with await anyio.connect_unix(short):
+                why = "another worker uses this work_dir; give each worker one of its own"
+                raise OSError(errno.EADDRINUSE, why)
     except (FileNotFoundError, ConnectionRefusedError):
         pass
     temporary = path.with_suffix(".new")
-    listener = await anyio.create_unix_listener(temporary, mode=0o600)
+    with shortened(Path(temporary)) as short:
+        listener = await anyio.create_unix_listener(short, mode=0o600)
     await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
     return listener
 
