@@ -87,7 +87,7 @@ def test_owner_drains_a_worker_by_command(network: LocalNetwork) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
     begun, over = map(json.loads, done.stdout.splitlines())
-    assert [entry["class"] for entry in begun["jobs"]] == ["train"]
+    assert [entry["executor"] for entry in begun["jobs"]] == [f"train/{SLOW}"]
     assert over == {"drained": True, "cancelled": []}
     assert network.processes.child("worker-2").process.wait(60) == 0
     check_left(network, job, "worker-2")
