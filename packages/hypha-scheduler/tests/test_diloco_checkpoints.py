@@ -77,12 +77,12 @@ def test_what_workers_evaluate_decides_on_the_best_checkpoint() -> None:
     [
         (
             [2.0, 1.5, 1.0, 6.1, 1e9, 2e9],
-            "the loss has exploded: it is 2e+09 in round 6, and was 2 in the first one; the last good model is "
+            "the loss has exploded: it is 2e+09 by round 6, and was 2 in the first; the last good model is "
             "/run/checkpoints/round-2. Start from it with a lower learning rate",
         ),
         (
             [2.0, 30.0, 30.0, 30.0],
-            "the loss has exploded: it is 30 in round 4, and was 2 in the first one; the last good model is the start "
+            "the loss has exploded: it is 30 by round 4, and was 2 in the first; the last good model is the start "
             "model. Start from it with a lower learning rate",
         ),
         ([2.0, 7.0, 7.0, 6.0, 7.0, 7.0, None], None),
@@ -100,11 +100,18 @@ def test_a_loss_that_explodes_over_rounds_ends_the_job(losses: list[float | None
     simulate(case)
 
 
-def test_a_loss_that_has_exploded_in_the_last_round_fails_the_job() -> None:
+@pytest.mark.parametrize("losses", [[2.0, 1.5, 1.5e9], [2.0, 1.5e9, None]], ids=["stated", "not stated"])
+def test_a_loss_that_has_exploded_in_the_last_round_fails_the_job(losses: list[float | None]) -> None:
+    """Also in a scheduler that was killed when it had recorded that round."""
+
     async def case() -> None:
-        job = begin(2)
-        await train_with(job, [2.0, 1.5e9])
-        assert str(job.outcome).startswith("the loss has exploded: it is 1.5e+09 in round 2")
+        job = begin(3)
+        await train_with(job, losses)
+        why = "the loss has exploded: it is 1.5e+09 by round 3, and was 2 in the first; the last good model is "
+        assert str(job.outcome).startswith(why)
+        job.outcome = None
+        job.open()
+        assert str(job.outcome).startswith(why)
 
     simulate(case)
 

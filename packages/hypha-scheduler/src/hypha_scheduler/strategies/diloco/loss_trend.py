@@ -20,6 +20,8 @@ class LossTrend:
 
     first: float | None = None
     """Loss of the first round that has one."""
+    last: float | None = None
+    """Loss of the last round that has one."""
     good: int = 0
     """Last round with whose weights the round after it began and had a good loss; 0 for the start model."""
     exploded: int = 0
@@ -29,8 +31,7 @@ class LossTrend:
         """Take the mean loss of a round, while it was trained; None if nobody has reported one."""
         if loss is None:
             return
-        if self.first is None:
-            self.first = loss
+        self.first, self.last = loss if self.first is None else self.first, loss
         if loss > FACTOR * max(self.first, 1.0):
             self.exploded += 1
         else:

@@ -162,7 +162,7 @@ class DilocoOperator(Operator):
         if self._restored.closed < self._job.rounds.update_rounds:
             return ()
         self._phase = _Phase.EXITING
-        return (RunInBackground(self._finish, _FINISH),)
+        return self._stop_if_lost(self._restored.closed) or (RunInBackground(self._finish, _FINISH),)
 
     def role_requests(self) -> Sequence[RoleRequest]:
         """Return the workers that the job wants now: it looks for further ones and replacements until it ends."""
@@ -544,24 +544,24 @@ class DilocoOperator(Operator):
         self._used_avoided.clear()
         handed_over = self._handover.round_committed(now)
         effects = (record, commit, *self._translate(closing), *handed_over)
-        return (*effects, *(self._stop_if_lost(number, loss) or self._check_outcome(now)))
+        return (*effects, *(self._stop_if_lost(number) or self._check_outcome(now)))
 
-    def _stop_if_lost(self, number: int, loss: float | None) -> Effects:
-        """End the job if its loss has exploded for good."""
+    def _stop_if_lost(self, number: int) -> Effects:
+        """End the job if its loss has exploded for good by the record of a round."""
         losses = self._restored.losses
         if not losses.is_lost(is_last=number >= self._job.rounds.update_rounds):
             return ()
         return self._fail(
-            f"the loss has exploded: it is {loss:.3g} in round {number}, and was {losses.first:.3g} in the first one; "
-            f"{self._describe_good(losses.good)}. Start from it with a lower learning rate"
+            f"the loss has exploded: it is {losses.last:.3g} by round {number}, and was {losses.first:.3g} in the "
+            f"first; {self._describe_good(losses.good)}. Start from it with a lower learning rate"
         )
 
     def _describe_good(self, good: int) -> str:
         """Return where the last good model is."""
         if (checkpoint := self._data.result.good_checkpoint()) is not None:
             return f"the last good model is {checkpoint}"
-        none = "no checkpoint was written of a later one: lower rounds.checkpoint_every" if good else ""
-        return f"the last good model is the start model{f', {none}' if none else ''}"
+        missing = ", as no checkpoint was due after it (rounds.checkpoint_every)" if good else ""
+        return f"the last good model is the start model{missing}"
 
     # --------------------------------------------------------------------------------------------------------- effects
 
