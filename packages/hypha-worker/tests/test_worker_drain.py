@@ -303,10 +303,11 @@ def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
 
     async def case(site: Any) -> None:
         before = site.socket.stat().st_ino
-        too_long = tmp_path / ("x" * 120)
-        too_long.mkdir()
-        await ControlServer(too_long, {}).serve()
-        assert f"hypha-worker drain cannot reach this worker, SIGTERM drains it: {too_long}" in caplog.text
+        blocked = tmp_path / "blocked"
+        blocked.mkdir()
+        (blocked / "control").write_text("a file where the folder should be")
+        await ControlServer(blocked, {}).serve()
+        assert f"hypha-worker drain cannot reach this worker, SIGTERM drains it: {blocked}" in caplog.text
         await ControlServer(site.socket.parent.parent, {}).serve()
         assert site.socket.stat().st_ino == before
         assert (await site.command("drain")).exit_code == 0

@@ -12,11 +12,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import numpy as np
-
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import weights_of
-from hypha_proto.safetensors_io import FLOAT_DTYPES, Array, TensorFile, TensorFileWriter, TensorInfo, to_float32
+from hypha_proto.safetensors_io import (
+    FLOAT_DTYPES,
+    Array,
+    TensorFile,
+    TensorFileWriter,
+    TensorInfo,
+    from_float,
+    to_float32,
+)
 from hypha_proto.update_file import check_fit, open_update
 from hypha_proto.weights_digest import WeightsDigest
 
@@ -93,5 +99,5 @@ def _sums(source: TensorFile, changes: Sequence[TensorFile], name: str) -> Itera
             if dtype in FLOAT_DTYPES:
                 values.append(values[-1] + added)
             else:
-                values.append(np.rint(values[-1].astype(np.float64) + added).astype("<i8"))
+                values.append(from_float(values[-1].astype("<f8") + added, "I64"))
         yield values
