@@ -314,6 +314,23 @@ def test_without_all_outer_updates_the_first_rounds_are_computed_again(
     assert kept or str(found).endswith("without rounds.keep_updates the job keeps no outer updates")
 
 
+def test_a_scheduler_that_has_recorded_a_round_and_not_renamed_its_update_is_proven(
+    tmp_path: Path, records: Records
+) -> None:
+    kept = write_job(tmp_path, records) / "updates" / "round-3.safetensors"
+    (kept.parent / "round-3-0a.safetensors").write_bytes(b"one that came twice")
+    kept.rename(kept.parent / "round-3-1b.safetensors")
+    found = audit(tmp_path)
+    assert (found.faults, found.recomputed) == ([], 3)
+
+
+def test_nothing_is_said_of_a_job_that_keeps_updates_where_none_can_be_added(tmp_path: Path, records: Records) -> None:
+    (write_job(tmp_path, records) / "updates" / "round-1.safetensors").unlink()
+    found = audit(tmp_path)
+    assert len(found.faults) == 1
+    assert "computed again" not in str(found)
+
+
 def change_update(directory: Path, records: Records, number: int, added: float) -> None:
     """Replace an outer update by another one, which the journal names."""
     path = directory / "updates" / f"round-{number}.safetensors"

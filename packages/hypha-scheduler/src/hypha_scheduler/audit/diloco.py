@@ -71,6 +71,8 @@ class DilocoFindings(Findings):
     """Digest of the weights after the last round, as recorded."""
     recomputed: int = 0
     """Rounds whose weights follow from the start model and the outer updates, equal to the bit."""
+    keeps_updates: bool = False
+    """Whether the job keeps its outer updates."""
     is_finished: bool = False
     """Whether the job has finished."""
 
@@ -86,10 +88,12 @@ class DilocoFindings(Findings):
             + (" (ranges follow from what was handed out and reported)" if self.unstated else ""),
             f"{_plural(self.unused, 'update')} did not count",
             f"weights after round {self.rounds}: {self.weights}",
-            f"weights of {_plural(self.recomputed, 'round')} computed again from the start model, equal to the bit"
-            if self.recomputed
-            else "weights not computed again: without rounds.keep_updates the job keeps no outer updates",
         ]
+        if self.recomputed:
+            rounds = _plural(self.recomputed, "round")
+            lines.append(f"weights of {rounds} computed again from the start model, equal to the bit")
+        elif not self.keeps_updates:
+            lines.append("weights not computed again: without rounds.keep_updates the job keeps no outer updates")
         return "\n".join(lines)
 
 
@@ -138,7 +142,8 @@ def audit(directory: Path) -> DilocoFindings:
         rounds = audit_records(records, _samples(directory, records, findings), findings)
         _audit_start_model(directory, records, findings)
         _audit_weights(directory, findings)
-        _audit_rounds(directory, _audit_updates(directory, rounds, _keeps_updates(records), findings), findings)
+        findings.keeps_updates = _keeps_updates(records)
+        _audit_rounds(directory, _audit_updates(directory, rounds, findings), findings)
     except OSError as error:
         raise NoAuditError(str(error)) from None
     return findings
@@ -358,20 +363,29 @@ def _keeps_updates(records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _audit_updates(
-    directory: Path, rounds: Sequence[_RoundDigests], keeps_updates: bool, findings: DilocoFindings
+    directory: Path, rounds: Sequence[_RoundDigests], findings: DilocoFindings
 ) -> list[tuple[_RoundDigests, Path]]:
     """Compare the outer updates that the job has kept with the record; return the first rounds that have theirs."""
     found: list[tuple[_RoundDigests, Path]] = []
     for each in rounds:
-        path = directory / "updates" / f"round-{each.round}.safetensors"
+        path = _find_update(directory / "updates", each, is_last=each is rounds[-1])
         if not path.exists():
-            if keeps_updates:
+            if findings.keeps_updates:
                 findings.add(f"{path}: the outer update of round {each.round} is missing, and the job keeps them")
         elif (digest := _file_digest(path)) != each.update:
             findings.add(f"{path}: the digest is {digest}, and the journal has {each.update}")
         elif len(found) == each.round - 1:
             found.append((each, path))
     return found
+
+
+def _find_update(folder: Path, recorded: _RoundDigests, *, is_last: bool) -> Path:
+    """Return the file of a round's outer update, which need not exist; the scheduler renames it after the record."""
+    kept = folder / f"round-{recorded.round}.safetensors"
+    if kept.exists() or not is_last:
+        return kept
+    received = sorted(folder.glob(f"round-{recorded.round}-*.safetensors"))
+    return next((path for path in received if _file_digest(path) == recorded.update), kept)
 
 
 def _audit_rounds(directory: Path, kept: Sequence[tuple[_RoundDigests, Path]], findings: DilocoFindings) -> None:

@@ -34,7 +34,8 @@ _BLOCK: Final = 1 << 18
 def compute_weights(start_dir: Path, updates: Sequence[Path]) -> Iterator[str]:
     """Yield the digest of the start model's weights, over the tensors of the updates, and of those after each update.
 
-    Needs room for the weights in float32 in the system's temporary directory, if there are more than 64 updates.
+    Needs room in the system's temporary directory for the weights in float32 if there are more than 64 updates, and
+    for twice as much if there are more than 128.
 
     Args:
         start_dir: directory of the start model.

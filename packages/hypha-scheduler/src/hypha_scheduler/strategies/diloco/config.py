@@ -90,7 +90,8 @@ class RoundsTable(Table):
         description="Number of rounds between checkpoints: loadable models, of which the last and the best are kept.",
     )
     keep_updates: bool = Field(
-        default=False, description="Keep the outer updates in updates/, from which replay recomputes the rounds."
+        default=False,
+        description="Keep the outer updates in updates/, from which audit and replay recompute the rounds.",
     )
     evaluate_every: int = Field(
         default=0, ge=0, le=_U32, description="Number of rounds between evaluations of the model; 0 for none."
