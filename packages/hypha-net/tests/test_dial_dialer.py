@@ -30,7 +30,7 @@ from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.addresses import is_excluded_host, split_peer
 from hypha_net.backoff import JITTER, MAX_KEPT, Backoff
-from hypha_net.errors import NetError, UnreachableError
+from hypha_net.errors import NetError, NotRunningError, UnreachableError
 from hypha_net.events import Connected, DialFinished, Disconnected
 from hypha_proto.ids import PeerId
 
@@ -208,6 +208,26 @@ def test_unreachable_peer_is_retried_with_backoff(authority: Any) -> None:
             assert anyio.current_time() - began >= JITTER[0] * sum(dialer.PEER_PAUSES[:3])
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_peer_that_has_ended_is_told_from_one_that_cannot_be_reached(authority: Any) -> None:
+    async def main() -> None:
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as hub:
+            joined = {"gateway_addresses": (hub.addresses[0],)}
+            async with opened(authority, "one", LOOPBACK, **joined) as one:
+                await one.wait_for_gateway(10)
+                async with opened(authority, "two", LOOPBACK, **joined) as two:
+                    await two.wait_for_gateway(10)
+                    await check_echo(one, two)
+                with pytest.raises(NotRunningError, match="NO_RESERVATION"):
+                    await one.open_stream(two.peer_id, [ECHO])
+                async with opened(authority, "three", **joined) as without_address:
+                    await without_address.wait_for_gateway(10)
+                with pytest.raises(UnreachableError) as caught:
+                    await one.open_stream(without_address.peer_id, [ECHO])
+                assert not isinstance(caught.value, NotRunningError)
+
+    run(main)
 
 
 def test_inbound_connection_ends_backoff(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:

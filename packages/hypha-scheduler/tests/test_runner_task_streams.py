@@ -424,6 +424,23 @@ def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: 
     run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
+def test_a_lease_is_renewed_at_once_when_its_stream_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker may have ended, and its lease with it."""
+
+    async def case(lab: Lab) -> None:
+        operator = await lab.start()
+        worker, _ = await start(lab, operator)
+        operator.demand = ()
+        lab.worker(operator.leases[0]).forgotten.add(operator.leases[0].id)
+        began = anyio.current_time()
+        await worker.cut()
+        await operator.until("lost")
+        assert anyio.current_time() - began < 1.0
+        await lab.finish(operator)
+
+    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
+
+
 # ------------------------------------------------------------------------------------------------------ hostile reports
 
 

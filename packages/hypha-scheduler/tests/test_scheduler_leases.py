@@ -127,3 +127,26 @@ def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: 
             tasks.cancel_scope.cancel()
 
     simulate(main)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_lease_whose_worker_has_ended_is_lost_at_once(ended: bool) -> None:
+    """A worker that only cannot be reached keeps it until it runs out."""
+    lease, lost = uuid.UUID(int=1), list[tuple[float, str]]()
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with network.endpoint("scheduler") as scheduler, anyio.create_task_group() as tasks:
+            async with network.endpoint("worker") as worker:
+                leases = HeldLeases()
+                leases.record_renewal(lease, worker.peer_id, anyio.current_time(), life=10.0)
+                if not ended:
+                    network.partition(scheduler.peer_id, worker.peer_id)
+            tasks.start_soon(renew_leases, scheduler, leases, lambda _, why: lost.append((anyio.current_time(), why)))
+            leases.check(lease, began := anyio.current_time())
+            await anyio.sleep(60)
+            [(at, why)] = lost
+            assert (at - began < 1.0, "its worker has ended" in why) == (ended, ended)
+            tasks.cancel_scope.cancel()
+
+    simulate(main)

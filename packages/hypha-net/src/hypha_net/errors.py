@@ -25,6 +25,14 @@ class UnreachableError(NetError):
     """A peer could not be reached at any address: no route, connection refused, or timeout."""
 
 
+class NotRunningError(UnreachableError):
+    """A peer's process has ended: no process listens at its addresses, and no relay is connected to it."""
+
+
+class NotReservedError(UnreachableError):
+    """A relay is not connected to a peer: that has ended, or has lost its connection."""
+
+
 class RefusedError(UnreachableError):
     """A peer was reached, but one side rejected the other: wrong CA, revoked, wrong peer id, no common protocol."""
 
@@ -89,14 +97,20 @@ def first_leaf_error(error: Exception) -> Exception:
     return error
 
 
-def describe_root_cause(error: BaseException) -> str:
-    """Describe the innermost cause: the first error of each group and the `__cause__` of each error, to the end."""
+def root_cause(error: BaseException) -> BaseException:
+    """Return the innermost cause: the first error of each group and the `__cause__` of each error, to the end."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         elif error.__cause__ is not None:
             error = error.__cause__
-        elif isinstance(error, OSError) and error.strerror:
-            return error.strerror
         else:
-            return str(error) or type(error).__name__
+            return error
+
+
+def describe_root_cause(error: BaseException) -> str:
+    """Describe the innermost cause, as `root_cause` finds it."""
+    cause = root_cause(error)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause) or type(cause).__name__

@@ -19,7 +19,14 @@ import anyio.lowlevel
 
 from hypha_net.authorization import RoleCheck
 from hypha_net.endpoint import GossipMessage, PeerInfo, Record, Stream, StreamHandler, Traffic
-from hypha_net.errors import AddressError, RefusedError, StreamClosedError, UnreachableError, UnsupportedProtocolError
+from hypha_net.errors import (
+    AddressError,
+    NotRunningError,
+    RefusedError,
+    StreamClosedError,
+    UnreachableError,
+    UnsupportedProtocolError,
+)
 from hypha_net.events import Connected, Disconnected, Events
 from hypha_net.pubsub import SubscriptionQueue
 from hypha_net.testing.fault_injection import Faults, Links
@@ -94,9 +101,11 @@ class MemoryNetwork:
 
     def find(self, peer: PeerId, asking: PeerId) -> MemoryEndpoint:
         """Return the endpoint of `peer`; raise UnreachableError if `asking` cannot reach it."""
-        node = self._nodes.get(peer)
-        if node is None or not self.links.is_open(peer, asking):
+        if not self.links.is_open(peer, asking):
             raise UnreachableError(f"{peer} cannot be reached")
+        node = self._nodes.get(peer)
+        if node is None:
+            raise NotRunningError(f"{peer} is not running")
         return node
 
     def named(self, name: str) -> MemoryEndpoint | None:

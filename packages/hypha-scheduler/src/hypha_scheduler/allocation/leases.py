@@ -90,6 +90,12 @@ class HeldLeases:
             held.in_flight = False
             held.due = now + RETRY_PAUSE
 
+    def check(self, lease: uuid.UUID, now: float) -> None:
+        """Renew a lease now, because its worker may have ended."""
+        held = self._held.get(lease)
+        if held is not None and not held.in_flight:
+            held.due = now
+
     def drop(self, lease: uuid.UUID) -> HeldLease | None:
         """Remove and return a lease that was released or that the worker no longer has; None if it was not held."""
         held = self._held.pop(lease, None)

@@ -13,7 +13,7 @@ import anyio
 
 from hypha_net import instrumentation, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, NotRunningError
 from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
 from hypha_scheduler.allocation.allocator import lease_life
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
@@ -57,6 +57,11 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
     timeout = min(_RENEWAL_TIMEOUT, max(0.5, held.expires - asked_at))
     try:
         answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
+    except NotRunningError as error:
+        if leases.drop(held.lease) is not None:
+            _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
+            on_lost(held, f"its worker has ended: {error}")
+        return
     except NetError as error:
         if held.lease not in leases:
             return  # released, or its worker has said goodbye

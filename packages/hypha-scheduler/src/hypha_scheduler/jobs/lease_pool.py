@@ -130,6 +130,10 @@ class LeasePool:
         asked = () if self._search is None else self._search.allocator.auction.unanswered
         return any(offer.lease == lease and offer.peer == peer for offer in asked)
 
+    def check(self, lease: uuid.UUID) -> None:
+        """Find out whether the worker of a lease is there still."""
+        self._renewed.check(lease, anyio.current_time())
+
     async def renew(self) -> None:
         """Renew the leases until cancelled."""
         await renew_leases(self.endpoint, self._renewed, self._on_not_renewed)

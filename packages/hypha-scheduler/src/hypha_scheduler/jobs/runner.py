@@ -972,6 +972,10 @@ class JobRunner:
         if ticket is not None:
             await self._effects.wait(ticket)
 
+    def on_stream_broken(self, lease: uuid.UUID) -> None:
+        """Find out whether the worker of a lease has ended."""
+        self._pool.check(lease)
+
     def _task_started(self, task: TaskRef) -> int | None:
         if self._job.orphan_grace_seconds > 0:
             self._effects.note(*self._events.started(task))

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import NetError, RequestError
+from hypha_net.errors import NetError, RequestError, StreamResetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.message_channel import ChannelError, MessageChannel, receive_frame, send_frame
 from hypha_proto.codec import from_cbor, to_cbor
@@ -69,6 +69,10 @@ class StreamObserver(Protocol):
 
     async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
         """Handle what is heard of a running attempt; its report is acknowledged when this returns."""
+        ...
+
+    def on_stream_broken(self, lease: uuid.UUID) -> None:
+        """Handle that the stream of a lease broke: its worker may have ended."""
         ...
 
 
@@ -230,7 +234,11 @@ class TaskStreams:
         with anyio.CancelScope() as scope:
             lease.scope = scope
             await _answer(stream, Subscribed(job_id=self.job_id, next=lease.channel.next_wanted))
-            await lease.channel.run(stream, subscribe.next)
+            try:
+                await lease.channel.run(stream, subscribe.next)
+            except StreamResetError:
+                self.observer.on_stream_broken(subscribe.lease)
+                raise
 
 
 FindStreams = Callable[[PeerId, uuid.UUID], Awaitable[TaskStreams | None]]

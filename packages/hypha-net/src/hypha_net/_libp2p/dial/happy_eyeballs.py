@@ -13,7 +13,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net.errors import NetError, RefusedError, UnreachableError
+from hypha_net.errors import NetError, NotReservedError, NotRunningError, RefusedError, UnreachableError
 
 ATTEMPT_DELAY: Final = 0.25
 """Connection Attempt Delay in seconds, the value that RFC 8305 section 5 recommends."""
@@ -68,13 +68,21 @@ class Race:
 
         Raises:
             RefusedError: all attempts were refused.
+            NotRunningError: no process listens at any address, and no relay is connected to the peer.
             UnreachableError: any other failure, or no attempt was made.
         """
         if self._succeeded:
             return
-        refused = bool(self._failures) and all(isinstance(error, RefusedError) for error in self._failures)
         reasons = "; ".join(dict.fromkeys(map(str, self._failures))) or "no address of it is known"
-        raise (RefusedError if refused else UnreachableError)(f"{target} cannot be reached: {reasons}")
+        raise self._kind()(f"{target} cannot be reached: {reasons}")
+
+    def _kind(self) -> type[UnreachableError]:
+        if self._failures and all(isinstance(error, RefusedError) for error in self._failures):
+            return RefusedError
+        direct = [error for error in self._failures if not isinstance(error, NotReservedError)]
+        if direct and all(isinstance(error, NotRunningError) for error in direct):
+            return NotRunningError
+        return UnreachableError
 
 
 async def happy_eyeballs(target: str, delay: float, attempts: Sequence[Callable[[], Awaitable[None]]]) -> None:

@@ -19,7 +19,7 @@ from multiaddr import Multiaddr
 
 from hypha_net._libp2p.dial.happy_eyeballs import ATTEMPT_DELAY, run_staggered
 from hypha_net._libp2p.dial.upgrade import upgrade
-from hypha_net.errors import UnreachableError, describe_root_cause
+from hypha_net.errors import NotRunningError, UnreachableError, describe_root_cause, root_cause
 from hypha_proto.ids import PeerId
 
 _FAMILIES: Final = {
@@ -40,13 +40,16 @@ async def dial_tcp(
 
     Raises:
         RefusedError: one side does not accept the other's certificate, or another peer than `expected` answers.
+        NotRunningError: no process listens there.
         UnreachableError: no answer.
     """
     _, kind, host, _, port = str(address).split("/")[:5]
     try:
         stream = await _connect(kind, host, int(port), is_excluded)
     except OSError as error:
-        raise UnreachableError(f"{address}: {describe_root_cause(error)}") from error
+        nobody_listens = isinstance(root_cause(error), ConnectionRefusedError)
+        what = f"{address}: {describe_root_cause(error)}"
+        raise (NotRunningError if nobody_listens else UnreachableError)(what) from error
     return await upgrade(swarm, RawConnection(TrioTCPStream(stream), True), expected=expected)
 
 

@@ -34,7 +34,14 @@ from hypha_net._libp2p.wire.delimited import read_message, write_message
 from hypha_net.addresses import split_peer
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Stream
-from hypha_net.errors import NetError, StreamClosedError, StreamResetError, TransferError, UnreachableError
+from hypha_net.errors import (
+    NetError,
+    NotReservedError,
+    StreamClosedError,
+    StreamResetError,
+    TransferError,
+    UnreachableError,
+)
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.relay")
@@ -142,7 +149,8 @@ class RelayClient:
         stream, answer = await self._request(relay, request)
         if answer.status != Status.OK:
             await stream.aclose()
-            raise UnreachableError(f"relay {relay} cannot reach {peer}: {status_name(answer.status)}")
+            kind = NotReservedError if answer.status == Status.NO_RESERVATION else UnreachableError
+            raise kind(f"relay {relay} cannot reach {peer}: {status_name(answer.status)}")
         return CircuitConnection(stream, is_initiator=True)
 
     async def _request(self, relay: PeerId, request: Any) -> tuple[Stream, Any]:
