@@ -250,7 +250,7 @@ def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_a
     for now in range(2, 51):
         rounds.batch_done(C, 16, now)
     rounds.postpone(48.0, 2.0)  # from 2 to 50
-    assert silent(rounds, 56.0) == [Suspected(C, 1, pytest.approx(5.0))]
+    assert silent(rounds, 55.5) == [Suspected(C, 1, pytest.approx(5.0))]
 
 
 def test_an_announced_round_is_announced_to_the_next_parameter_server() -> None:

@@ -157,6 +157,30 @@ def test_worker_that_gives_its_task_up_gets_no_other_one(is_released: bool) -> N
     simulate(case)
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counted_between(counts: bool) -> None:
+    async def case() -> None:
+        job = begin(rounds={"update_rounds": 9})
+        job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
+        job.acquire(A)
+        if counts:
+            job.train_round(B, 1)
+            assert isinstance(job.join(A), RetryAfter)
+            job.train_round(B, 1)
+            play_round(job, C)
+            assert job.state(B) == (True, "")
+            job.send(B)
+            await finish_round(job, B, C)
+            assert isinstance(job.join(A), RoundToJoin)
+            play_round(job, *WORKERS)
+            await finish_round(job, *WORKERS)
+            assert members(job, 2) == names(*WORKERS)
+        job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
+        assert len(job.named("worker_excluded")) == (0 if counts else 1)
+
+    simulate(case)
+
+
 def test_samples_of_an_executor_that_died_go_to_others() -> None:
     async def case() -> None:
         job = begin(rounds={"update_rounds": 9})

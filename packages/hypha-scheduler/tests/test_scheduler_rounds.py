@@ -224,14 +224,19 @@ def expire_next(rounds: Rounds) -> tuple[float, tuple[Effect, ...]]:
     return due, rounds.expire(due)
 
 
-def test_round_continues_without_late_workers() -> None:
+@pytest.mark.parametrize(("trained", "waited"), [(1, 0.5), (4, 2.0), (20, 5.0)])
+def test_round_continues_without_late_workers(trained: int, waited: float) -> None:
+    """The two others wait no longer together than it has trained, and never over twice a silence that is suspicious."""
     rounds = make()
-    rounds.batch_done(PEERS[0], 16, 2.0)
-    rounds.update_started(PEERS[0], 2.0)
-    rounds.update_started(PEERS[1], 2.0)
-    assert expire_next(rounds) == (6.0, (Suspected(PEERS[2], 1, 5.0),))  # 2 s and three of its batches
+    for at in range(2, trained + 1):
+        rounds.batch_done(PEERS[2], 16, at)
+    rounds.batch_done(PEERS[0], 16, trained + 1.0)
+    rounds.update_started(PEERS[0], trained + 1.0)
+    rounds.update_started(PEERS[1], trained + 1.0)
+    assert expire_next(rounds) == (trained + 5.0, (Suspected(PEERS[2], 1, 5.0),))  # 2 s and three of its batches
     announced = AnnounceRound(1, ((PEERS[0], 32), (PEERS[1], 16)))
-    assert expire_next(rounds) == (11.0, (Late(PEERS[2], 1, 11.0), announced))
+    late_at = trained + 5.0 + waited
+    assert expire_next(rounds) == (late_at, (Late(PEERS[2], 1, late_at), announced))
 
 
 def run_round(rounds: Rounds, number: int, posted: dict[PeerId, float], stepped: float) -> RoundClosed:

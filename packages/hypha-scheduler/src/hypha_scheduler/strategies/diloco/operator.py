@@ -541,6 +541,8 @@ class DilocoOperator(Operator):
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
         for peer in members:
             running.restarts.round_counted(peer)
+            if not self._avoidance.is_excluded(TRAIN, peer, now):
+                self._avoidance.record_success(TRAIN, peer, TRAIN, now)
         self._used_avoided.clear()
         handed_over = self._handover.round_committed(now)
         effects = (record, commit, *self._translate(closing), *handed_over)

@@ -26,8 +26,17 @@ class Silence:
 
     since: float
     suspected_at: float
-    late_at: float
-    """Time at which a round that waits for suspected workers only goes on without it."""
+    explained_until: float
+    """Time until which its own last reports explain it."""
+    patience: float = 0.0
+    """Longest time in seconds for which a round that waits for suspected workers only waits beyond that."""
+
+    def late_at(self, began_at: float, waiting: int) -> float:
+        """Return when a round that waits for suspected workers only goes on without it.
+
+        The `waiting` others lose no more time than the worker has trained in the round, which began at `began_at`.
+        """
+        return self.explained_until + min(self.patience, max(0.0, self.since - began_at) / max(1, waiting))
 
 
 @dataclass(slots=True)
@@ -66,8 +75,7 @@ class RoundDeadlines:
             evaluation = self.evaluation_timeout(current.number - 1, [member])
             return self._step_silence(since, batch, member.rhythm.evaluated_merges, evaluation)
         since = max(member.seen_at, current.began_at)
-        longest = max(batch, member.rhythm.longest_batch)
-        return Silence(since, since + suspicious_after(batch), since + PATIENCE * suspicious_after(longest))
+        return self._silence(since, batch, max(batch, member.rhythm.longest_batch))
 
     def _step_silence(self, since: float, batch: float, known: Collection[float], evaluation: float = 0.0) -> Silence:
         """Return the silence of a worker that sends its update or merges an outer one.
@@ -81,8 +89,12 @@ class RoundDeadlines:
         if not known:
             until = since + max(suspicious_after(batch), self.settings.timeouts.merge_timeout()) + evaluation
             return Silence(since, until, until)
-        usual = suspicious_after(max(batch, *known))
-        return Silence(since, since + usual, since + PATIENCE * usual)
+        usual = max(batch, *known)
+        return self._silence(since, usual, usual)
+
+    def _silence(self, since: float, usual: float, longest: float) -> Silence:
+        explained = suspicious_after(longest)
+        return Silence(since, since + suspicious_after(usual), since + explained, (PATIENCE - 1.0) * explained)
 
     def is_evaluated(self, number: int) -> bool:
         """Return whether workers evaluate the weights after a round."""
@@ -132,11 +144,13 @@ class RoundDeadlines:
         It does not need them if others ask to join, which then take their places.
         """
         missing = self.roster.missing(current)
-        present = len(self.roster.expected(current)) - len(missing) + self.roster.count_asking()
+        waiting = len(self.roster.expected(current)) - len(missing)
+        present = waiting + self.roster.count_asking()
         if present < self.roster.least(current) or not all(self.roster.members[peer].is_suspected for peer in missing):
             return None
         found = [self.silence_of(peer, current) for peer in missing]
-        return max((silence.late_at for silence in found if silence is not None), default=None)
+        late = (silence.late_at(current.counted_from, waiting) for silence in found if silence is not None)
+        return max(late, default=None)
 
     # ----------------------------------------------------------------------------------------------------------- round
 
