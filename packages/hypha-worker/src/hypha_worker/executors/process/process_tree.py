@@ -140,6 +140,7 @@ async def terminate_tree(
         survivors = await tree.find()
         if survivors:
             tree.signal(survivors, signal.SIGTERM)
+            tree.signal(survivors, signal.SIGCONT)  # a stopped process gets no other signal but SIGKILL
             survivors = await _wait_for_exit(tree, grace)
         if survivors:
             survivors = await _kill(tree, survivors, kill_grace)
