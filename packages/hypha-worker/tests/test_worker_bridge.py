@@ -686,11 +686,11 @@ def test_a_connection_is_seen_whatever_number_the_descriptor_has(short: Path, mo
 
     async def main() -> None:
         path = short / "b.sock"
-        async with open_bridge(cast(Any, None), SocketPlace(path)) as was_used:
-            assert not was_used()
+        async with open_bridge(cast(Any, None), SocketPlace(path)) as bridge:
+            assert not bridge.was_used()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(path))
-                assert was_used()
+                assert bridge.was_used()
 
     soft, hard = getrlimit(RLIMIT_NOFILE)
     setrlimit(RLIMIT_NOFILE, (max(soft, 2048), hard))

@@ -39,6 +39,7 @@ from hypha_proto.tasks import (
     UriSource,
 )
 from hypha_proto.transfer import PullRequest
+from hypha_worker.executors.process import idleness
 from hypha_worker.job_files import JobFiles
 from hypha_worker.tasks.definition import DefinitionError, check_start
 
@@ -201,6 +202,44 @@ def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
         assert "after 0.3 s" in failed.reason
 
     in_task_lab(case)
+
+
+@pytest.mark.parametrize("how", ["sleeps", "is stopped", "has a timeout"])
+def test_an_attempt_without_a_timeout_fails_when_its_process_does_nothing(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(idleness, "IDLE_LIMIT", 0.3)
+    monkeypatch.setattr(idleness, "INTERVAL", 0.05)
+
+    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+        codes = {"sleeps": "time.sleep(60)", "is stopped": "os.kill(os.getpid(), 19)", "has a timeout": "time.sleep(1)"}
+        tasks.start(lease, "t", codes[how], timeout_ms=60_000 if how == "has a timeout" else None)
+        report = await tasks.end("t")
+        if how == "has a timeout":
+            assert report.finished is not None
+        else:
+            assert report.failed is not None
+            assert "has used no processor time" in report.failed.reason
+
+    in_task_lab(case)
+
+
+def test_a_process_that_waits_for_its_bridge_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idleness, "IDLE_LIMIT", 0.2)
+    monkeypatch.setattr(idleness, "INTERVAL", 0.01)
+    asked = 0
+
+    def is_asking() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked < 30
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            anyio.run(idleness.wait_until_idle, lambda: process.pid, is_asking, backend="trio")
+        finally:
+            process.kill()
+    assert asked >= 30
 
 
 def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:

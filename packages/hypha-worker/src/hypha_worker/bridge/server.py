@@ -33,10 +33,8 @@ def preload() -> None:
 
 
 @asynccontextmanager
-async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[Callable[[], bool]]:
+async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[BridgeServer]:
     """Serve `backend` at a Unix socket, which is created now, while the context is open.
-
-    The context has a function that returns whether anybody has connected.
 
     After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
     server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
@@ -46,17 +44,17 @@ async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterat
     """
     with bind_socket(place) as listener:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
-            server = _BridgeServer(backend, portal, listener)
+            server = BridgeServer(backend, portal, listener)
             tasks.start_soon(server.run)
             try:
-                yield server.was_used
+                yield server
             finally:
                 with anyio.CancelScope(shield=True):
                     await server.stop()
                     await portal.stop(cancel_remaining=True)
 
 
-class _BridgeServer:
+class BridgeServer:
     """The HTTP server of one bridge, which begins with the first connection."""
 
     def __init__(
@@ -73,6 +71,10 @@ class _BridgeServer:
     def was_used(self) -> bool:
         """Return whether anybody has connected, also if the connection is not accepted yet."""
         return self._is_used or _has_connection(self._listener)
+
+    def is_asked(self) -> bool:
+        """Return whether a request waits for its answer."""
+        return self._server is not None and bool(self._server.server_state.tasks)
 
     async def run(self) -> None:
         """Wait for the first connection, then serve until `stop`."""

@@ -21,7 +21,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import TrainConfig
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.bridge.server import open_bridge
+from hypha_worker.bridge.server import BridgeServer, open_bridge
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.unix_socket import choose_place
 from hypha_worker.errors import (
@@ -33,6 +33,7 @@ from hypha_worker.errors import (
     is_disk_fault,
 )
 from hypha_worker.executors.process.environment import make_placeholders
+from hypha_worker.executors.process.idleness import IDLE_LIMIT, wait_until_idle
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.definition import with_paths
@@ -51,6 +52,8 @@ class ProcessExecution(Execution):
         self._disk_fault: str | None = None
         self._failure: ExecutionError | None = None
         """With what the process has failed by itself."""
+        self._is_idle = False
+        """Whether the process was ended because it did nothing any more."""
         self._stopped = anyio.CancelScope()
         self._runner = ProcessRunner(settings, _place(context, settings.logs))
         config = context.spec.training
@@ -87,16 +90,18 @@ class ProcessExecution(Execution):
     async def run(self) -> None:
         """See `Execution.run`."""
         place = choose_place(self._context.work_dir, self._settings.socket_folder)
-        async with open_bridge(self._backend, place) as was_used, anyio.create_task_group() as tasks:
+        async with open_bridge(self._backend, place) as bridge, anyio.create_task_group() as tasks:
             if self._training is not None:
                 tasks.start_soon(self._training.run)
+            elif self._context.spec.timeout_ms is None:
+                tasks.start_soon(self._end_when_idle, bridge)
             try:
                 await self._run_until_disk_fault(place.path)
             finally:
                 if self._training is not None:
                     self._training.close()
                 tasks.cancel_scope.cancel()
-                self._note_start(was_used())
+                self._note_start(bridge.was_used())
 
     def _note_start(self, has_used_bridge: bool) -> None:
         """Note whether the executor has started: it has used its bridge, or ended without an error.
@@ -123,6 +128,17 @@ class ProcessExecution(Execution):
                     raise
         if self._disk_fault is not None:
             raise WorkReturnedError(self._disk_fault)
+        if self._is_idle:
+            raise ExecutionError(
+                f"executor {self._settings.cmd} was ended: it has used no processor time, and has asked its bridge "
+                f"nothing, for {IDLE_LIMIT:g} s; a task that may wait for longer states its timeout"
+            )
+
+    async def _end_when_idle(self, bridge: BridgeServer) -> None:
+        """End the process when it does nothing any more; a scheduler watches over training by its reports."""
+        await wait_until_idle(lambda: self._runner.pid, bridge.is_asked)
+        self._is_idle = True
+        self._stopped.cancel()
 
     async def _run_in_time(self, socket_path: Path) -> None:
         timeout = self._context.spec.timeout_ms

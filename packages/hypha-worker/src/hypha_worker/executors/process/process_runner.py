@@ -129,6 +129,8 @@ class ProcessRunner:
         self._place = place
         self._token = make_token(place.work_dir.parent)
         self._output = OutputLog(place.log, place.log_name)
+        self.pid: int | None = None
+        """Id of the process, while it runs."""
         self._exit_code: int | None = None
         self._oom_kills = 0
         """Processes that the kernel had ended for want of memory when this one was started."""
@@ -167,9 +169,11 @@ class ProcessRunner:
             tasks.start_soon(self._read_output, process, reading)
             measuring = self._start_measuring(process.pid, tasks)
             try:
+                self.pid = process.pid
                 on_start()
                 await process.wait()
             finally:
+                self.pid = None
                 measuring.cancel()
                 await self._terminate(process, confined)
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
