@@ -59,8 +59,9 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
         answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
     except NotRunningError as error:
         if leases.drop(held.lease) is not None:
+            _log.info("the worker of a lease has ended: %s", error)
             _RENEWALS.add(1, {"hypha.outcome": "unanswered"})
-            on_lost(held, f"its worker has ended: {error}")
+            on_lost(held, "its worker has ended: nothing listens at its addresses")
         return
     except NetError as error:
         if held.lease not in leases:
