@@ -10,7 +10,7 @@ from benchmarks.children import start_child
 from benchmarks.run import MIB, BenchmarkRun
 from benchmarks.tables import Row, paired
 
-UPDATES = 4
+UPDATES = 2
 FILES = UPDATES + 3
 """Updates, momentum before and after, outer update."""
 

@@ -13,7 +13,7 @@ from benchmarks.children import options, serve_commands
 from hypha_proto.outer_step import OuterOptimizer, outer_step
 from hypha_proto.update_file import UpdateMetadata, write_update
 
-WEIGHTS: Final = (4.0, 1.0, 2.0, 1.0)
+WEIGHTS: Final = (4.0, 1.0)
 TENSORS: Final = 16
 """Number of tensors of a model, all of one size."""
 SAMPLE_SECONDS: Final = 0.002
