@@ -133,7 +133,9 @@ class JobStorage:
         Raises:
             ExecutionError: the job stores more than its lease allows.
         """
+        pause = 0.0
         while True:
+            await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
             started = time.monotonic()
             # a thread of its own: it must not wait for the job's transfers
             used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
@@ -143,7 +145,6 @@ class JobStorage:
                     "raise [resources.default] storage of this worker"
                 )
             pause = _WATCH_SHARE * (time.monotonic() - started)
-            await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
 
     def _measure_space(self) -> int:
         try:

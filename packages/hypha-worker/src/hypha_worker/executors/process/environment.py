@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,7 @@ PASSED: Final = (
     *("UV_*", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
 )
 """Patterns of the variables that a process gets from the worker's own environment."""
+_PASSED_NAME: Final = re.compile("|".join(translate(pattern) for pattern in PASSED))
 TEMPORARY_FOLDER: Final = ".tmp"
 """Name of the folder for temporary files in a process's work directory."""
 JOB_JSON: Final = HIDDEN
@@ -91,7 +92,7 @@ def _passed(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if any(fnmatchcase(name, pattern) for pattern in PASSED)
+        if _PASSED_NAME.match(name)
         and not _SECRET_NAME.search(name)
         and not _SECRET_VALUE.search(value)
         and name not in _UV_FOLDERS
