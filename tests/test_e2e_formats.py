@@ -30,6 +30,17 @@ BERT = {
 }
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "bos_token_id": None,
+}
+
+
 def run(program: str, *arguments: object) -> str:
     """Run a command; return what it prints."""
     words = [script(program), *map(str, arguments)]
@@ -68,6 +79,25 @@ def write_pictures(folder: Path) -> None:
             Image.frombytes("L", (8, 8), pixels).save(folder / name / f"{number}.png")
 
 
+def write_sums(path: Path) -> None:
+    numbers = ("zero", "one", "two", "three", "four")
+    rows = [
+        {"one": numbers[n % 3], "other": numbers[n // 3 % 3], "sum": numbers[n % 3 + n // 3 % 3]} for n in range(450)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_number_words(folder: Path) -> dict[str, int]:
+    """Write a tokenizer of number words; return the settings of a model for it."""
+    words = ["<pad>", "<end>", "zero", "one", "two", "three", "four", "plus", "is"]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>", "eos_token": "<end>"}))
+    return {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
+
+
 class FormatsNetwork(LocalNetwork):
     """A network whose data node serves a table and pictures."""
 
@@ -83,7 +113,12 @@ class FormatsNetwork(LocalNetwork):
         run("hypha-data", "prepare", root / "pictures", "--out", data / "pictures", "--test", 0.2)
         model = ("--task", "sequence-classification", "--config-json", root / "bert.json", "--out", root / "bert")
         run("hypha-accelerate-executor", "create-model", *model)
-        for name in ("reviews", "pictures"):
+        write_sums(root / "sums.jsonl")
+        (root / "llama.json").write_text(json.dumps(LLAMA | write_number_words(root / "numbers")))
+        run("hypha-data", "prepare", root / "sums.jsonl", "--out", data / "sums", "--test", 0.2)
+        model = ("--task", "causal-lm", "--config-json", root / "llama.json", "--out", root / "llama")
+        run("hypha-accelerate-executor", "create-model", *model)
+        for name in ("reviews", "pictures", "sums", "sums-test"):
             self.extend("data", f'\n[[datasets]]\nname = "{name}"\npath = "../data/{name}"\n')
 
 
@@ -109,3 +144,21 @@ def test_a_source_becomes_an_evaluated_model(network: FormatsNetwork, dataset: s
     result = json.loads(run("hypha-accelerate-executor", *measure, network.folders.data / f"{dataset}-test"))
     assert result["samples"] == {"reviews": 48, "pictures": 40}[dataset]
     assert result["accuracy"] >= 0.7  # a guess is right in half of the reviews
+
+
+def test_a_language_model_learns_the_completions_of_json_lines(network: FormatsNetwork) -> None:
+    tokenizer = json.dumps(str(network.folders.root / "numbers"))
+    tables = (
+        '[scheduler.job.rows]\nprompt = "{one} plus {other} is "\ncompletion = "{sum}"\n'
+        f'[scheduler.job.preprocessor]\ntype = "tokenizer"\npath = {tokenizer}\n'
+    )
+    rounds = {"update_rounds": 8, "evaluate_every": 8}
+    job = network.train(
+        "sums", network.folders.root / "llama", "causal-lm", evaluation="sums-test", tables=tables, **rounds
+    )
+    events = [json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "round"]
+    [evaluated] = [event["value"] for event in events if event.get("name") == "evaluation_loss"]
+    assert len(losses) == 8
+    assert losses[-1] < 0.5 * losses[0]  # the first token of the answer is one of five, the second ends it
+    assert evaluated < 0.5 * losses[0]

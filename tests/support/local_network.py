@@ -325,7 +325,16 @@ class LocalNetwork:
         self.configuration(name).write_text(text)
         return self.restart(name)
 
-    def train(self, dataset: str, model: Path, kind: str, inputs: Sequence[str] = (), **settings: int) -> Job:
+    def train(
+        self,
+        dataset: str,
+        model: Path,
+        kind: str,
+        inputs: Sequence[str] = (),
+        evaluation: str = "",
+        tables: str = "",
+        **settings: int,
+    ) -> Job:
         """Run a job on another dataset and model to its end.
 
         Args:
@@ -333,6 +342,8 @@ class LocalNetwork:
             model: its directory.
             kind: type of the model.
             inputs: its `input_names`.
+            evaluation: name of the dataset to evaluate on.
+            tables: TOML of further tables of the job.
             settings: keys of the job's table ``rounds``.
         """
         runs = self.folders.runs / dataset
@@ -340,7 +351,7 @@ class LocalNetwork:
         text = self.configuration("scheduler").read_text()
         for old, new in (
             ('output_dir = "../runs"', f'output_dir = "../runs/{dataset}"'),
-            ('dataset = "digits"', f'dataset = "{dataset}"'),
+            ('dataset = "digits"', f'dataset = "{dataset}"' + (f'\nevaluation = "{evaluation}"' if evaluation else "")),
             (MODEL, f"path = {json.dumps(str(model))}\ninput_names = {json.dumps(inputs)}"),
             ('type = "vision-classification"', f'type = "{kind}"'),
         ):
@@ -349,7 +360,7 @@ class LocalNetwork:
         for key, value in settings.items():
             text, found = re.subn(rf"^{key} = \d+$", f"{key} = {value}", text, flags=re.MULTILINE)
             assert found == 1, text
-        self.configuration(dataset).write_text(text)
+        self.configuration(dataset).write_text(f"{text}\n{tables}")
         job = self.restart(dataset)
         assert job.wait(150) == 0, job.log
         return job

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hypha.accelerate_executor.data.row_errors import RowError
+from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.predict.batching import BatchComputer, DeviceFailed
-from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.sampling import GumbelSampler, row_stream
-from hypha.accelerate_executor.predict.template import Template
 
 # ----------------------------------------------------------------------------------------------------------- templates
 

@@ -64,6 +64,7 @@ from hypha_proto.job_spec import (
     PeersReference,
     SchedulerReference,
     SliceAddress,
+    TextRows,
     TrainConfig,
     WarmupStableDecay,
 )
@@ -219,6 +220,7 @@ CONTRIBUTION = Contribution(
 )
 RESUMED_TRAINING = msgspec.structs.replace(TRAINING, first_round=5, term=2, weights=SERVED)
 JOINING_TRAINING = msgspec.structs.replace(TRAINING, term=2, join=True, micro_batch=8)
+ROWS_TRAINING = msgspec.structs.replace(TRAINING, rows=TextRows(completion="{answer}", prompt="{question}\n"))
 RESUMED_AGGREGATION = msgspec.structs.replace(
     AGGREGATION,
     updates=SERVED,
@@ -232,6 +234,7 @@ RESUMED_SPEC = TaskSpec(
     executor="train/diloco-transformer", training=RESUMED_TRAINING, orphan_grace_ms=120_000, traceparent="00-ab-cd-01"
 )
 JOINING_SPEC = TaskSpec(executor="train/diloco-transformer", training=JOINING_TRAINING)
+ROWS_SPEC = TaskSpec(executor="train/diloco-transformer", training=ROWS_TRAINING)
 RESUMED_AGGREGATION_SPEC = TaskSpec(executor="aggregate/parameter-server", aggregation=RESUMED_AGGREGATION)
 
 LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
@@ -542,6 +545,7 @@ TASK_FRAMES: list[tuple[str, Any, Any]] = [
     ("SchedulerFrame.start.training", SchedulerFrame, definition(start=TRAINING_SPEC)),
     ("SchedulerFrame.start.training.resumed", SchedulerFrame, definition(start=RESUMED_SPEC)),
     ("SchedulerFrame.start.training.joining", SchedulerFrame, definition(start=JOINING_SPEC)),
+    ("SchedulerFrame.start.training.rows", SchedulerFrame, definition(start=ROWS_SPEC)),
     ("SchedulerFrame.start.aggregation.resumed", SchedulerFrame, definition(start=RESUMED_AGGREGATION_SPEC)),
     ("SchedulerFrame.start.aggregation", SchedulerFrame, definition(start=AGGREGATION_SPEC)),
     ("SchedulerFrame.command.members", SchedulerFrame, definition(command=TaskCommand(number=3, members=MEMBERS))),

@@ -12,7 +12,7 @@ from support.inference_simulation import FakeDataset
 
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.specs import dataset_faults, result_columns
-from hypha_scheduler.strategies.inference.template import columns_of
+from hypha_scheduler.strategies.template import columns_of
 from hypha_scheduler.submission.validation import validate_job
 
 GENERATE: dict[str, Any] = {

@@ -31,6 +31,7 @@ from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.cli import main
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
+from hypha_scheduler.datasets.dataset import PinnedDataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.service import auction_settings, serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -211,6 +212,30 @@ def test_out_of_range_numbers_are_refused(changes: dict[str, Any], message: str)
         job(**changes)
 
 
+TOKENIZER = {"path": "tokenizer", "type": "tokenizer"}
+LANGUAGE_MODEL = {"path": "model", "type": "causal-lm"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preprocessor": None}, "rows: name the folder or repository of the model's tokenizer in preprocessor"),
+        (
+            {"model": {"path": "m", "type": "masked-lm"}},
+            "of type 'causal-lm', and model.type is 'masked-lm'",
+        ),
+        ({"rows": {"completion": "yes"}}, "it names no column, so every row would be the same"),
+        ({"rows": {"completion": "{a", "prompt": "{b}"}}, "the '{' at character 1 has no counterpart"),
+    ],
+)
+def test_rows_need_a_tokenizer_a_language_model_and_columns(changes: dict[str, Any], message: str) -> None:
+    good = {"model": LANGUAGE_MODEL, "preprocessor": TOKENIZER, "rows": {"completion": "{a} {b}", "prompt": "{c}{a}"}}
+    assert job(**good).rows.columns == ("c", "a", "b")
+    with pytest.raises(ValidationError) as caught:
+        job(**good | changes)
+    assert message in str(caught.value)
+
+
 def test_demand_starts_with_num_workers_and_grows_to_max_workers() -> None:
     made = job(resources={"num_workers": 3, "min_workers": 2, "max_workers": 5})
     train, aggregate = role_requests(made)
@@ -300,9 +325,12 @@ def test_evaluation_needs_both_keys(changes: dict[str, Any], message: str) -> No
     ("slices", "counts"),
     [(7, {2: [0, 1], 3: [2, 3], 4: [4, 5, 6]}), (2, {3: [0], 4: [1]}), (3, {2: [0], 3: [1], 4: [2]})],
 )
-def test_each_evaluation_slice_belongs_to_one_worker(slices: int, counts: dict[int, list[int]]) -> None:
+@pytest.mark.parametrize("form", [None, "jsonl"])
+def test_each_evaluation_slice_belongs_to_one_worker(
+    slices: int, counts: dict[int, list[int]], form: str | None
+) -> None:
     made = job(rounds={"evaluate_every": 3}, dataset={"dataset": "digits", "evaluation": "held-out"})
-    shares = evaluation_shares(3, [PEERS[1]], "held-out", slices)
+    shares = evaluation_shares(3, PinnedDataset("held-out", PEERS[1], (None,) * slices, None, form))
     model = HuggingFaceReference(repository="o/r", filenames=())
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
     found: dict[int, list[int]] = {}
@@ -316,6 +344,7 @@ def test_each_evaluation_slice_belongs_to_one_worker(slices: int, counts: dict[i
             assert data.peers == (PEERS[1],)
             assert data.resource is not None
             begin = data.resource.index
+            assert {name[-6:] for name in data.filenames or ()} == {".jsonl" if form else "ensors"}
             found[number] = list(range(begin, begin + len(data.filenames or ())))
     assert found == counts
 

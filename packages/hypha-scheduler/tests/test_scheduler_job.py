@@ -86,7 +86,7 @@ from hypha_scheduler.jobs.effect_queue import ROOM_INTERVAL
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.diloco import operator as diloco_operator
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, RowsTable
 from hypha_scheduler.strategies.diloco.specs import SETTLE
 
 pytestmark = pytest.mark.usefixtures("inline_threads")
@@ -386,7 +386,8 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None
     entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
     manifests = {name: tmp / f"served-{name}.json" for name in ("digits", "held-out")}
     for name, path in manifests.items():
-        path.write_bytes(to_json(Manifest, Manifest(dataset=name, slices=entries, format=form)))
+        manifest = Manifest(dataset=name, slices=entries, format=form, columns={"a": "text", "c": "text"})
+        path.write_bytes(to_json(Manifest, manifest))
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         manifest = manifests[request.dataset]
@@ -532,18 +533,33 @@ def test_a_private_repository_is_served_to_workers_without_its_token(
     assert all(token.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_dataset_of_rows_is_refused_before_any_lease(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "rows", "reason"),
+    [
+        (
+            "jsonl",
+            None,
+            "holds rows of the format jsonl: say with rows.completion which text of a row is learnt",
+        ),
+        (
+            None,
+            RowsTable(completion="{a}"),
+            "holds tensors, and rows reads JSON lines: leave rows out",
+        ),
+        ("jsonl", RowsTable(completion="{a} {b}"), "rows: dataset 'digits' has no column 'b'; it has a, c"),
+    ],
+)
+def test_a_dataset_that_does_not_fit_is_refused_before_any_lease(
+    tmp_path: Path, model: Path, form: str | None, rows: RowsTable | None, reason: str
+) -> None:
     async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         with expect_failure() as messages:
-            await service.run_job(job(model))
-        assert messages == [
-            "dataset 'digits' holds rows of the format jsonl, and training reads safetensors: convert its rows to "
-            "tensors and prepare them with `hypha-data prepare`, or name another dataset"
-        ]
+            await service.run_job(job(model).model_copy(update={"rows": rows}))
+        assert [reason in message for message in messages] == [True]
         assert not any(worker.released for worker in workers)
         assert not any(event["event"] == "placement" for event in events(tmp_path))
 
-    run_network(tmp_path, case, form="jsonl")
+    run_network(tmp_path, case, form=form)
 
 
 def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:

@@ -101,6 +101,17 @@ class Preprocessor(Message, frozen=True, rename="kebab"):
     input_names: tuple[str, ...]
 
 
+class TextRows(Message, frozen=True):
+    """Templates of the text of JSON lines: names of columns in braces, and ``{{`` and ``}}`` for braces."""
+
+    completion: str
+    """Text whose tokens are learnt."""
+    prompt: Annotated[str | None, OMIT] = None
+    """Text before it, whose tokens are not learnt."""
+    chat_template: bool = True
+    """Whether the tokenizer's chat template, if it has one, is applied to the prompt."""
+
+
 class Adam(Message, frozen=True, rename="kebab"):
     """Inner optimizer: AdamW. Fields that are None have the executor's defaults."""
 
@@ -190,6 +201,8 @@ class TrainConfig(Message, frozen=True):
     again whenever it is told to rejoin. Those that do not know it begin with `first_round`."""
     micro_batch: Annotated[U32 | None, OMIT] = None
     """Maximum number of samples that are computed at once, because memory has ended with more; None means no limit."""
+    rows: Annotated[TextRows | None, OMIT] = None
+    """Slices hold JSON lines, which the tokenizer of `preprocessor` reads so; None means that they hold tensors."""
 
 
 class AggregateConfig(Message, frozen=True):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from hypha.accelerate_executor.data.batches import Arrays
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.preprocess import load_preprocessor, preprocessed_columns
+from hypha.accelerate_executor.data.preprocess import load_preprocessor, load_tokenizer, preprocessed_columns
+from hypha.accelerate_executor.data.row_tokenizer import RowTokenizer
+from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generators
@@ -133,4 +134,6 @@ def _preprocessor(
 ) -> Callable[[Arrays], Arrays] | None:
     if config.preprocessor is None or folder is None:
         return None
+    if config.rows is not None:
+        return RowTokenizer(load_tokenizer(folder), config.rows, model)
     return load_preprocessor(config.preprocessor.task, folder, preprocessed_columns(config), model)

@@ -1,8 +1,8 @@
 """Batches from dataset slices.
 
-Slices are safetensors files whose tensors share their first dimension, the samples; `bridge` fetches them and
-`train.trainer` consumes the batches. Samples are shuffled within a slice, determined by (seed, epoch, slice) alone,
-and batches may span slices. `slice_prefetch` fetches the next ones while the current one is used.
+Slices are files of samples (`data.samples`); `bridge` fetches them and `train.trainer` consumes the batches. Samples
+are shuffled within a slice, determined by (seed, epoch, slice) alone, and batches may span slices. `slice_prefetch`
+fetches the next ones while the current one is used.
 
 What decides the boundaries: the samples of all assigned slices, one slice after the other, each in its order and only
 at the positions that were assigned, are one sequence. Batches are its consecutive parts of `batch_size` samples; only
@@ -18,26 +18,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hypha.accelerate_executor.bridge.client import Fetched
+from hypha.accelerate_executor.data.samples import Arrays, open_samples
 from hypha.accelerate_executor.data.slice_prefetch import InHand, PrefetchDemand, SlicePrefetch
 from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha_proto.contributions import SampleRange
-from hypha_proto.errors import TensorFileError
-from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
 
 logger = logging.getLogger(__name__)
 
-FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
 _LISTED: Final = 64
 """Rows of a slice that an error lists."""
 _U32: Final = (1 << 32) - 1
 _U64: Final = (1 << 64) - 1
-Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ class Slice:
         """Open the file.
 
         Args:
-            path: a safetensors file.
+            path: a safetensors file, or JSON lines.
             index: the slice's index in its dataset.
             order: returns a permutation of the given number of samples.
             raw: tensors read as stored.
@@ -128,13 +125,10 @@ class Slice:
         self.path = path
         self.index = index
         self.epoch = epoch
-        try:
-            self._file = TensorFile(path)
-        except TensorFileError as error:
-            raise DataError(f"slice {error}") from None
+        self._file = open_samples(path)
         self.size = path.stat().st_size
         """Bytes of the file."""
-        samples = count_samples(self._file)
+        samples = self._file.count
         self._end = samples if end is None else end
         if not first < self._end <= samples:
             self._file.close()
@@ -162,7 +156,7 @@ class Slice:
         """Return the next samples, fewer if fewer are left."""
         first, self._next = self._next, min(self._next + samples, self._end)
         rows = self._order[first : self._next]
-        arrays = {name: read_rows(self._file, name, rows, name in self._raw) for name in self._file.tensors}
+        arrays = self._file.read(rows, self._raw)
         found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
         return SamplesOfSlice(arrays, Rows(self.name, rows), found)
 
@@ -174,33 +168,6 @@ class Slice:
         """Close the file and delete it."""
         self.close()
         self.path.unlink(missing_ok=True)
-
-
-def count_samples(file: TensorFile) -> int:
-    """Return the first dimension that all tensors of a slice share.
-
-    Raises:
-        DataError: the tensors differ in it, or have none.
-    """
-    counts = {info.shape[0] if info.shape else None for info in file.tensors.values()}
-    count = counts.pop() if len(counts) == 1 else None
-    if not count:
-        shapes = {name: list(info.shape) for name, info in file.tensors.items()}
-        raise DataError(f"slice {file.path.name}: tensors do not share a first dimension of samples: {shapes!r:.300}")
-    return count
-
-
-def read_rows(file: TensorFile, name: str, rows: NDArray[np.int64], raw: bool = False) -> NDArray[Any]:
-    """Read samples of one tensor by number: floats as float32, integers as int64, or float32 for images and sound.
-
-    With `raw` integers stay as they are stored.
-    """
-    stored, dtype = file.stored(name)[rows], file.tensors[name].dtype
-    if dtype in FLOAT_DTYPES:
-        return to_float32(stored, dtype)
-    if raw:
-        return stored
-    return stored.astype(np.float32 if name in FLOAT_INPUTS else np.int64)
 
 
 def shuffled(samples: int, seed: int, epoch: int, index: int) -> NDArray[np.int64]:

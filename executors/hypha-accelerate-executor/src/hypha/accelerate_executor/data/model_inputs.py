@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from hypha.accelerate_executor.data.batches import Arrays
+from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha.accelerate_executor.data.batches import Arrays
 from hypha.accelerate_executor.data.image_range import ImageRange, check_sound
+from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha_proto.job_spec import TrainConfig
 
@@ -210,17 +210,38 @@ def load_preprocessor(
         JobError: it needs a library that is not installed.
         ModelError: the files are not a preprocessor of this kind.
     """
+    return BatchPreprocessor(task, _load(task, folder), columns, module)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer from its files; code among them is never run.
+
+    Raises:
+        ModelError: the files are no tokenizer.
+    """
+    return _load("tokenizer", folder)
+
+
+def _load(task: str, folder: Path) -> Any:
     import transformers
 
     try:
-        process = getattr(transformers, AUTO_CLASSES[task]).from_pretrained(
+        return getattr(transformers, AUTO_CLASSES[task]).from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     except ImportError as error:
         raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
         raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
-    return BatchPreprocessor(task, process, columns, module)
+
+
+def encode_prompt(tokenizer: Any, text: str, *, is_chat: bool) -> list[int]:
+    """Return the tokens of a prompt; with `is_chat` as a user's message that the tokenizer's chat template formats."""
+    if not is_chat:
+        return list(tokenizer(text)["input_ids"])
+    message = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(chat, add_special_tokens=False)["input_ids"])
 
 
 def set_padding(tokenizer: Any, module: torch.nn.Module | None) -> int | None:

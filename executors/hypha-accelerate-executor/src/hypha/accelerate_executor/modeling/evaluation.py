@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -13,10 +14,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from hypha.accelerate_executor.data.batches import Arrays, count_samples, read_rows
 from hypha.accelerate_executor.data.microbatches import count_labelled, count_labels
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
 from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, BatchPreprocessor, load_preprocessor
+from hypha.accelerate_executor.data.samples import Arrays, open_samples
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH, load_model
 from hypha.accelerate_executor.train.trainer import loss_of
@@ -167,7 +168,7 @@ def measure(
     Args:
         module: the model, on the device `place`.
         inputs: maps the tensors of a file to arguments.
-        files: safetensors files.
+        files: slices.
         batch_size: samples per batch.
         place: device of the model.
         preprocess: applied to the tensors first.
@@ -182,16 +183,12 @@ def measure(
     try:
         with torch.inference_mode():
             for path in files:
-                with TensorFile(path) as file:
-                    samples = count_samples(file)
-                    samples = samples if limit is None else min(samples, limit * batch_size)
+                with closing(open_samples(path)) as file:
+                    samples = file.count if limit is None else min(file.count, limit * batch_size)
                     for begin in range(0, samples, batch_size):
-                        rows = np.arange(begin, min(samples, begin + batch_size))
-                        arrays: Arrays = {name: read_rows(file, name, rows, name in raw) for name in file.tensors}
+                        arrays = file.read(np.arange(begin, min(samples, begin + batch_size)), raw)
                         sums.add(module, inputs, preprocess(arrays) if preprocess else arrays, place)
                     sums.samples += samples
-    except TensorFileError as error:
-        raise DataError(f"{error}") from None
     finally:
         module.train(training)
     return sums.evaluation()

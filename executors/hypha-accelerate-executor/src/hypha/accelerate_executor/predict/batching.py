@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
+from hypha.accelerate_executor.data.row_errors import RowError, row_error_of
 from hypha.accelerate_executor.errors import ExecutorError
 from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
-from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
 
 logger = logging.getLogger(__name__)
 

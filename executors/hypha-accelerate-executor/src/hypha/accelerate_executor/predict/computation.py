@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hypha.accelerate_executor.predict.row_errors import RowError
+from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.predict.slices import SliceRows
 
 

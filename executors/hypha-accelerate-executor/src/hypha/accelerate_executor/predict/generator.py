@@ -17,10 +17,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
-from hypha.accelerate_executor.data.preprocess import set_padding
+from hypha.accelerate_executor.data.preprocess import encode_prompt, set_padding
+from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.predict.computation import Result
-from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.sampling import GumbelSampler, row_stream
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.sharing import Sharing, find_sharing
@@ -106,7 +106,7 @@ class Generator:
             text.encode()
         except UnicodeEncodeError:
             raise RowError("wrong-value", "the prompt holds half of a surrogate pair, which is no text") from None
-        tokens = self._tokens(text)
+        tokens = encode_prompt(self._tokenizer, text, is_chat=self._has_chat_template)
         if not tokens:
             raise RowError("wrong-value", "the prompt is empty")
         longest, wanted = self._longest, len(tokens) + self._task.max_new_tokens
@@ -128,13 +128,6 @@ class Generator:
         else:
             generated = self._generate_padded(prompts, slice_index, [number for number, _ in prepared])
         return [self._result(prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
-
-    def _tokens(self, text: str) -> list[int]:
-        if not self._has_chat_template:
-            return list(self._tokenizer(text)["input_ids"])
-        message = [{"role": "user", "content": text}]
-        chat = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer(chat, add_special_tokens=False)["input_ids"])
 
     def _generate_padded(
         self, prompts: Sequence[Prompt], slice_index: int, numbers: Sequence[int]

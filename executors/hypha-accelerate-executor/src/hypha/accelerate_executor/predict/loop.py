@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
+from hypha.accelerate_executor.data.row_errors import RowError, row_error_of
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError
 from hypha.accelerate_executor.predict.batching import BatchComputer
 from hypha.accelerate_executor.predict.computation import Result, RowComputation
 from hypha.accelerate_executor.predict.parts import Part, part_name
-from hypha.accelerate_executor.predict.row_errors import RowError, row_error_of
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 from hypha.accelerate_executor.predict.slices import SliceRows, open_slice

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.predict.computation import Result
-from hypha.accelerate_executor.predict.row_errors import RowError
 from hypha.accelerate_executor.predict.slices import SliceRows
 
 LINE_LIMIT: Final = 4 << 20

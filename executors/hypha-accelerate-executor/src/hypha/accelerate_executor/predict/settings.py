@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES, DEFAULT_INPUTS
+from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.options import parse_task
-from hypha.accelerate_executor.predict.template import Template
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha.accelerate_executor.data.batches import FLOAT_INPUTS, Arrays, count_samples, read_rows
 from hypha.accelerate_executor.data.preprocess import decode_text
-from hypha.accelerate_executor.errors import DataError
-from hypha.accelerate_executor.predict.row_errors import RowError
-from hypha_proto.codec import parse_json, split_json_lines
-from hypha_proto.errors import DecodeError, TensorFileError
-from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
-
-_JSON_SUFFIX: Final = ".jsonl"
+from hypha.accelerate_executor.data.row_errors import RowError
+from hypha.accelerate_executor.data.samples import (
+    FLOAT_INPUTS,
+    Arrays,
+    JsonLines,
+    TensorSamples,
+    is_json,
+    missing_column,
+)
+from hypha_proto.update_file import FLOAT_DTYPES, to_float32
 
 
 class SliceRows(Protocol):
@@ -81,7 +83,7 @@ def open_slice(path: Path) -> SliceRows:
     Raises:
         DataError: the file is not a slice.
     """
-    return JsonSlice(path) if path.suffix == _JSON_SUFFIX else TensorSlice(path)
+    return JsonSlice(path) if is_json(path) else TensorSlice(path)
 
 
 class TensorSlice:
@@ -93,17 +95,14 @@ class TensorSlice:
         Raises:
             DataError: the file is malformed, or its tensors do not share their first dimension.
         """
-        try:
-            self._file = TensorFile(path)
-        except TensorFileError as error:
-            raise DataError(f"slice {error}") from None
-        self._count = count_samples(self._file)
+        self._samples = TensorSamples(path)
+        self._file = self._samples.file
         self._stored = {name: np.asarray(self._file.stored(name)) for name in self._file.tensors}
 
     @property
     def count(self) -> int:
         """Return the number of rows."""
-        return self._count
+        return self._samples.count
 
     @property
     def is_uniform(self) -> bool:
@@ -130,7 +129,7 @@ class TensorSlice:
         for column in columns:
             self._check(column)
         numbers = np.asarray(rows, dtype=np.int64)
-        return {column: read_rows(self._file, column, numbers, column in raw) for column in columns}
+        return {column: self._samples.read_tensor(column, numbers, column in raw) for column in columns}
 
     def close(self) -> None:
         """Close the file."""
@@ -139,7 +138,7 @@ class TensorSlice:
 
     def _check(self, column: str) -> None:
         if column not in self._file.tensors:
-            raise _missing(column, self._file.tensors)
+            raise missing_column(column, self._file.tensors)
 
 
 class JsonSlice:
@@ -151,11 +150,8 @@ class JsonSlice:
         Raises:
             DataError: there is no line.
         """
-        self._lines = split_json_lines(path.read_bytes())
-        self._parsed: dict[int, dict[str, Any]] = {}
+        self._lines = JsonLines(path)
         self._floats: dict[str, bool] = {}
-        if not self._lines:
-            raise DataError(f"slice {path.name}: no line; a slice has at least one row")
 
     @property
     def count(self) -> int:
@@ -169,13 +165,13 @@ class JsonSlice:
 
     def columns_of(self, row: int) -> Collection[str]:
         """Return the keys of a row."""
-        return self._row(row).keys()
+        return self._lines.row(row).keys()
 
     def value(self, row: int, column: str) -> Any:
         """Return a row's value."""
-        found = self._row(row)
+        found = self._lines.row(row)
         if column not in found:
-            raise _missing(column, found)
+            raise missing_column(column, found)
         return found[column]
 
     def arrays(
@@ -217,17 +213,6 @@ class JsonSlice:
         except RowError:  # is recorded with its own row
             return False
         return array.dtype.kind == "f" and array.size > 0
-
-    def _row(self, row: int) -> dict[str, Any]:
-        if row not in self._parsed:
-            try:
-                value = parse_json(self._lines[row])
-            except DecodeError as error:
-                raise RowError("not-json", str(error)) from None
-            if type(value) is not dict:
-                raise RowError("not-json", f"expected an object, not {value!r:.80}")
-            self._parsed[row] = value
-        return self._parsed[row]
 
 
 def join_rows(batches: Sequence[Arrays]) -> Arrays:
@@ -272,10 +257,6 @@ def _encoded(column: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise RowError("wrong-value", f"column {column!r} holds half of a surrogate pair, which is no text") from None
-
-
-def _missing(column: str, present: Collection[str]) -> RowError:
-    return RowError("missing-column", f"there is no column {column!r}, only {', '.join(sorted(present))}")
 
 
 def _without_nan(value: Any) -> Any:

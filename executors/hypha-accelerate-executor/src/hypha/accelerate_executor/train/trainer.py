@@ -13,9 +13,10 @@ from typing import Final
 
 import torch
 
-from hypha.accelerate_executor.data.batches import Arrays, Batch
+from hypha.accelerate_executor.data.batches import Batch
 from hypha.accelerate_executor.data.microbatches import MicroBatch, split_batch
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.data.value_ranges import check_values
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import translate_lost_process

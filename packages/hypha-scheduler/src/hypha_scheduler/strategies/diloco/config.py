@@ -26,12 +26,15 @@ from hypha_scheduler.jobs.config import (
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
+from hypha_scheduler.strategies.template import columns_of
 
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0
 _MAX_GRACE: Final = 86400.0
 _MAX_WORKERS: Final = 10_000
+_MAX_TEMPLATE: Final = 10_000
+_CAUSAL_LM: Final = "causal-lm"
 _Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS)]
 
 
@@ -140,6 +143,35 @@ class SyncTable(Table):
         return self
 
 
+class RowsTable(Table):
+    """``[.rows]``: how JSON lines become text that a causal language model learns."""
+
+    completion: str = Field(
+        max_length=_MAX_TEMPLATE,
+        description="Text that is learnt, with columns of a row in braces, such as {answer}; {{ and }} for braces.",
+    )
+    prompt: str | None = Field(
+        default=None,
+        max_length=_MAX_TEMPLATE,
+        description="Text before it, which is not learnt itself, such as Question: {question}.",
+    )
+    chat_template: bool = Field(
+        default=True, description="Apply the tokenizer's chat template to the prompt, if it has one."
+    )
+
+    @field_validator("completion", "prompt")
+    @classmethod
+    def _is_a_template(cls, text: str | None) -> str | None:
+        if text is not None and not columns_of(text):
+            raise ValueError("it names no column, so every row would be the same; write one such as {text}")
+        return text
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that a row must have."""
+        return columns_of(f"{self.prompt or ''}{self.completion}")
+
+
 class ResourcesTable(Table):
     """``[.resources]``: number, requirements and prices of workers."""
 
@@ -207,6 +239,9 @@ class DilocoJobConfig(JobTable):
     dataset: Annotated[DatasetTable, BeforeValidator(dataset_by_name)] = Field(description="Training data.")
     model: StartModelTable = Field(description="Model to train.")
     preprocessor: PreprocessorTable | None = Field(default=None, description="Preprocessor applied to each batch.")
+    rows: RowsTable | None = Field(
+        default=None, description="How rows of JSON lines become text, by the tokenizer that preprocessor names."
+    )
     inner_optimizer: InnerOptimizerTable = Field(description="Inner optimizer of the workers, AdamW.")
     outer_optimizer: OuterOptimizerTable = Field(default=OuterOptimizerTable(), description="Outer optimizer.")
     rounds: RoundsTable = Field(
@@ -223,7 +258,19 @@ class DilocoJobConfig(JobTable):
         "0 the training ends with the leases.",
     )
 
-    # a validator of a field: it reports its error beside those of other fields
+    # validators of fields: they report their errors beside those of other fields
+
+    @field_validator("rows")
+    @classmethod
+    def _have_a_tokenizer(cls, rows: RowsTable | None, info: ValidationInfo) -> RowsTable | None:
+        if rows is None:
+            return None
+        model = info.data.get("model")
+        if isinstance(model, StartModelTable) and model.type != _CAUSAL_LM:
+            raise ValueError(f"rows: are for a model of type {_CAUSAL_LM!r}, and model.type is {model.type!r}")
+        if info.data.get("preprocessor", rows) is None:
+            raise ValueError("rows: name the folder or repository of the model's tokenizer in preprocessor")
+        return rows
 
     @field_validator("rounds")
     @classmethod

@@ -290,7 +290,7 @@ class JobBuilder:
     def _placed_job(self, server: PeerId, slots: Slots, batch_size: int, term: int) -> PlacedJob:
         data, shares = self.data, dict[int, Reference]()
         if (found := data.evaluation) is not None:
-            shares = evaluation_shares(slots.shares, [found.provider], found.name, len(found.samples))
+            shares = evaluation_shares(slots.shares, found)
         return PlacedJob(
             self.context.job_id, self.job, self.context.scheduler, server, (), data.model, data.preprocessor,
             shares, self.restored.closed, term, data.result.momentum_file() is not None, batch_size,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     AggregateConfig,
@@ -22,6 +23,7 @@ from hypha_proto.job_spec import (
     Reference,
     SchedulerReference,
     SliceAddress,
+    TextRows,
     TrainConfig,
 )
 from hypha_proto.offers import ExecutorDescriptor
@@ -29,6 +31,7 @@ from hypha_proto.tasks import TaskSpec
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
 from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
+from hypha_scheduler.strategies.base import DatasetView
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 from hypha_scheduler.strategies.diloco.slots import Slot
@@ -185,6 +188,7 @@ class PlacedJob:
             weights=self._served(WEIGHTS),
             join=True,
             micro_batch=micro_batch,
+            rows=None if job.rows is None else TextRows(**job.rows.model_dump()),
         )
 
     def _slot(self, worker: PeerId) -> Slot:
@@ -215,15 +219,16 @@ def _preprocessor(job: DilocoJobConfig, artifact: Reference | None) -> Preproces
     return Preprocessor(task=job.preprocessor_task, artifact=artifact, input_names=table.input_names)
 
 
-def evaluation_shares(workers: int, providers: Sequence[PeerId], dataset: str, slices: int) -> dict[int, Reference]:
+def evaluation_shares(workers: int, dataset: DatasetView) -> dict[int, Reference]:
     """Divide the slices of a dataset evenly among workers; with fewer slices than workers some shares are empty."""
     shares: dict[int, Reference] = {}
+    slices, suffix = len(dataset.samples), SLICE_SUFFIXES[dataset.format or SAFETENSORS]
     for number in range(workers):
         begin, end = number * slices // workers, (number + 1) * slices // workers
         if begin < end:
             shares[number] = PeersReference(
-                peers=tuple(providers), strategy=One(), resource=SliceAddress(dataset=dataset, index=begin),
-                filenames=tuple(f"evaluation-{index:05}.safetensors" for index in range(begin, end)),
+                peers=(dataset.provider,), strategy=One(), resource=SliceAddress(dataset=dataset.name, index=begin),
+                filenames=tuple(f"evaluation-{index:05}{suffix}" for index in range(begin, end)),
             )  # fmt: skip
     return shares
 

@@ -20,7 +20,7 @@ from hypha_scheduler.jobs.config import (
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
-from hypha_scheduler.strategies.inference.template import columns_of
+from hypha_scheduler.strategies.template import columns_of
 
 CLASSIFY: Final = "classify"
 GENERATE: Final = "generate"

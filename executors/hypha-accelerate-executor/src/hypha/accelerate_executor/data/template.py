@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hypha.accelerate_executor.predict.row_errors import RowError
+from hypha.accelerate_executor.data.row_errors import RowError
 
 _TOKEN: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
