@@ -361,10 +361,11 @@ def test_a_worker_that_joins_restarts_and_leaves(network: LocalNetwork, fault_ro
 
 def join(network: LocalNetwork, job: Job, name: str, fault_row: FaultRow, fault: str) -> None:
     """Start a worker; check that its updates count from the round after it was ready."""
+    began = time.time()
     network.start(name)
     network.wait_healthy(name)
     healthy, peer = time.time(), network.peer_id(name)
-    joined = job.wait_for_event(JOINED, after=healthy - 5, worker=peer)
+    joined = job.wait_for_event(JOINED, after=began, worker=peer)
     opened = joined["round"]
     job.wait_for(lambda: first_round_with(job, peer, opened - 1) is not None, f"a round of {name}")
     assert first_round_with(job, peer, opened - 1) == opened
