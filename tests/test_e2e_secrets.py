@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(30
 
 TOKEN = "hf_LookForMe0123456789abcdef"
 WRONG = "hf_WrongOne0123456789abcdef"
-MODEL = 'repository = "org/model"\nrevision = "v2"\ntoken = "{token}"'
+MODEL = 'repository = "org/model"\nrevision = "v2"\ntoken = "{token}"\nserve = false'
 
 
 class Watch:

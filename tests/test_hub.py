@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import anyio
 import pytest
@@ -13,14 +15,25 @@ from huggingface_hub import snapshot_download
 from support.fake_hf_hub import COMMIT, ENDLESS_BYTES, SIGNATURE, Hub, hub_server
 from support.stored_model import weights, write_model
 
+from hypha_net.testing import MemoryNetwork
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
-from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.artifacts import (
+    Artifact,
+    hub_reference,
+    open_preprocessor,
+    open_repository,
+    open_start_model,
+)
+from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.strategies.inference.restore import describe_artifact
+from hypha_scheduler.strategies.tasks.config import TasksJob
+from hypha_scheduler.strategies.tasks.operator import TasksOperator
+from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
@@ -57,7 +70,8 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
 
 
 def by_scheduler(folder: Path, **keys: str) -> HuggingFaceReference:
-    table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, **keys}
+    """Return where workers fetch a model themselves, with the token."""
+    table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, "serve": False, **keys}
 
     async def main() -> HuggingFaceReference:
         model = ModelTable.model_validate(table)
@@ -145,30 +159,31 @@ def test_offline_what_the_cache_lacks_is_named(hub: Hub, tmp_path: Path, monkeyp
     assert hub.seen == []
 
 
-def served_by_scheduler(folder: Path, preprocessor: bool = False) -> Artifact:
-    table = {"repository": "org/model", "revision": "v2", "token": TOKEN, "serve": True}
-
-    async def main() -> Artifact | None:
-        if preprocessor:
-            tokenizer = PreprocessorTable.model_validate({**table, "filenames": ["config.json"]})
-            return await open_preprocessor(tokenizer, folder, uuid.UUID(int=5), PEER)
+async def opened_by_scheduler(folder: Path, kind: str, token: str | None) -> Artifact:
+    table = {"repository": "org/model", "revision": "v2", "token": token}
+    job, names = uuid.UUID(int=5), ["config.json"]
+    if kind == "model":
         model = ModelTable.model_validate({**table, "type": "vision-classification"})
-        return await open_start_model(model, folder, uuid.UUID(int=5), PEER)
+        return await open_start_model(model, folder, job, PEER)
+    if kind == "preprocessor":
+        tokenizer = PreprocessorTable.model_validate({**table, "filenames": names})
+        return await open_preprocessor(tokenizer, folder, job, PEER) or Artifact(hub_reference(tokenizer))
+    return await open_repository(ArtifactTable.model_validate({**table, "filenames": names}), folder, job, PEER, "r")
 
-    found = anyio.run(main, backend="trio")
-    assert found is not None
-    return found
+
+def served_by_scheduler(folder: Path, kind: str = "model", token: str | None = TOKEN) -> Artifact:
+    return anyio.run(opened_by_scheduler, folder, kind, token, backend="trio")
 
 
-@pytest.mark.parametrize("preprocessor", [False, True])
-def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: Path, preprocessor: bool) -> None:
-    found = served_by_scheduler(tmp_path / "copy", preprocessor)
+@pytest.mark.parametrize("kind", ["model", "preprocessor", "resource"])
+def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: Path, kind: str) -> None:
+    found = served_by_scheduler(tmp_path / "copy", kind)
     reference = found.reference
     assert isinstance(reference, PeersReference)
-    names = ("config.json",) if preprocessor else ("config.json", "model.safetensors")
+    names = ("config.json", "model.safetensors") if kind == "model" else ("config.json",)
     assert (reference.peers, reference.filenames) == ((PEER,), names)
     for index, name in enumerate(names):
-        if not preprocessor:
+        if kind == "model":
             (tmp_path / "copy" / name).write_bytes(b"trained")
         source = found.resolve(PullRequest(dataset="", index=index))
         assert isinstance(source, PullSource)
@@ -176,6 +191,55 @@ def test_a_scheduler_serves_a_repository_without_its_token(hub: Hub, tmp_path: P
         assert source.source.read_bytes() == FILES[name], "what is served is not what the job changes"
     assert found.origin == HuggingFaceReference(repository="org/model", revision=COMMIT, filenames=names)
     assert TOKEN not in repr(found)
+
+
+@pytest.mark.parametrize("kind", ["model", "preprocessor", "resource"])
+def test_a_scheduler_serves_what_only_its_own_token_reads(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert isinstance(served_by_scheduler(tmp_path / "private", kind, token=None).reference, PeersReference)
+    hub.token = None
+    reference = served_by_scheduler(tmp_path / "public", kind, token=None).reference
+    assert isinstance(reference, HuggingFaceReference)
+    assert reference.token is None
+
+
+def test_a_job_of_tasks_serves_private_files_without_its_token(hub: Hub, tmp_path: Path) -> None:
+    """Each repository is downloaded once, and not again when the job goes on; nothing is left when it has ended."""
+    private: dict[str, Any] = {"repository": "org/model", "filenames": ["config.json"], "token": TOKEN}
+    handed = {**private, "serve": False}
+    resources = [{"name": name, "huggingface": hub} for name, hub in (("a", private), ("b", private), ("c", handed))]
+    job = TasksJob.model_validate(
+        {"type": "tasks", "tasks": [{"name": "t", "driver": {"x": {}}, "resources": resources}]}
+    )
+
+    async def open_job(interrupted: bool) -> None:
+        async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
+            context = RunnerContext(endpoint, uuid.UUID(int=5), tmp_path, tasks, lambda *_: None)
+            with suppress(InterruptedError):
+                async with TasksStrategy().open(job, context, ()) as operator:
+                    assert isinstance(operator, TasksOperator)
+                    first, second, third = operator.graph.tasks["t"].spec(0).resources
+                    assert third.huggingface is not None
+                    assert third.huggingface.token == TOKEN
+                    for resource in (first, second):
+                        source = resource.peers
+                        assert source is not None
+                        assert (source.peers, source.filenames) == ((endpoint.peer_id,), ("config.json",))
+                        found = context.resolve(PullRequest(dataset=source.dataset, index=source.index))
+                        assert isinstance(found, PullSource)
+                        assert isinstance(found.source, Path)
+                        assert found.source.read_bytes() == FILES["config.json"]
+                    if interrupted:
+                        raise InterruptedError
+
+    anyio.run(open_job, True, backend="trio")
+    assert [path for _, path, _, _ in hub.seen].count(f"/org/model/resolve/{COMMIT}/config.json") == 2  # HEAD and GET
+    hub.seen.clear()
+    anyio.run(open_job, False, backend="trio")
+    assert hub.seen == []
+    assert not list(tmp_path.rglob("config.json"))
 
 
 @pytest.mark.parametrize("serve", [False, True])

@@ -124,10 +124,10 @@ def test_documented_configuration_yields_role_requests(tmp_path: Path) -> None:
 
 def test_a_token_that_workers_would_get_is_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "scheduler.toml"
-    file.write_text(DOCUMENTED)
+    file.write_text(DOCUMENTED.replace('token = "hf_secret"', 'token = "hf_secret"\nserve = false'))
     [warning] = load_config(SchedulerConfig, file, {}, {}).warnings
     assert warning.startswith("scheduler.job.model.token is handed to every worker")
-    file.write_text(DOCUMENTED.replace('token = "hf_secret"', 'token = "hf_secret"\nserve = true'))
+    file.write_text(DOCUMENTED)
     assert load_config(SchedulerConfig, file, {}, {}).warnings == ()
 
 
@@ -135,7 +135,11 @@ def test_a_token_that_no_worker_gets_is_no_warning() -> None:
     local = {"path": "model", "type": "vision-classification", "token": "hf_secret"}
     public = {"repository": "org/model", "type": "vision-classification"}
     assert job(model=local).warnings() == job(model=public).warnings() == []
-    tokenizer = {"repository": "org/tokenizer", "filenames": ["tokenizer.json"], "token": "hf_secret"}
+    tokenizer: dict[str, Any] = {
+        "repository": "org/tokenizer", "filenames": ["tokenizer.json"], "token": "hf_secret",
+    }  # fmt: skip
+    assert job(preprocessor=tokenizer).warnings() == []
+    tokenizer["serve"] = False
     [warning] = job(preprocessor=tokenizer).warnings()
     assert warning.startswith("preprocessor.token is handed")
 

@@ -39,7 +39,7 @@ from hypha_scheduler.strategies.inference.restore import describe_artifact
 from hypha_scheduler.strategies.inference.specs import _resource
 from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
-from hypha_scheduler.strategies.tasks.strategy import _with_presigned_urls
+from hypha_scheduler.strategies.tasks.strategy import _with_locations
 
 PEER = PeerId.from_public_key(bytes(32))
 SECRET = "s3cr3t-0f-th3-0wn3r"
@@ -263,7 +263,7 @@ def test_tables_that_name_no_file_are_refused(source: dict[str, Any], told: str)
 
 
 class _Context:
-    """What `_with_presigned_urls` uses of the scheduler."""
+    """What `_with_locations` uses of the scheduler."""
 
     async def presign(self, table: S3Table) -> str:
         return f"https://signed/{table.bucket}/{table.key}"
@@ -277,7 +277,7 @@ def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
     context: Any = _Context()
 
     async def main() -> TaskGraph:
-        return await _with_presigned_urls(graph, context)
+        return await _with_locations(graph, context)
 
     signed, plain = anyio.run(main, backend="trio").tasks["t"].spec(0).resources
     assert (signed.s3, signed.uri) == (None, UriSource("https://signed/models/a"))

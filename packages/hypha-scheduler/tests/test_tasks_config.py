@@ -349,6 +349,9 @@ def test_mutated_jobs_are_refused_or_valid(chunk: int) -> None:
 
 
 def test_a_token_that_workers_get_is_a_warning() -> None:
-    [warning] = TasksJob.model_validate({"type": "tasks", "tasks": [SPLIT]}).warnings()
+    assert TasksJob.model_validate({"type": "tasks", "tasks": [SPLIT]}).warnings() == []
+    handed = copy.deepcopy(SPLIT)
+    handed["resources"][2]["huggingface"]["serve"] = False
+    [warning] = TasksJob.model_validate({"type": "tasks", "tasks": [handed]}).warnings()
     assert warning.startswith("tasks[0].resources[2].huggingface.token is handed to every worker")
     assert "hf_secret" not in warning

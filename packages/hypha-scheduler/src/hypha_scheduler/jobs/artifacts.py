@@ -21,11 +21,12 @@ from hypha_net.transfer import PullSource, describe
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress, UriReference
+from hypha_proto.model_listing import CONFIG
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.whole_directory import remove_tree, replace_directory
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable, StartModelTable
-from hypha_scheduler.jobs.hub_download import RepositoryFiles, download
+from hypha_scheduler.jobs.hub_download import RepositoryFiles, download, needs_token
 from hypha_scheduler.jobs.model_creation import create_model
 from hypha_scheduler.jobs.model_files import model_names, preprocessor_names
 from hypha_scheduler.jobs.source_download import SourceDownloads
@@ -88,7 +89,7 @@ async def open_preprocessor(
         local = table.model_copy(update={"path": table.file, "file": None})
         served = await open_preprocessor(local, copy, job_id, scheduler, name, unchanged=unchanged)
         return served if unchanged or table.serve or table.filenames else _shared_artifact(table.file)
-    if table is None or (table.path is None and not table.serve and not unchanged):
+    if table is None or (table.path is None and not unchanged and not await _is_served("preprocessor", table)):
         return None
     if unchanged:
         return await _open_unchanged("preprocessor", table, copy, job_id, scheduler, name)
@@ -115,8 +116,31 @@ async def _served_artifact(
     return Artifact(reference, tuple(files), None if origin is None else replace(origin, token=None))
 
 
-def hub_reference(table: PreprocessorTable) -> HuggingFaceReference:
-    """Return where executors fetch a preprocessor from its hub."""
+async def open_repository(
+    table: ArtifactTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str
+) -> Artifact:
+    """Return where executors fetch files of a repository: from its hub, or from `copy`, which is served as `name`.
+
+    Raises:
+        JobFailedError: the repository does not exist or lacks one of the files.
+    """
+    if not await anyio.Path(copy).exists() and not await _is_served(name, table):
+        return Artifact(hub_reference(table))
+    return await _open_unchanged(name, table.model_copy(update={"serve": True}), copy, job_id, scheduler, name)
+
+
+async def _is_served(key: str, table: ArtifactTable) -> bool:
+    """Return whether this scheduler serves the files of a repository; see `ArtifactTable.serve`."""
+    if table.serve is not None or table.token is not None:
+        return table.serve is not False
+    name = table.filenames[0] if table.filenames else CONFIG
+    return await anyio.to_thread.run_sync(
+        needs_token, key, str(table.repository), table.revision, name, abandon_on_cancel=True
+    )
+
+
+def hub_reference(table: ArtifactTable) -> HuggingFaceReference:
+    """Return where executors fetch the files of a repository from its hub."""
     token = table.token.get_secret_value() if table.token else None
     return HuggingFaceReference(
         repository=str(table.repository), revision=table.revision, filenames=table.filenames, token=token
@@ -173,9 +197,10 @@ async def open_start_model(
         return await _open_unchanged("model", model, copy, job_id, scheduler, name)
     source, origin = model.path, None
     if source is None:
-        source = served_copy(copy) if model.serve else copy
+        is_served = await _is_served("model", model)
+        source = served_copy(copy) if is_served else copy
         origin = await anyio.to_thread.run_sync(_download, "model", model, source, abandon_on_cancel=True)
-        if not model.serve:
+        if not is_served:
             return Artifact(origin)
     wanted = model.filenames if origin is None else origin.filenames
     names = await anyio.to_thread.run_sync(_copy_model, source, wanted, copy)
@@ -221,7 +246,7 @@ async def _open_unchanged(
     key: str, table: ArtifactTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str
 ) -> Artifact:
     names, origin = await anyio.to_thread.run_sync(_take, key, table, copy, abandon_on_cancel=True)
-    if origin is not None and not table.serve:
+    if origin is not None and not await _is_served(key, table):
         return Artifact(origin)
     return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
 
@@ -267,7 +292,8 @@ def _download(key: str, table: ArtifactTable, target: Path) -> HuggingFaceRefere
     """Download a repository's files and return a reference to the same commit for the workers."""
     token = table.token.get_secret_value() if table.token else None
     is_model = isinstance(table, ModelTable)
-    source = RepositoryFiles(key, str(table.repository), table.revision, token, table.filenames, is_model)
+    is_checked = is_model or isinstance(table, PreprocessorTable)
+    source = RepositoryFiles(key, str(table.repository), table.revision, token, table.filenames, is_model, is_checked)
     commit, names = download(source, target)
     return HuggingFaceReference(repository=source.repository, revision=commit, filenames=names, token=token)
 

@@ -23,7 +23,7 @@ from hypha_net.node.config.models import Section
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
-from hypha_scheduler.jobs.source_tables import S3Table, Sha256, Url
+from hypha_scheduler.jobs.source_tables import FileName, S3Table, Sha256, Url
 
 ALIASES: Final = {"vision-classification": "image-classification"}
 """Names of model types in job files, and their wire names."""
@@ -105,9 +105,9 @@ class JobTable(Table):
         """Return what the job's owner should know before it runs, one line each: which secrets its workers get."""
         tables = {name: getattr(self, name) for name in type(self).model_fields}
         return [
-            token_warning(f"{name}.token", f"set {name}.serve = true, so that this scheduler serves the files, or ")
+            token_warning(name)
             for name, table in tables.items()
-            if isinstance(table, ArtifactTable) and table.repository and table.token is not None and not table.serve
+            if isinstance(table, ArtifactTable) and table.repository and table.token and table.serve is False
         ]
 
     @property
@@ -139,13 +139,20 @@ class JobTable(Table):
         return 0.0
 
 
-def token_warning(key: str, remedy: str = "") -> str:
-    """Return the warning about a hub token that workers get."""
+def token_warning(table: str) -> str:
+    """Return the warning about a hub token of a table that workers get."""
     return (
-        f"{key} is handed to every worker that this job leases, also to those of other owners, since any worker "
-        f"that this network's certificates admit may make the best offer: {remedy}use a token that reads this "
-        "repository only"
+        f"{table}.token is handed to every worker that this job leases, also to those of other owners, since any "
+        f"worker that this network's certificates admit may make the best offer: leave {table}.serve out, so that "
+        "this scheduler serves the files, or use a token that reads this repository only"
     )
+
+
+SERVE: Final = (
+    "By default it does if token is set, or if this machine has a token of the hub (HF_TOKEN, hf auth login) and the "
+    "repository cannot be read without one."
+)
+"""Description of the default of `ArtifactTable.serve`."""
 
 
 class ArtifactTable(Table):
@@ -171,19 +178,19 @@ class ArtifactTable(Table):
         default=None, description="SHA-256 of such an archive, which hypha-data provide announces."
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
-    filenames: tuple[str, ...] = Field(
+    filenames: tuple[FileName, ...] = Field(
         default=(),
         description="Files to use; if empty, all that belong to the model or preprocessor. If set, those of file are "
         "served by this scheduler.",
     )
     token: SecretStr | None = Field(
-        default=None, description="Access token of the hub. Workers get it, unless serve = true."
+        default=None, description="Access token of the hub. Workers get it with serve = false only."
     )
-    serve: bool = Field(
-        default=False,
+    serve: bool | None = Field(
+        default=None,
         description="Whether this scheduler downloads the files of repository and serves them to the workers, which "
-        "then need no access to the hub and get no token, or those of file, s3, uri or dht. The files of path are "
-        "always served.",
+        f"then need no access to the hub and get no token, or those of file, s3, uri or dht. {SERVE} The files of path "
+        "are always served.",
     )
 
     @model_validator(mode="after")
@@ -194,9 +201,6 @@ class ArtifactTable(Table):
             raise ValueError(f"file: {str(self.file)!r} is not an absolute path without ..: write it as workers see it")
         if self.remote_uri is not None and self.filenames:
             raise ValueError(f"filenames: the files are those of the archive that {self.source} names: leave it out")
-        for name in self.filenames:
-            if name.startswith("/") or ".." in name.split("/") or not name:
-                raise ValueError(f"filenames: {name!r} is not a relative path inside the repository or directory")
         return self
 
     @property

@@ -19,12 +19,12 @@ from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import PinnedDataset, open_dataset
 from hypha_scheduler.datasets.providers import Providers
-from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
     Artifact,
     artifact_dataset,
     hub_reference,
     open_preprocessor,
+    open_repository,
     open_start_model,
     served_copy,
 )
@@ -93,7 +93,7 @@ class RunnerContext:
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
     ) -> Artifact:
-        """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+        """Make a model, preprocessor or other files of a repository available to executors, from `copy` or their hub.
 
         Args:
             table: where it is.
@@ -121,7 +121,7 @@ class RunnerContext:
                 table, copy, self.job_id, self.scheduler, name, unchanged=unchanged, downloads=downloads
             )
             return found or Artifact(hub_reference(table))
-        raise JobFailedError(f"{name}: a table of type {type(table).__name__} is neither a model nor a preprocessor")
+        return await open_repository(table, copy, self.job_id, self.scheduler, name)
 
     async def presign(self, table: S3Table) -> str:
         """Return a URL of an object that anybody may read for 7 days, signed with this scheduler's keys; it is secret.

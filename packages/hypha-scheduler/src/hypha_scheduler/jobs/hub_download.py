@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
@@ -45,6 +46,8 @@ class RepositoryFiles:
     """If empty, all that belong to the model or preprocessor (`hypha_proto.model_listing`)."""
     is_model: bool = True
     """Whether weights are fetched too."""
+    is_checked: bool = True
+    """Whether the files are checked as those of a model or preprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,49 @@ def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...
         JobFailedError: they do not exist, cannot be fetched or are unusable, or there is no room for them.
     """
     from huggingface_hub import constants  # imported late: takes 0.5 s
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    what = f"{source.key}.repository: {source.repository}"
-    try:
+    with _hub_errors(what := f"{source.key}.repository: {source.repository}"):
         target.mkdir(parents=True, exist_ok=True)
         commit, names = (_copy_cached if constants.HF_HUB_OFFLINE else _fetch)(source, target)
-        if fault := find_fault(target, names):
+        if source.is_checked and (fault := find_fault(target, names)):
             raise JobFailedError(f"{what}: {fault}")
+    return commit, tuple(names)
+
+
+def needs_token(key: str, repository: str, revision: str | None, name: str) -> bool:
+    """Return whether a repository can be read with this machine's own token of the hub, and not without one.
+
+    With ``HF_HUB_OFFLINE`` the hub is not asked, and a repository is taken to need the token, if there is one.
+
+    Args:
+        key: table for errors: ``model``.
+        repository: of the hub.
+        revision: branch, tag or commit.
+        name: file for which the hub is asked.
+
+    Raises:
+        JobFailedError: the hub cannot be asked.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if get_token() is None or constants.HF_HUB_OFFLINE:
+        return get_token() is not None
+    with _hub_errors(f"{key}.repository: {repository}"):
+        url = hf_hub_url(repository, name, revision=revision, endpoint=os.environ.get("HF_ENDPOINT"))
+        try:
+            get_hf_file_metadata(url, token=False)
+        except HfHubHTTPError as error:
+            return error.response.status_code in (401, 403)
+    return False
+
+
+@contextmanager
+def _hub_errors(what: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
     except JobFailedError:
         raise
     except TensorFileError as error:
@@ -98,7 +136,6 @@ def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...
         raise JobFailedError(f"{what} cannot be fetched: {_without_signature(error)}") from None
     except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
         raise JobFailedError(f"{what} cannot be fetched: {error!r:.400}") from error
-    return commit, tuple(names)
 
 
 def _fetch(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]:

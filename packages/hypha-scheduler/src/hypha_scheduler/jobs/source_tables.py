@@ -1,4 +1,4 @@
-"""Keys of job tables that name a file by where it is: a bucket and key, a URL, or a digest."""
+"""Keys of job tables that name a file by where it is: a name, a bucket and key, a URL, or a digest."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def check_sha256(text: str) -> str:
     return digits
 
 
+def check_file_name(name: str) -> str:
+    """Return a path that stays in its repository or directory.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not name or name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{name!r} is not a relative path inside the repository or directory")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(check_file_name)]
 Url = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(check_url)]
 Sha256 = Annotated[str, AfterValidator(check_sha256)]
 

@@ -399,8 +399,9 @@ class JobContext(Protocol):
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
     ) -> Artifact:
-        """Copy a model or preprocessor to `copy` and make it available to executors, from here or from its hub.
+        """Make a model or preprocessor available to executors, from `copy`, to which it is copied, or from its hub.
 
+        A plain `ArtifactTable` names other files of a repository, which are copied only if they are served from here.
         With `unchanged` the job leaves the copy as it is: there is always one, it is served from there, and one that
         exists already is used whatever the table says.
 

@@ -30,6 +30,7 @@ MAX_TRIES: Final = 3
 _AT_A_TIME: Final = 2
 _RESULTS: Final = "results"
 _COPIES: Final = "copies"
+_HUBS: Final = "hubs"
 _INCOMING: Final = "incoming"
 """Folder of what is not complete."""
 
@@ -115,9 +116,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def copies_of_hubs(directory: Path) -> Path:
+    """Return the folder of files that this scheduler serves in place of hubs."""
+    return directory / _HUBS
+
+
 def remove_copies(directory: Path) -> None:
-    """Remove the copies of outputs that were only needed while the job ran."""
+    """Remove the copies, of outputs and from hubs, that were only needed while the job ran."""
     remove(directory / _COPIES)
+    remove(copies_of_hubs(directory))
 
 
 def remove_incomplete(directory: Path) -> None:

@@ -28,8 +28,8 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_FRAME, MAX_PATH
-from hypha_scheduler.jobs.config import Budget, JobTable, PriceTable, Table, token_warning
-from hypha_scheduler.jobs.source_tables import MAX_TEXT, S3Table, Sha256, Url
+from hypha_scheduler.jobs.config import SERVE, Budget, JobTable, PriceTable, Table, token_warning
+from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
 
 MAX_INSTANCES: Final = 10_000
@@ -126,11 +126,18 @@ class HuggingFaceTable(Table):
     """``[.resources.huggingface]``."""
 
     repository: _Text = Field(description="Repository, such as owner/name.")
-    filenames: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=MAX_PATH)], ...], _NotEmpty] = Field(
+    filenames: Annotated[tuple[Annotated[FileName, Field(max_length=MAX_PATH)], ...], _NotEmpty] = Field(
         max_length=1000, description="Files of the repository."
     )
     revision: _Text | None = Field(default=None, description="Branch, tag or commit.")
-    token: SecretStr | None = Field(default=None, description="Access token of the hub.")
+    token: SecretStr | None = Field(
+        default=None, description="Access token of the hub. Workers get it with serve = false only."
+    )
+    serve: bool | None = Field(
+        default=None,
+        description="Whether the scheduler downloads the files and serves them to the workers, which then need no "
+        f"access to the hub and get no token. {SERVE}",
+    )
 
 
 class PeersTable(Table):
@@ -141,6 +148,11 @@ class PeersTable(Table):
     )
     dataset: str = Field(min_length=1, max_length=255, description="Name under which they serve it.")
     index: int = Field(default=0, ge=0, le=_U64, description="Index of the file.")
+    filenames: tuple[FileName, ...] | None = Field(
+        default=None,
+        max_length=1000,
+        description="Names of the files at index, index + 1, …; the input is then a folder of them.",
+    )
 
 
 class FileTable(Table):
@@ -353,10 +365,10 @@ class TasksJob(JobTable):
     def warnings(self) -> list[str]:
         """Return a line for each resource whose token the workers get; see `JobTable.warnings`."""
         return [
-            token_warning(f"tasks[{number}].resources[{place}].huggingface.token")
+            token_warning(f"tasks[{number}].resources[{place}].huggingface")
             for number, task in enumerate(self.tasks)
             for place, resource in enumerate(task.resources)
-            if resource.huggingface is not None and resource.huggingface.token is not None
+            if (hub := resource.huggingface) is not None and hub.token is not None and hub.serve is False
         ]
 
     @property

@@ -106,7 +106,7 @@ def _source(table: ResourceTable) -> TaskResource:
         )
     elif (peers := table.peers) is not None:
         found = tuple(PeerId.parse(peer) for peer in peers.peers)
-        source["peers"] = PeersSource(peers=found, dataset=peers.dataset, index=peers.index)
+        source["peers"] = PeersSource(peers=found, dataset=peers.dataset, index=peers.index, filenames=peers.filenames)
     elif table.file is not None:
         source["file"] = FileSource(path=table.file.path)
     elif table.uri is not None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 
+from hypha_proto.job_spec import PeersReference
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.config import ArtifactTable
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.tasks import records
-from hypha_scheduler.strategies.tasks.collection import remove_copies, remove_incomplete
-from hypha_scheduler.strategies.tasks.config import TasksJob, UriTable
+from hypha_scheduler.strategies.tasks.collection import copies_of_hubs, remove_copies, remove_incomplete
+from hypha_scheduler.strategies.tasks.config import HuggingFaceTable, PeersTable, TasksJob, UriTable
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
 
@@ -43,26 +46,45 @@ async def _open(job: TasksJob, context: JobContext, journal: Sequence[Mapping[st
     earlier = records.read(journal, definition)
     await anyio.to_thread.run_sync(remove_incomplete, context.directory)
     await _open_datasets(job, context)
-    yield TasksOperator(await _with_presigned_urls(graph, context), context, earlier, definition)
+    yield TasksOperator(await _with_locations(graph, context), context, earlier, definition)
     await anyio.to_thread.run_sync(remove_copies, context.directory)
 
 
-async def _with_presigned_urls(graph: TaskGraph, context: JobContext) -> TaskGraph:
-    """Return a graph whose tasks name objects by URLs that need no keys, where the job wants it.
+async def _with_locations(graph: TaskGraph, context: JobContext) -> TaskGraph:
+    """Return a graph whose tasks name objects by presigned URLs, and files of hubs as served here, where that is due.
 
     Raises:
-        JobFailedError: a URL cannot be signed.
+        JobFailedError: a URL cannot be signed, or files cannot be fetched from a hub.
     """
     tables = []
-    for task in graph.job.tasks:
+    served: dict[HuggingFaceTable, PeersTable | None] = {}
+    for number, task in enumerate(graph.job.tasks):
         resources = []
-        for resource in task.resources:
+        for place, resource in enumerate(task.resources):
             if resource.s3 is not None and resource.s3.presigned:
                 uri = UriTable.model_construct(value=await context.presign(resource.s3))
                 resource = resource.model_copy(update={"s3": None, "uri": uri})
+            elif (hub := resource.huggingface) is not None:
+                if hub not in served:
+                    key = f"tasks[{number}].resources[{place}].huggingface"
+                    served[hub] = await _serve(hub, key, copies_of_hubs(context.directory) / key, context)
+                if (peers := served[hub]) is not None:
+                    resource = resource.model_copy(update={"huggingface": None, "peers": peers})
             resources.append(resource)
         tables.append(task.model_copy(update={"resources": tuple(resources)}))
     return TaskGraph(graph.job.model_copy(update={"tasks": tuple(tables)}))
+
+
+async def _serve(hub: HuggingFaceTable, key: str, copy: Path, context: JobContext) -> PeersTable | None:
+    """Return where workers get files of a repository from this scheduler; None if they fetch them from their hub."""
+    table = ArtifactTable.model_validate(hub.model_dump())
+    artifact = await context.prepare_artifact(table, key, copy, unchanged=True)
+    reference = artifact.reference
+    if not isinstance(reference, PeersReference):
+        return None
+    assert reference.resource is not None
+    peers = tuple(map(str, reference.peers))
+    return PeersTable(peers=peers, dataset=reference.resource.dataset, filenames=reference.filenames)
 
 
 async def _open_datasets(job: TasksJob, context: JobContext) -> None:
