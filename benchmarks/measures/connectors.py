@@ -24,6 +24,7 @@ LIBRARIES = {
     "s3": "obstore",
     "hub": "huggingface_hub",
     "file": "shutil.copyfile",
+    "file URL": "shutil.copyfile, hashlib.file_digest",
     "dht": "one transfer from a known peer",
 }
 
@@ -54,7 +55,8 @@ def measure(run: BenchmarkRun) -> list[Row]:
             "uri": (f"{services.about['web']}/file", f"{services.about['web']}/file"),
             "s3": (f"s3://{BUCKET}/file", "file"),
             "hub": ("hub", "file"),
-            "file": (source.as_uri(), str(source)),
+            "file": (str(source), str(source)),
+            "file URL": (source.as_uri(), str(source)),
             "dht": (f"sha256:{sha256}", sha256),
         }
         rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
+from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.job_storage import JobStorage
 
@@ -44,18 +46,17 @@ class Connectors:
         self._access = AccessPolicy(hosts=("127.0.0.1",), buckets=(BUCKET,), roots=(root,), s3=self._client)
 
     async def fetch(self, uri: str) -> tuple[float, int]:
-        """Fetch what a URI names, or the file of the hub, as a job would."""
+        """Fetch what a URI or a path names, or the file of the hub, as a job would."""
         storage = JobStorage(self._folder, LIMIT)
         with _measured() as found:
-            if uri == "hub":
+            if uri.startswith("/"):
+                await copy_local_files(uri, PurePosixPath("file"), self._access, storage)
+            elif uri == "hub":
                 wanted = HuggingFaceReference(repository=REPOSITORY, filenames=("file",))
-                [file] = await download_from_hub(wanted, PurePosixPath(), self._access, storage=storage)
+                await download_from_hub(wanted, PurePosixPath(), self._access, storage=storage)
             else:
                 files = PeerFiles(self._endpoint, storage)
-                file = await download_from_uri(
-                    uri, PurePosixPath(), self._access, storage=storage, files=files, name="file"
-                )
-        assert file.path == PurePosixPath("file")
+                await download_from_uri(uri, PurePosixPath(), self._access, storage=storage, files=files, name="file")
         return found()
 
     async def fetch_plainly(self, kind: str, place: str, peer: str = "") -> tuple[float, int]:
@@ -66,7 +67,13 @@ class Connectors:
                 request = content_directory.content_request(place)
                 await transfer.pull(self._endpoint, PeerId.parse(peer), request, target, digest=f"sha256:{place}")
             else:
-                plain = {"uri": self._by_httpx, "s3": self._by_obstore, "hub": self._by_hub, "file": shutil.copyfile}
+                plain = {
+                    "uri": self._by_httpx,
+                    "s3": self._by_obstore,
+                    "hub": self._by_hub,
+                    "file": shutil.copyfile,
+                    "file URL": _copy_and_hash,
+                }
                 await anyio.to_thread.run_sync(plain[kind], place, target)
         return found()
 
@@ -92,6 +99,12 @@ class Connectors:
         found = Path(hf_hub_download(REPOSITORY, name, local_dir=folder, endpoint=self._web, token=False))
         found.replace(target)
         shutil.rmtree(folder)
+
+
+def _copy_and_hash(source: str, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        hashlib.file_digest(file, "sha256")
 
 
 @contextmanager

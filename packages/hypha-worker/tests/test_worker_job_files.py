@@ -18,6 +18,7 @@ import pytest
 from hypha_worker import openat
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
+from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_files import JobEndedError, JobFiles
 from hypha_worker.job_storage import JobStorage
@@ -258,8 +259,9 @@ def test_a_shared_file_that_is_replaced_after_its_check_is_refused(tmp_path: Pat
     assert (status, "was replaced while it was opened" in detail) == (400, True), detail
 
 
+@pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize("change", ["longer", "shorter", "other"])
-def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str) -> None:
+def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, change: str, hashed: bool) -> None:
     root = tmp_path / "root"
     root.mkdir()
     source = root / "x"
@@ -279,8 +281,11 @@ def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path,
                     file.write(b"c")
 
     async def copy(name: str) -> None:
-        storage = Storage(tmp_path / "job", 10_000)
-        await download_from_uri((root / name).as_uri(), PurePosixPath(), AccessPolicy(roots=(root,)), storage=storage)
+        storage, access = Storage(tmp_path / "job", 10_000), AccessPolicy(roots=(root,))
+        if hashed:
+            await download_from_uri((root / name).as_uri(), PurePosixPath(), access, storage=storage)
+        else:
+            await copy_local_files(str(root / name), PurePosixPath(name), access, storage)
 
     with pytest.raises(BridgeError, match=r"/root/x' changed while it was read \(5000 bytes before") as caught:
         anyio.run(copy, "x", backend="trio")

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BLOCK: Final = 1 << 20
-"""Bytes that are written at once."""
+"""Bytes to which smaller blocks are joined before they are written."""
 IDLE_TIMEOUT: Final = 60.0
 """Seconds after which a source that sends nothing has failed."""
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -228,7 +228,7 @@ class _Fetch:
 
     async def _store(self, content: ContentStream, file: FileIO) -> None:
         """Write all blocks to a file; each is hashed and written while the next one comes."""
-        send, receive = anyio.create_memory_object_stream[bytearray](1)
+        send, receive = anyio.create_memory_object_stream[bytes | bytearray](1)
         interruption: SourceInterruptedError | None = None
         try:
             with receive:
@@ -243,13 +243,16 @@ class _Fetch:
 
     @staticmethod
     async def _read_all(
-        content: ContentStream, send: MemoryObjectSendStream[bytearray]
+        content: ContentStream, send: MemoryObjectSendStream[bytes | bytearray]
     ) -> SourceInterruptedError | None:
-        """Pass all blocks on, joined to `BLOCK`; return why they broke off, if they did."""
+        """Pass all blocks on, small ones joined to `BLOCK`; return why they broke off, if they did."""
         pending = bytearray()
         async with aclosing(content.blocks) as blocks:
             try:
                 async for block in blocks:
+                    if not pending and len(block) >= BLOCK:
+                        await send.send(block)
+                        continue
                     pending += block
                     if len(pending) >= BLOCK:
                         await send.send(pending)
@@ -260,18 +263,20 @@ class _Fetch:
         await send.send(pending)
         return None
 
-    async def _write_all(self, file: FileIO, size: int | None, receive: MemoryObjectReceiveStream[bytearray]) -> None:
+    async def _write_all(
+        self, file: FileIO, size: int | None, receive: MemoryObjectReceiveStream[bytes | bytearray]
+    ) -> None:
         async for block in receive:
             await self._write(file, size, block)
 
-    async def _write(self, file: FileIO, size: int | None, block: bytearray) -> None:
+    async def _write(self, file: FileIO, size: int | None, block: bytes | bytearray) -> None:
         if size is not None and self._received + len(block) > size:
             raise source_failed(f"{self.source.name}: more came than the {size} bytes that were announced")
         await self.storage.run(self._append, file, size or 0, block)
         self._received += len(block)
         self._most = max(self._most, self._received)
 
-    def _append(self, file: FileIO, size: int, block: bytearray) -> None:
+    def _append(self, file: FileIO, size: int, block: bytes | bytearray) -> None:
         self.storage.reserve(self.path, max(size, self._received + len(block)))
         rest = memoryview(block)
         self._sha256.update(rest)

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urljoin
 
 import anyio
 
-from hypha_net.connectors.content import IDLE_TIMEOUT, ContentStream, SourceInterruptedError
+from hypha_net.connectors.content import BLOCK, IDLE_TIMEOUT, ContentStream, SourceInterruptedError
 from hypha_net.connectors.errors import FetchError, bad_request, not_found, source_failed, timed_out
 from hypha_net.redaction import shown_url
 
@@ -212,6 +212,16 @@ def _error(make: Callable[[str], FetchError], url: str, error: Exception) -> Fet
 # ------------------------------------------------------------------------------------------------------- connections
 
 
+def read_large_blocks() -> None:
+    """Have httpcore read up to `BLOCK` bytes of a response at once, on all connections of this process.
+
+    With its 64 KiB a download takes half as much processor time again.
+    """
+    import httpcore
+
+    httpcore.AsyncHTTP11Connection.READ_NUM_BYTES = BLOCK
+
+
 @functools.cache
 def _ssl_context() -> ssl.SSLContext:
     """Return what verifies servers; made once, since it reads all certificates (15 ms)."""
@@ -224,6 +234,8 @@ def _ssl_context() -> ssl.SSLContext:
 async def open_pool(access: HttpAccess) -> AsyncGenerator[httpcore.AsyncConnectionPool]:
     """Open a pool whose connections go to allowed addresses only."""
     import httpcore
+
+    read_large_blocks()
 
     class Backend(httpcore.AnyIOBackend):
         """Resolves names itself and connects to the addresses that are allowed."""

@@ -104,7 +104,7 @@ class S3Object:
 
     def _next(self, stream: Iterator[bytes]) -> bytes:
         with self._s3_errors():
-            return bytes(next(stream, b""))
+            return next(stream, b"")
 
     async def _run(self, function: Callable[[], T]) -> T:
         try:

@@ -23,6 +23,7 @@ import anyio
 
 from hypha_net.connectors.content import IDLE_TIMEOUT, ContentStream, SourceInterruptedError
 from hypha_net.connectors.errors import FetchError, not_found, source_failed, timed_out
+from hypha_net.connectors.http_source import read_large_blocks
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import bad_request
@@ -143,7 +144,7 @@ class HubSource:
 
     async def _blocks(self, response: hub_httpx.Response) -> AsyncGenerator[bytes]:
         with self._hub_errors():
-            async for block in response.aiter_bytes(_CHUNK):
+            async for block in response.aiter_bytes():
                 yield block
 
     @contextmanager
@@ -181,6 +182,7 @@ def _client() -> hub_httpx.AsyncClient:
     """Return a client like the Hub's, which refuses to work in offline mode, but without proxies of the environment."""
     from huggingface_hub.utils import httpx as hub_httpx
 
+    read_large_blocks()
     hooks, context = _client_parts()
     return hub_httpx.AsyncClient(event_hooks=hooks, verify=context, follow_redirects=True, trust_env=False)
 
