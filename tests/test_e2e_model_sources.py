@@ -1,4 +1,4 @@
-"""A model by its digest on a real network: a worker with a cache fetches each byte of model and slices once."""
+"""A model and a dataset by their digests on a real network; a worker with a cache fetches each byte of them once."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ class Network(LocalNetwork):
         write_model(root / "small-model", FEATURES, unused=100_000)
         with tarfile.open(root / "model.tar", "w") as archive:
             archive.add(root / "small-model", "small-model")
-        self.archive = root / "model.tar"
+        self.archive, self.dataset = root / "model.tar", root / "digits.tar"
         self.sha256 = hashlib.sha256(self.archive.read_bytes()).hexdigest()
         self.extend("worker-1", f'[cache]\npath = "{root / "cache"}"\nmax_size = 0.1\n{executor_toml("numpy")}')
         data = self.configuration("data")
-        data.write_text(f"provide = {json.dumps([str(self.archive)])}\n{data.read_text()}")
+        data.write_text(f"provide = {json.dumps([str(self.archive), str(self.dataset)])}\n{data.read_text()}")
 
     def _run(self, program: str, *args: str) -> None:
         if program != "hypha-accelerate-executor":  # its model, which needs torch, is not used
             super()._run(program, *args)
+        if program == "hypha-data":
+            with tarfile.open(self.dataset, "w") as archive:
+                archive.add(self.folders.data / "digits", "digits")
 
-    def train(self) -> Job:
+    def train(self, dataset: str | None = None) -> Job:
         """Run a job to its end."""
-        job = self.job(rounds=ROUNDS, kind="numpy", model=f'dht = "{self.sha256}"')
+        job = self.job(rounds=ROUNDS, kind="numpy", model=f'dht = "{self.sha256}"', dataset=dataset)
         assert job.wait(120) == 0, job.log
         return job
 
@@ -71,3 +74,11 @@ def test_neither_the_second_epoch_nor_the_second_job_fetches_model_or_slices_aga
     second = network.train()
     assert second.records("round")[-1]["weights"] == first.records("round")[-1]["weights"]
     assert network.sent_to_worker() == sent
+
+
+def test_a_dataset_in_an_archive_trains_as_that_of_data_nodes(network: Network) -> None:
+    packed = network.train(f'dht = "{hashlib.sha256(network.dataset.read_bytes()).hexdigest()}"')
+    assert set(network.sent_to_worker()) == {network.archive.stat().st_size}, "the scheduler has sent the slices"
+    assert not list(packed.directory.glob(".dataset*")), "nor is its copy left"
+    named = network.train()
+    assert packed.records("round")[-1]["weights"] == named.records("round")[-1]["weights"]

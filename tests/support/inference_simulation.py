@@ -103,7 +103,7 @@ class FakeContext:
         assert dataset == self.dataset.name
         return self.has_data_nodes
 
-    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> FakeDataset:
+    async def open_dataset(self, source: Any, *, timeout: float, manifest: str = "manifest.json") -> FakeDataset:
         (self.directory / manifest).write_bytes(self.dataset.manifest())
         return self.dataset
 

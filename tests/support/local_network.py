@@ -34,6 +34,7 @@ TYPE = 'type = "diloco"\n'
 ROUNDS = "[scheduler.job.rounds]\n"
 """Begin of the planned job's table of rounds."""
 MODEL = 'path = "../start-model"'
+DATASET = 'dataset = "digits"'
 """Where the job starts in the planned scheduler configuration."""
 
 
@@ -281,6 +282,7 @@ class LocalNetwork:
         rounds: int,
         kind: str | None = None,
         model: str | None = None,
+        dataset: str | None = None,
         workers: int | None = None,
         min_workers: int | None = None,
         settings: str = "",
@@ -293,6 +295,7 @@ class LocalNetwork:
             rounds: number of its rounds.
             kind: name of the training workers' executor; by default the plan's.
             model: TOML that replaces the model's path.
+            dataset: TOML that replaces the dataset's name.
             workers: training workers; by default all of the network.
             min_workers: training workers without which the job pauses; by default all.
             settings: TOML of further keys of the job itself.
@@ -314,6 +317,9 @@ class LocalNetwork:
         if model is not None:
             assert MODEL in text
             text = text.replace(MODEL, model)
+        if dataset is not None:
+            assert DATASET in text
+            text = text.replace(DATASET, dataset)
         count = f"num_workers = {workers}\n"
         assert count in text
         least = f"min_workers = {min_workers or workers}\n"

@@ -32,7 +32,7 @@ class Context(FakeContext):
 
     manifest = "{}"
 
-    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
+    async def open_dataset(self, source: Any, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
         await anyio.Path(self.directory / manifest).write_text(self.manifest)
         return FakeDataset()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
-from support.inference_simulation import DATASET, FakeDataset, answer, job_table, part_of
+from support.inference_simulation import FakeDataset, answer, job_table, part_of
 from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, run_jobs
 from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
@@ -19,7 +20,7 @@ from hypha_net import rpc
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.transfer import describe, push
 from hypha_net.transfer.framing import receive_message, send_message
-from hypha_proto.codec import from_cbor, from_json, to_cbor
+from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
 from hypha_proto.datasets import DATA, DataRequest, Manifest, SliceAssigned
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import SAY_GOODBYE, Goodbye
@@ -50,7 +51,9 @@ class Executor:
         return definition
 
     async def fetch(self, definition: TaskDefinition) -> int | None:
-        request = DataRequest(dataset=DATASET, job_id=definition.job_id, lease=self.lease, id=uuid.uuid4())
+        assert definition.start is not None
+        [dataset] = [entry.slices.dataset for entry in definition.start.resources if entry.slices is not None]
+        request = DataRequest(dataset=dataset, job_id=definition.job_id, lease=self.lease, id=uuid.uuid4())
         answer = await rpc.call(self.worker.endpoint, self.lab.peer, DATA, request, timeout=100.0)
         if not isinstance(answer, SliceAssigned):
             return None
@@ -186,6 +189,26 @@ def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.Monke
         assert not (network.directory / "incoming").exists()
 
     run(monkeypatch, tmp_path, case)
+
+
+def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDataset(ROWS)
+    (tmp_path / "questions").mkdir()
+    manifest: Manifest = from_json(Manifest, fake.manifest())
+    manifest = msgspec.structs.replace(manifest, format=fake.format, columns=dict(fake.columns or {}))
+    (tmp_path / "questions" / "manifest.json").write_bytes(to_json(Manifest, manifest))
+    for entry in manifest.slices:
+        (tmp_path / "questions" / entry.file).write_bytes(b"x")
+
+    async def case(network: Network) -> None:
+        source = {"path": str(tmp_path / "questions")}
+        network.job = job_table(model={"path": str(tmp_path / "model"), "type": "causal-lm"}, dataset=source)
+        network.serve(diligent)
+        network.start()
+        await network.result()
+        network.check()
+
+    run(monkeypatch, tmp_path, case, fake=fake)
 
 
 def test_a_worker_that_goes_costs_what_it_had_in_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

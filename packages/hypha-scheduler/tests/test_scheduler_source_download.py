@@ -1,4 +1,4 @@
-"""Models and preprocessors by `s3`, `uri` and `dht`: fetched by the scheduler, and named to the workers."""
+"""Models, preprocessors and datasets by `s3`, `uri` and `dht`: fetched by the scheduler, and named to the workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import tarfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import anyio
 import boto3
+import msgspec
 import pytest
 from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
@@ -26,15 +27,19 @@ from support.stored_model import weights
 from hypha_net import content_directory, transfer
 from hypha_net.connectors.s3_client import S3Settings
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.codec import to_json
+from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.tasks import FileSource, S3Source, UriSource
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
-from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import DatasetTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, source_access
 from hypha_scheduler.jobs.source_tables import S3Table
+from hypha_scheduler.strategies.base import SliceToUse
 from hypha_scheduler.strategies.inference.restore import describe_artifact
 from hypha_scheduler.strategies.inference.specs import _resource
 from hypha_scheduler.strategies.tasks.config import TasksJob
@@ -96,6 +101,41 @@ def open_model(
     if isinstance(found, JobFailedError):
         raise found
     return found
+
+
+def open_source_dataset(folder: Path, source: dict[str, Any], check: Callable[[RunnerContext, Any], None]) -> None:
+    """Have a job open a dataset of a table, and `check` what it has then."""
+
+    async def main() -> JobFailedError | None:
+        async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
+            access = source_access(LOOPBACK, S3Settings())
+            context = RunnerContext(endpoint, uuid.UUID(int=5), folder, tasks, lambda *_: None, access=access)
+            try:
+                dataset = await context.open_dataset(DatasetTable.model_validate(source), timeout=1)
+            except JobFailedError as error:
+                return error
+            check(context, dataset)
+            context.remove_served_copies()
+            return None
+
+    found = anyio.run(main, backend="trio")
+    if found is not None:
+        raise found
+
+
+def slices_in(folder: Path, **changes: Any) -> dict[str, bytes]:
+    """Write the files of a prepared dataset of two slices, whose second entry in the manifest is changed."""
+    files = {f"slice-{number}.safetensors": weights(size=1000 * (number + 1)) for number in range(2)}
+    entries = [
+        SliceEntry(file=name, samples=10, size=len(content), digest=f"sha256:{hashlib.sha256(content).hexdigest()}")
+        for name, content in files.items()
+    ]
+    entries[1] = msgspec.structs.replace(entries[1], **changes)
+    files["manifest.json"] = to_json(Manifest, Manifest(dataset="digits", slices=tuple(entries)))
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return files
 
 
 def stored(folder: Path) -> dict[str, bytes]:
@@ -282,3 +322,66 @@ def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
     signed, plain = anyio.run(main, backend="trio").tasks["t"].spec(0).resources
     assert (signed.s3, signed.uri) == (None, UriSource("https://signed/models/a"))
     assert (plain.s3, plain.uri) == (S3Source(bucket="models", key="a"), None)
+
+
+# ------------------------------------------------------------------------------------------------------------ datasets
+
+
+@pytest.mark.parametrize("kind", ["path", "file", "uri", "file URL"])
+def test_slices_of_a_dataset_from_elsewhere_are_served_here(tmp_path: Path, kind: str) -> None:
+    contents = slices_in(tmp_path / "digits")
+    archive = tmp_path / "digits.tar"
+    archive.write_bytes(packed(contents))
+    (tmp_path / "job").mkdir()
+
+    def check(context: RunnerContext, dataset: Any) -> None:
+        assert (dataset.name, dataset.samples) == (f"{uuid.UUID(int=5)}/dataset", [10, 10])
+        assert (tmp_path / "job" / "manifest.json").read_bytes() == contents["manifest.json"]
+        assert context.reaches(dataset.name)
+        for index in range(2):
+            assigned = context.address(dataset.name, SliceToUse(0, index))
+            assert (assigned.data_provider, assigned.others) == (context.scheduler, None)
+            served = context.resolve(PullRequest(dataset=dataset.name, index=assigned.index))
+            assert isinstance(served, transfer.PullSource)
+            assert isinstance(served.source, Path)
+            content = served.source.read_bytes()
+            assert assigned.digest == f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+    with served(files(lambda _: (archive.read_bytes(), {}))) as url:
+        sources = {"path": tmp_path / "digits", "file": tmp_path / "digits", "uri": f"{url}/digits.tar"}
+        value = str(sources.get(kind, archive.as_uri()))
+        open_source_dataset(tmp_path / "job", {kind if kind in sources else "uri": value}, check)
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"size": 7}, "lists 'slice-1.safetensors' of 7 bytes, which is not there"),
+        ({"file": "other.safetensors"}, "lists 'other.safetensors' of"),
+        ({"file": "../job/secret"}, r"lists '\.\./job/secret' of"),
+        ({"samples": 0}, "has 2 slices, 1 of them empty"),
+    ],
+)
+def test_a_folder_that_is_not_as_its_manifest_says_is_refused(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    slices_in(tmp_path / "digits", **changes)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "secret").write_bytes(b"x")
+    with pytest.raises(JobFailedError, match=rf"^dataset\.path: .*/digits holds no dataset: its manifest.*{why}"):
+        open_source_dataset(tmp_path / "job", {"path": str(tmp_path / "digits")}, lambda *_: pytest.fail("opened"))
+
+
+def test_a_dataset_has_one_source_and_a_manifest(tmp_path: Path) -> None:
+    wrongs: list[dict[str, str]] = [{}, {"dataset": "digits", "path": "digits"}, {"evaluation": "test"}]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="set one of dataset, path, file, s3, uri, dht"):
+            DatasetTable.model_validate(wrong)
+    with pytest.raises(ValueError, match=r"s3\.presigned: workers get the slices from this scheduler"):
+        DatasetTable.model_validate({"s3": {"bucket": "data", "key": "a.tar", "presigned": True}})
+    assert DatasetTable.model_validate({"dataset": "digits", "evaluation": "test"}).announced == ("digits", "test")
+    [line] = DatasetTable.model_validate({"path": str(tmp_path)}).missing_files()
+    assert line.startswith(f"dataset.path: {tmp_path} holds no manifest.json at the scheduler; hypha-data prepare")
+    with pytest.raises(JobFailedError, match=r"^dataset\.path: .* holds no dataset: .*manifest\.json"):
+        open_source_dataset(tmp_path, {"path": str(tmp_path)}, lambda *_: pytest.fail("opened"))

@@ -22,7 +22,7 @@ from hypha_proto.progress import (
     SendingUpdate,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_scheduler.jobs.config import InnerOptimizerTable
+from hypha_scheduler.jobs.config import DatasetTable, InnerOptimizerTable
 from hypha_scheduler.strategies.base import PushTarget, SliceToUse
 from hypha_scheduler.strategies.diloco.independent_training import Training
 
@@ -49,7 +49,7 @@ def train_config(optimizer: InnerOptimizerTable) -> TrainConfig:
     context: Any = Context()
     source = SchedulerReference(peer=HERE, dataset="model")
     model = Model(task="image-classification", artifact=source, input_names=())
-    spec = training().spec(context, "train/kind", model, "digits", optimizer)
+    spec = training().spec(context, "train/kind", model, DatasetTable(dataset="digits"), optimizer)
     assert spec.executor == "train/kind"
     assert spec.training is not None
     return spec.training

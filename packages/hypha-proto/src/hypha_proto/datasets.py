@@ -14,6 +14,8 @@ SAFETENSORS: Final = "safetensors"
 """Format of slices whose tensors share their first dimension, the samples."""
 JSONL: Final = "jsonl"
 """Format of slices with one JSON object a line, in UTF-8: https://jsonlines.org."""
+MANIFEST: Final = "manifest.json"
+"""Name of a `Manifest` in the folder of its slices."""
 SLICE_SUFFIXES: Final[Mapping[str, str]] = {SAFETENSORS: ".safetensors", JSONL: ".jsonl"}
 """Suffix of a slice's file name by the dataset's format."""
 

@@ -95,7 +95,7 @@ class SweepOperator(base.Operator):
         if task.name == CHOICE:
             return CHOICE_SPEC
         executor, model = specs.executor_of(job.worker, "train", EXECUTOR), specs.model_spec(job.model, self.start)
-        return attempt.spec(self.context, executor, model, job.dataset.dataset, job.variants[task.name])
+        return attempt.spec(self.context, executor, model, job.dataset, job.variants[task.name])
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
         if isinstance(update, base.TaskStarted):
@@ -188,7 +188,7 @@ class SweepStrategy(base.Strategy):
     async def open(
         self, job: SweepJob, context: base.JobContext, journal: Sequence[Mapping[str, Any]]
     ) -> AsyncIterator[base.Operator]:
-        dataset = await context.open_dataset(job.dataset.dataset, timeout=job.allocation_timeout)
+        dataset = await context.open_dataset(job.dataset, timeout=job.allocation_timeout)
         start = await context.prepare_artifact(job.model, "model", context.directory / "model")
         (context.directory / "updates").mkdir(exist_ok=True)
         results = {record["name"]: record for record in journal if record["record"] == "variant"}

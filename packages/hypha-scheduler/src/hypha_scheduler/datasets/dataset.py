@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 import anyio
@@ -19,7 +19,7 @@ from hypha_net.dataset_directory import FoundDataset, find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, TransferRefusedError, UnreachableError
 from hypha_proto.codec import from_json
-from hypha_proto.datasets import SLICE_SUFFIXES, Manifest, SliceEntry
+from hypha_proto.datasets import MANIFEST, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
@@ -106,15 +106,38 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
         _log.info("%s has no manifest of dataset %s, so a slice counts as used when its worker requests another: %s",
                   found.provider, name, error)  # fmt: skip
         return PinnedDataset(name, found.provider, (None,) * count)
-    manifest: Manifest = from_json(Manifest, await anyio.Path(path).read_bytes())
+    dataset = _pinned(name, found.provider, await anyio.Path(path).read_bytes(), found.record.manifest)
+    if len(dataset.slices) != count:
+        raise ValueError(f"its manifest has {len(dataset.slices)} slices; {count} announced")
+    return dataset
+
+
+def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None) -> PinnedDataset:
+    manifest: Manifest = from_json(Manifest, text)
     empty = [entry.file for entry in manifest.slices if entry.samples == 0]
-    if len(manifest.slices) != count or empty:
-        raise ValueError(
-            f"its manifest has {len(manifest.slices)} slices, {len(empty)} of them empty; {count} announced"
-        )
+    if empty or not manifest.slices:
+        raise ValueError(f"its manifest has {len(manifest.slices)} slices, {len(empty)} of them empty")
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
         known = ", ".join(SLICE_SUFFIXES)
         raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
-    return PinnedDataset(
-        name, found.provider, manifest.slices, found.record.manifest, manifest.format, manifest.columns
-    )
+    return PinnedDataset(name, provider, manifest.slices, digest, manifest.format, manifest.columns)
+
+
+def open_folder(folder: Path, name: str, provider: PeerId, manifest: Path) -> tuple[PinnedDataset, list[Path]]:
+    """Open a dataset in a folder, whose manifest is copied to the file `manifest`; return it and its slices' files.
+
+    Raises:
+        ValueError: its manifest is none, or lists a file that is not there or is of another size.
+        OSError: it cannot be read or copied.
+    """
+    text = (folder / MANIFEST).read_bytes()
+    dataset = _pinned(name, provider, text)
+    files = []
+    for entry in dataset.slices:
+        assert entry is not None  # there is a manifest
+        file = folder / entry.file
+        if PurePath(entry.file).name != entry.file or not file.is_file() or file.stat().st_size != entry.size:
+            raise ValueError(f"its {MANIFEST} lists {entry.file[:200]!r} of {entry.size} bytes, which is not there")
+        files.append(file)
+    manifest.write_bytes(text)
+    return dataset, files

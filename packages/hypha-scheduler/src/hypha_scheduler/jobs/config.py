@@ -6,8 +6,9 @@ strategy has a model of its own for it, a subclass of `JobTable`.
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -20,6 +21,8 @@ from pydantic import (
 from hypha_net.connectors.s3_source import s3_uri
 from hypha_net.node.config.introspection import suggest_key
 from hypha_net.node.config.models import Section
+from hypha_net.redaction import shown_url
+from hypha_proto.datasets import MANIFEST
 from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
@@ -155,12 +158,11 @@ SERVE: Final = (
 """Description of the default of `ArtifactTable.serve`."""
 
 
-class ArtifactTable(Table):
-    """Files of a repository on a hub, of a directory here or that workers share, or packed into one file elsewhere."""
+class SourceTable(Table):
+    """Files of a directory here or that workers share, or packed into one file elsewhere."""
 
-    sources: ClassVar[tuple[str, ...]] = ("repository", "path", "file", "s3", "uri", "dht")
+    sources: ClassVar[tuple[str, ...]] = ("path", "file", "s3", "uri", "dht")
     """Keys of which exactly one is set."""
-    repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     path: Path | None = Field(default=None, description="Local directory, served to the workers by this scheduler.")
     file: Path | None = Field(
         default=None,
@@ -177,6 +179,38 @@ class ArtifactTable(Table):
     dht: Sha256 | None = Field(
         default=None, description="SHA-256 of such an archive, which hypha-data provide announces."
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(getattr(self, key) is not None for key in self.sources) != 1:
+            raise ValueError(f"set one of {', '.join(self.sources)}")
+        if self.file is not None and (not self.file.is_absolute() or ".." in self.file.parts):
+            raise ValueError(f"file: {str(self.file)!r} is not an absolute path without ..: write it as workers see it")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Key of `sources` that is set."""
+        return next(key for key in self.sources if getattr(self, key) is not None)
+
+    @property
+    def remote_uri(self) -> str | None:
+        """URI of the file that `s3`, `uri` or `dht` names."""
+        if self.s3 is not None:
+            return s3_uri(self.s3.bucket, self.s3.key)
+        return self.uri if self.dht is None else f"sha256:{self.dht}"
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of the files at this scheduler, if they are there."""
+        return self.file if self.path is None else self.path
+
+
+class ArtifactTable(SourceTable):
+    """Files of a repository on a hub, or as of `SourceTable`."""
+
+    sources = ("repository", *SourceTable.sources)
+    repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
     filenames: tuple[FileName, ...] = Field(
         default=(),
@@ -194,31 +228,10 @@ class ArtifactTable(Table):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> ArtifactTable:
-        if sum(getattr(self, key) is not None for key in self.sources) != 1:
-            raise ValueError(f"set one of {', '.join(self.sources)}")
-        if self.file is not None and (not self.file.is_absolute() or ".." in self.file.parts):
-            raise ValueError(f"file: {str(self.file)!r} is not an absolute path without ..: write it as workers see it")
+    def _has_use_for_names(self) -> Self:
         if self.remote_uri is not None and self.filenames:
             raise ValueError(f"filenames: the files are those of the archive that {self.source} names: leave it out")
         return self
-
-    @property
-    def source(self) -> str:
-        """Key of `sources` that is set."""
-        return next(key for key in self.sources if getattr(self, key) is not None)
-
-    @property
-    def remote_uri(self) -> str | None:
-        """URI of the file that `s3`, `uri` or `dht` names."""
-        if self.s3 is not None:
-            return s3_uri(self.s3.bucket, self.s3.key)
-        return self.uri if self.dht is None else f"sha256:{self.dht}"
-
-    @property
-    def directory(self) -> Path | None:
-        """Directory of the files at this scheduler, if they are not from a hub."""
-        return self.file if self.path is None else self.path
 
 
 class ModelTable(ArtifactTable):
@@ -296,11 +309,49 @@ def preprocessor_task(model: ModelTable, preprocessor: PreprocessorTable | None)
     return "image" if model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
 
 
-class DatasetTable(Table):
-    """``[.dataset]``."""
+class DatasetTable(SourceTable):
+    """``[.dataset]``: the name of a dataset of data nodes, or where the folder is that hypha-data prepare wrote.
 
-    dataset: str = Field(min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it.")
-    evaluation: str | None = Field(default=None, description="Name of the dataset for evaluation.")
+    This scheduler fetches such a folder and serves its slices.
+    """
+
+    sources = ("dataset", *SourceTable.sources)
+    dataset: str | None = Field(
+        default=None, min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it."
+    )
+    file: Path | None = Field(
+        default=None, description="Directory of a shared file system, which this scheduler reads and serves too."
+    )
+    evaluation: str | None = Field(
+        default=None, description="Name of the dataset for evaluation, as data nodes announce it."
+    )
+
+    @model_validator(mode="after")
+    def _needs_no_signature(self) -> Self:
+        if self.s3 is not None and self.s3.presigned:
+            raise ValueError("s3.presigned: workers get the slices from this scheduler: leave it out")
+        return self
+
+    def name_in(self, job_id: uuid.UUID) -> str:
+        """Return the name by which workers of a job ask for the dataset."""
+        return self.dataset or f"{job_id}/dataset"
+
+    @property
+    def announced(self) -> tuple[str, ...]:
+        """Datasets that data nodes must announce."""
+        return tuple(dict.fromkeys(name for name in (self.dataset, self.evaluation) if name is not None))
+
+    @property
+    def shown(self) -> str:
+        """Name, or where the dataset is, without secrets."""
+        return self.dataset or shown_url(self.remote_uri or str(self.directory))
+
+    def missing_files(self) -> list[str]:
+        """Return what is wrong with the local directory, one line at most."""
+        if self.directory is None or (self.directory / MANIFEST).is_file():
+            return []
+        fault = f"{self.directory} holds no {MANIFEST} at the scheduler; hypha-data prepare writes one"
+        return [f"dataset.{self.source}: {fault}"]
 
 
 def dataset_by_name(value: Any) -> Any:

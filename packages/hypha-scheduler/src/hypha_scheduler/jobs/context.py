@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio.abc
+import anyio.to_thread
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource
-from hypha_proto.datasets import SliceAssigned
+from hypha_proto.datasets import MANIFEST, SliceAssigned
+from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import PinnedDataset, open_dataset
+from hypha_scheduler.datasets.dataset import PinnedDataset, open_dataset, open_folder
 from hypha_scheduler.datasets.providers import Providers
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
     Artifact,
+    ArtifactFile,
     artifact_dataset,
     hub_reference,
     open_preprocessor,
@@ -28,7 +33,7 @@ from hypha_scheduler.jobs.artifacts import (
     open_start_model,
     served_copy,
 )
-from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, DatasetTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
@@ -66,16 +71,37 @@ class RunnerContext:
         """Return whether a data node of an opened dataset is connected."""
         return self._datasets[dataset][1].is_reachable
 
-    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
-        """Find a dataset, store its manifest in a file of that name, and keep track of its data nodes.
+    async def open_dataset(
+        self, source: str | DatasetTable, *, timeout: float, manifest: str = MANIFEST
+    ) -> DatasetView:
+        """Find a dataset by its name, or fetch and serve the one of a table, and store its manifest in a file.
 
         Raises:
-            JobFailedError: no usable data node announced it within `timeout` seconds.
+            JobFailedError: no usable data node announced it within `timeout` seconds, or it cannot be fetched.
         """
-        dataset = await open_dataset(self.endpoint, name, self.directory / manifest, timeout=timeout)
-        providers = Providers(self.endpoint, name, dataset.pinned, dataset.provider)
+        path = self.directory / manifest
+        if isinstance(source, DatasetTable) and source.dataset is None:
+            dataset = await self._serve_dataset(source, path)
+        else:
+            name = source if isinstance(source, str) else str(source.dataset)
+            dataset = await open_dataset(self.endpoint, name, path, timeout=timeout)
+        providers = Providers(self.endpoint, dataset.name, dataset.pinned, dataset.provider)
         self.tasks.start_soon(providers.watch)
-        self._datasets[name] = (dataset, providers)
+        self._datasets[dataset.name] = (dataset, providers)
+        return dataset
+
+    async def _serve_dataset(self, table: DatasetTable, manifest: Path) -> PinnedDataset:
+        folder, name = table.directory, table.name_in(self.job_id)
+        if folder is None:
+            folder = served_copy(self.directory / "dataset")
+            self._served_copies.append(folder)
+            await SourceDownloads(self.endpoint, self.access).fetch("dataset", table, folder)
+        try:
+            dataset, files = await anyio.to_thread.run_sync(open_folder, folder, name, self.scheduler, manifest)
+        except (DecodeError, ValueError, OSError) as error:
+            raise JobFailedError(f"dataset.{table.source}: {table.shown} holds no dataset: {error}") from None
+        slices = (ArtifactFile(file.name, PullSource(file)) for file in files)
+        self._artifacts[name] = Artifact(PeersReference((self.scheduler,), One()), tuple(slices))
         return dataset
 
     async def fetch_output(

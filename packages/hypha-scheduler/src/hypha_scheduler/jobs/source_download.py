@@ -7,6 +7,7 @@ listed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_net import content_directory, transfer
+from hypha_net.backoff import jittered
 from hypha_net.connectors.address_check import Network, is_allowed_address
 from hypha_net.connectors.content import CachedVersion, ContentSource, fetch_content
 from hypha_net.connectors.errors import FetchError, not_allowed, not_found, source_failed
@@ -35,7 +37,7 @@ from hypha_proto.file_archive import ArchiveError, is_archive, unpack_archive
 from hypha_proto.job_spec import UriReference
 from hypha_proto.whole_directory import replace_directory
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.config import ArtifactTable
+from hypha_scheduler.jobs.config import ArtifactTable, SourceTable
 from hypha_scheduler.jobs.source_tables import S3Table
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ RESERVE: Final = 256 * 10**6
 """Bytes of the disk that no download uses."""
 TIMEOUT: Final = 6 * 3600.0
 """Seconds for one download."""
+_LOOKUP_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each further lookup of holders while no gateway answers."""
 
 T = TypeVar("T")
 
@@ -121,7 +125,7 @@ class _DiskStorage:
 
 @dataclass(frozen=True, slots=True)
 class SourceDownloads:
-    """Fetches what tables name by `ArtifactTable.remote_uri`, and tells workers where it is."""
+    """Fetches what tables name by `SourceTable.remote_uri`, and tells workers where it is."""
 
     endpoint: Endpoint
     access: SourceAccess = field(default_factory=SourceAccess)
@@ -144,7 +148,7 @@ class SourceDownloads:
                 raise JobFailedError(f"{key}.{error}") from None
         return UriReference(value=table.remote_uri)
 
-    async def fetch(self, key: str, table: ArtifactTable, folder: Path) -> None:
+    async def fetch(self, key: str, table: SourceTable, folder: Path) -> None:
         """Fetch a table's file to `folder`, which appears when it is complete; an archive is unpacked there.
 
         Raises:
@@ -187,10 +191,7 @@ class SourceDownloads:
 
     async def _fetch_by_sha256(self, digits: str, part: Path) -> None:
         digest = f"sha256:{digits}"
-        try:
-            holders = await content_directory.find_holders(self.endpoint, digits)
-        except NetError as error:
-            raise source_failed(f"{digest}: its holders cannot be looked up: {error}") from error
+        holders = await self._find_holders(digits)
         failures: list[str] = []
         ends = anyio.current_time() + TIMEOUT
         for number, holder in enumerate(holders):
@@ -208,6 +209,17 @@ class SourceDownloads:
         if not failures:
             raise not_found(f"{digest}: no peer announces it: provide it with hypha-data provide FILE")
         raise source_failed(f"{digest}: none of its holders could provide it: {'; '.join(failures)}"[:4000])
+
+    async def _find_holders(self, digits: str) -> Sequence[content_directory.ContentHolder]:
+        """Look up who has content; a scheduler that has just started may not be connected to a gateway yet."""
+        attempts = itertools.count()
+        while True:
+            try:
+                return await content_directory.find_holders(self.endpoint, digits)
+            except NetError as error:
+                if (attempt := next(attempts)) == len(_LOOKUP_DELAYS):
+                    raise source_failed(f"sha256:{digits}: its holders cannot be looked up: {error}") from error
+            await anyio.sleep(jittered(_LOOKUP_DELAYS, attempt))
 
 
 async def presign(access: SourceAccess, table: S3Table) -> str:

@@ -26,7 +26,7 @@ from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import Artifact
-from hypha_scheduler.jobs.config import ArtifactTable, JobTable
+from hypha_scheduler.jobs.config import ArtifactTable, DatasetTable, JobTable
 from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.jobs.task_graph import TaskState
 
@@ -374,11 +374,13 @@ class JobContext(Protocol):
         """Return whether a data node of an opened dataset is connected; tasks wait for one meanwhile."""
         ...
 
-    async def open_dataset(self, name: str, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
-        """Find a dataset, store its manifest in a file of that name, and keep track of the data nodes that provide it.
+    async def open_dataset(
+        self, source: str | DatasetTable, *, timeout: float, manifest: str = "manifest.json"
+    ) -> DatasetView:
+        """Find a dataset by its name, or fetch and serve the one of a table, and store its manifest in a file.
 
         Raises:
-            JobFailedError: no usable data node announced it within `timeout` seconds.
+            JobFailedError: no usable data node announced it within `timeout` seconds, or it cannot be fetched.
         """
         ...
 

@@ -19,7 +19,7 @@ _ANSWER_TIMEOUT: Final = 60.0
 """Seconds for the first answer: the look for datasets takes 8, and the end of a cancelled job 10."""
 TASKS: Final = "tasks"
 """Type of the jobs that may be given as a list of tasks."""
-_TABLES_WITH_PATHS: Final = ("model", "preprocessor")
+_TABLES_WITH_PATHS: Final = ("model", "preprocessor", "dataset")
 _PATHS: Final = ("path", "config")
 
 

@@ -300,11 +300,11 @@ class DilocoJobConfig(JobTable):
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the training data."""
-        return {"hypha.dataset": self.dataset.dataset}
+        return {"hypha.dataset": self.dataset.shown}
 
     def missing_files(self) -> list[str]:
-        """Return what is wrong with the local directories of the model and the preprocessor, one line each."""
-        return missing_files(self.model, self.preprocessor)
+        """Return what is wrong with the local directories of model, preprocessor and dataset, one line each."""
+        return missing_files(self.model, self.preprocessor) + self.dataset.missing_files()
 
     @property
     def token_budget(self) -> float | None:
@@ -314,8 +314,7 @@ class DilocoJobConfig(JobTable):
     @property
     def dataset_names(self) -> tuple[str, ...]:
         """Names of the training and the evaluation data."""
-        names = (self.dataset.dataset, self.dataset.evaluation)
-        return tuple(dict.fromkeys(name for name in names if name is not None))
+        return self.dataset.announced
 
     @property
     def planned_steps(self) -> int | None:

@@ -29,7 +29,7 @@ from hypha_proto.progress import (
 )
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_scheduler.jobs.config import InnerOptimizerTable
+from hypha_scheduler.jobs.config import DatasetTable, InnerOptimizerTable
 from hypha_scheduler.jobs.specs import optimizer_spec, schedule_spec
 from hypha_scheduler.strategies.base import JobContext, PushTarget, SliceToUse
 
@@ -60,7 +60,7 @@ class Training:
         return bool(self.update) and math.isfinite(self.loss)
 
     def spec(
-        self, context: JobContext, executor: str, model: Model, dataset: str, optimizer: InnerOptimizerTable
+        self, context: JobContext, executor: str, model: Model, dataset: DatasetTable, optimizer: InnerOptimizerTable
     ) -> TaskSpec:
         """Return the task: its update goes to this scheduler, and nobody sends outer updates.
 
@@ -68,12 +68,12 @@ class Training:
             context: of the job.
             executor: ``class/name`` of the executor.
             model: the model that it trains.
-            dataset: name of the dataset.
+            dataset: training data of the job.
             optimizer: settings of the job.
         """
         config = TrainConfig(
             model=model,
-            data=SchedulerReference(peer=context.scheduler, dataset=dataset),
+            data=SchedulerReference(peer=context.scheduler, dataset=dataset.name_in(context.job_id)),
             updates=PeersReference(peers=(context.scheduler,), strategy=One()),
             results=PeersReference(peers=(), strategy=All()),
             optimizer=optimizer_spec(optimizer),

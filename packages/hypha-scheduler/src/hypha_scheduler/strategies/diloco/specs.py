@@ -172,7 +172,7 @@ class PlacedJob:
         schedule = schedule_spec(job.inner_optimizer, _steps(job, workers, batch_size))
         return TrainConfig(
             model=model_spec(job.model, self.model),
-            data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.dataset),
+            data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.name_in(self.job_id)),
             updates=PeersReference(peers=(self.server,), strategy=One()),
             results=PeersReference(peers=(self.server,), strategy=All()),
             optimizer=optimizer_spec(job.inner_optimizer),

@@ -126,7 +126,7 @@ async def _open_dataset(
     name = _MANIFEST if restored.began is None else f"new-{_MANIFEST}"
     path = context.directory / name
     timeout = job.resources.allocation_timeout
-    dataset = _check_format(job, await context.open_dataset(job.dataset.dataset, timeout=timeout, manifest=name))
+    dataset = _check_format(job, await context.open_dataset(job.dataset, timeout=timeout, manifest=name))
     digest = await anyio.to_thread.run_sync(_file_digest, path)
     if restored.began is not None:
         await anyio.Path(path).unlink(missing_ok=True)

@@ -225,7 +225,7 @@ class InferenceJobConfig(JobTable):
     @property
     def dataset_names(self) -> tuple[str, ...]:
         """Name of the dataset that is computed."""
-        return (self.dataset.dataset,)
+        return self.dataset.announced
 
     @property
     def copied_columns(self) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ class InferenceJobConfig(JobTable):
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the dataset."""
-        return {"hypha.dataset": self.dataset.dataset}
+        return {"hypha.dataset": self.dataset.shown}
 
     def missing_files(self) -> list[str]:
         """Return what is wrong with the local directories of the model and the preprocessor, one line each."""

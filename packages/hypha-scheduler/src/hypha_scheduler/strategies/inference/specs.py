@@ -41,9 +41,9 @@ def role_request(job: InferenceJobConfig, count: int, minimum: int) -> RoleReque
     return RoleRequest(ROLE, spec, price.bid, price.max, count, minimum, starts_at_minimum=True)
 
 
-def task_spec(job: InferenceJobConfig, model: Reference, preprocessor: Reference | None) -> TaskSpec:
-    """Return the task that every lease runs: it computes slices until there are no more."""
-    resources = [_resource("model", model), TaskResource(name="slices", slices=SlicesSource(job.dataset.dataset))]
+def task_spec(job: InferenceJobConfig, dataset: str, model: Reference, preprocessor: Reference | None) -> TaskSpec:
+    """Return the task that every lease runs: it computes slices of `dataset` until there are no more."""
+    resources = [_resource("model", model), TaskResource(name="slices", slices=SlicesSource(dataset))]
     if preprocessor is not None:
         resources.append(_resource("preprocessor", preprocessor))
     return TaskSpec(executor=job.executor, settings=json.dumps(_settings(job)), resources=tuple(resources), sends=True)

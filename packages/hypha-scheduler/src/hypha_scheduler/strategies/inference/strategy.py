@@ -88,7 +88,7 @@ async def _open_sources(
     """Find the dataset, and copy model and preprocessor to `scratch`, from where they are served."""
     manifest = scratch / MANIFEST
     name = str(manifest.relative_to(context.directory))
-    dataset = await context.open_dataset(job.dataset.dataset, timeout=job.allocation_timeout, manifest=name)
+    dataset = await context.open_dataset(job.dataset, timeout=job.allocation_timeout, manifest=name)
     if faults := dataset_faults(job, dataset):
         raise JobFailedError("\n".join(faults))
     model = await context.prepare_artifact(_pinned(job.model, before), "model", scratch / "model")
@@ -139,7 +139,7 @@ async def _prepare(
     return InferenceData(
         dataset=sources.dataset,
         identity=sources.identity,
-        spec=task_spec(job, sources.model.reference, preprocessor),
+        spec=task_spec(job, sources.dataset.name, sources.model.reference, preprocessor),
         files=files,
         largest_slice=await anyio.to_thread.run_sync(_largest_slice, context.directory / MANIFEST),
         finish=partial(_finish, files, f"{sources.dataset.name}-results", columns),
