@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Final
 
 import anyio.from_thread
 
 from hypha_net.connectors.content import BLOCK, FetchedContent
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import BridgeError, bad_request, is_disk_fault, not_allowed, not_found, peer_failed
+from hypha_worker.file_copy import copy_range
 from hypha_worker.job_storage import MAX_ENTRIES, JobStorage
-
-_KERNEL_BLOCK: Final = 16 << 20
-"""Bytes that the kernel copies before the thread looks whether it is cancelled."""
 
 
 async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
@@ -83,7 +79,7 @@ def copy_local_file(
 ) -> FetchedContent:
     """Copy a file that `AccessPolicy` has resolved, in a worker thread; stop when the caller is cancelled.
 
-    Without `hashed` the kernel copies it, and its digest is empty.
+    Without `hashed` the kernel copies it, or the file system shares its blocks, and the digest is empty.
 
     Raises:
         BridgeError: it cannot be read, or changes meanwhile.
@@ -95,7 +91,8 @@ def copy_local_file(
             before = os.fstat(reader.fileno())
             storage.reserve(target, before.st_size)
             if not hashed:
-                _copy_in_kernel(reader, writer, before.st_size)
+                with suppress(OSError):  # the copy by blocks of what is left tells whose error it is
+                    copy_range(reader.fileno(), writer.fileno(), before.st_size)
             digest = _copy_content(reader, writer, before.st_size, storage, source, target)
             fetched = FetchedContent(writer.tell(), digest if hashed else "")
             after = os.fstat(reader.fileno())
@@ -122,15 +119,6 @@ def _open(source: Path, access: AccessPolicy) -> FileIO:
         raise not_allowed(f"file {str(source)[:200]!r}: {error.strerror}: let the worker's user read it") from None
     except OSError as error:
         raise _read_error(source, error) from error
-
-
-def _copy_in_kernel(reader: FileIO, writer: FileIO, size: int) -> None:
-    """Copy up to `size` bytes, or as many as the kernel can; a copy by blocks of the rest tells whose an error is."""
-    if sys.platform != "linux":
-        return
-    with suppress(OSError):
-        while os.sendfile(writer.fileno(), reader.fileno(), None, min(_KERNEL_BLOCK, size - writer.tell())):
-            anyio.from_thread.check_cancelled()
 
 
 def _copy_content(reader: FileIO, writer: FileIO, size: int, storage: JobStorage, source: Path, target: Path) -> str:
