@@ -378,8 +378,8 @@ class Allocator:
         self._changed = anyio.Event()
 
 
-async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> None:
-    """Release a lease, which cancels the jobs on it. An unreachable worker drops the lease when it expires.
+async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> bool:
+    """Release a lease, which cancels the jobs on it; return whether its worker has answered.
 
     The end of a job, which cancels its background tasks, does not interrupt it.
     """
@@ -387,7 +387,9 @@ async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: st
         with anyio.CancelScope(shield=True):
             await rpc.call(endpoint, peer, RELEASE_LEASE, ReleaseLease(id=lease, reason=reason), timeout=timeout)
     except NetError as error:
-        _log.info("lease %s at %s could not be released and will expire: %s", lease, peer, error)
+        _log.info("lease %s at %s could not be released: %s", lease, peer, error)
+        return False
+    return True
 
 
 async def release_when_back(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str) -> None:

@@ -376,7 +376,11 @@ class LeasePool:
 
     def _drop(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
         self._renewed.drop(lease)
-        self.tasks.start_soon(release, self.endpoint, peer, lease, reason)
+        self.tasks.start_soon(self._release_until_answered, lease, peer, reason)
+
+    async def _release_until_answered(self, lease: uuid.UUID, peer: PeerId, reason: str) -> None:
+        if not await release(self.endpoint, peer, lease, reason):
+            await release_when_back(self.endpoint, peer, lease, reason)
 
     async def leave(self, reason: str) -> None:
         """Renew no lease any more: the workers hold those of running tasks for a while. Release all others."""
