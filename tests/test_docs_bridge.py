@@ -106,7 +106,7 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
             return training.queue.accept(peer, header)
 
         transfer.serve_pushes(worker, accept)
-        await stack.enter_async_context(open_bridge(backend, SocketPlace(socket)))
+        await stack.enter_async_context(open_bridge(backend, SocketPlace(socket), lambda _pid: True))
         transport = httpx.AsyncHTTPTransport(uds=str(socket))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20)

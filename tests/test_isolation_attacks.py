@@ -57,6 +57,20 @@ def report(found):
     pathlib.Path("found.json").write_text(json.dumps(found))
 """
 
+POST: Final = """
+def post(route, value, folder="."):
+    body = json.dumps(value).encode()
+    head = f"POST {route} HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\ncontent-length: {len(body)}"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(20)
+        client.connect(f"/proc/self/fd/{os.open(folder, os.O_PATH)}/bridge.sock")
+        try:
+            client.sendall(f"{head}\\r\\n\\r\\n".encode() + body)
+        except BrokenPipeError:  # it was answered before
+            pass
+        return client.recv(1 << 16)
+"""
+
 
 DISABLED: Final = {"all-layers": [], "no-bubblewrap": ["bubblewrap"]}
 """Layers that the worker's owner disables, as where user namespaces are refused."""
@@ -185,6 +199,22 @@ report([files, [attempt(os.listdir, folder), *(attempt(connect, path) for path i
     assert not (secret.parent / "planted").exists()
     if "bubblewrap" in layers:  # landlock allows what reveals names, and sockets by their path
         assert set(others) <= HELD
+
+
+def test_another_jobs_bridge_takes_no_report(network: TaskNetwork) -> None:
+    """Whatever layers work: the bridge knows by their ids which processes are its job's."""
+    sends = "post('/task/update', {'message': 'own'}); pathlib.Path('victim').touch(); import time; time.sleep(60)"
+    victim = network.submit([task("victim", f"{POST}\n{sends}", reports=False)])
+    wait_until(lambda: victim.events("task_progress"), 60, "the victim's own report")
+    [mark] = worker_folder(network).glob("hypha-*/victim")
+    code = f"{POST}\nreport(attempt(post, '/task/update', {{'message': 'foreign'}}, {str(mark.parent)!r}))"
+    try:
+        answer = found(network.submit([task("liar", code)]), "liar")
+        messages = {event["message"] for event in victim.events("task_progress")}
+    finally:
+        victim.process.kill()
+    assert answer in HELD or ("403" in answer and "foreign-process" in answer)
+    assert messages == {"own"}
 
 
 LINKS: Final = {

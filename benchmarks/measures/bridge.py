@@ -57,7 +57,7 @@ class _Backend:
 
 def _to_bridge(path: Path) -> float:
     async def serve() -> float:
-        async with open_bridge(cast(BridgeBackend, _Backend()), SocketPlace(path)):
+        async with open_bridge(cast(BridgeBackend, _Backend()), SocketPlace(path), lambda _pid: True):
             return await anyio.to_thread.run_sync(_upload, path)
 
     return anyio.run(serve, backend="trio")

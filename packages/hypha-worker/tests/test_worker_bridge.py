@@ -144,7 +144,7 @@ async def open_test_bridge(
         context = make_context(tmp_path, worker, server.peer_id, config, limit=LIMIT, access=access)
         training, backend = make_bridge(context, on_disk_fault)
         path = short / "b.sock"
-        await stack.enter_async_context(open_bridge(backend, SocketPlace(path)))
+        await stack.enter_async_context(open_bridge(backend, SocketPlace(path), lambda _pid: True))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
         )
@@ -631,7 +631,10 @@ def test_a_bridge_whose_clients_are_gone_closes_without_a_pause(short: Path, mon
 
     async def main() -> None:
         path = short / "b.sock"
-        async with open_bridge(cast(Any, None), SocketPlace(path)), await anyio.connect_unix(path) as client:
+        async with (
+            open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True),
+            await anyio.connect_unix(path) as client,
+        ):
             await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
             assert (await client.receive()).startswith(b"HTTP/1.1 404")
 
@@ -667,7 +670,7 @@ def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> N
     async def main() -> None:
         for delay in (0.0, 0.001, 0.01, 0.1):
             with anyio.move_on_after(delay):
-                async with open_bridge(None, SocketPlace(short / "b.sock")):  # type: ignore[arg-type]
+                async with open_bridge(None, SocketPlace(short / "b.sock"), lambda _pid: True):  # type: ignore[arg-type]
                     await anyio.sleep_forever()
 
     anyio.run(main, backend="trio")
@@ -686,7 +689,7 @@ def test_a_connection_is_seen_whatever_number_the_descriptor_has(short: Path, mo
 
     async def main() -> None:
         path = short / "b.sock"
-        async with open_bridge(cast(Any, None), SocketPlace(path)) as bridge:
+        async with open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True) as bridge:
             assert not bridge.was_used()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(path))
@@ -767,7 +770,10 @@ def test_a_server_that_ends_by_itself_ends_the_job(
     async def main() -> None:
         with anyio.fail_after(30):
             path = short / "b.sock"
-            async with open_bridge(cast(Any, None), SocketPlace(path)), await anyio.connect_unix(path):
+            async with (
+                open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True),
+                await anyio.connect_unix(path),
+            ):
                 await anyio.sleep_forever()
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -777,9 +783,32 @@ def test_a_server_that_ends_by_itself_ends_the_job(
     assert "ended while the job was running" in str(error)
 
 
+def test_only_processes_of_the_job_are_answered(short: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def is_own(pid: int) -> bool:
+        asked.append(pid)
+        return len(asked) == 3
+
+    async def main() -> list[bytes]:
+        path, answers = short / "b.sock", []
+        async with open_bridge(cast(Any, None), SocketPlace(path), is_own):
+            for _ in range(3):
+                async with await anyio.connect_unix(path) as client:
+                    await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+                    answers.append(await client.receive())
+        return answers
+
+    *foreign, own = anyio.run(main, backend="trio")
+    assert asked == [os.getpid()] * 3
+    assert all(answer.startswith(b"HTTP/1.1 403") and b"foreign-process" in answer for answer in foreign)
+    assert own.startswith(b"HTTP/1.1 404")
+    assert caplog.text.count("is refused at the bridge of a job that it does not belong to") == 1
+
+
 def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     async def main() -> None:
-        async with open_bridge(None, SocketPlace(tmp_path / ("x" * 120))):  # type: ignore[arg-type]
+        async with open_bridge(None, SocketPlace(tmp_path / ("x" * 120)), lambda _pid: True):  # type: ignore[arg-type]
             pass
 
     with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):

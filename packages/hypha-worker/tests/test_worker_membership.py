@@ -61,7 +61,7 @@ async def open_client(rounds: Rounds) -> AsyncIterator[httpx.AsyncClient]:
         place = SocketPlace(Path(folder) / "bridge.sock")
         transport = httpx.AsyncHTTPTransport(uds=str(place.path))
         async with (
-            open_bridge(rounds.backend, place),
+            open_bridge(rounds.backend, place, lambda _pid: True),
             httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=10) as client,
         ):
             yield client

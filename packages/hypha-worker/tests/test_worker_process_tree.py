@@ -15,7 +15,8 @@ import psutil
 import pytest
 from support.liveness import is_alive
 
-from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, terminate_tree
+from hypha_worker.executors.isolation.stack import ConfinedRun
+from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 LEAVES_ANOTHER = """
@@ -25,6 +26,43 @@ left = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.PIPE)
 left.stdout.readline()
 print(left.pid, flush=True)
 """
+
+NO_LAYERS = ConfinedRun()
+
+
+class KnowsAll(ConfinedRun):
+    """A layer that knows its processes, as a control group does."""
+
+    def pids(self) -> list[int]:
+        return psutil.pids()
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(own_session: bool) -> None:
+    """Also an orphan, if it stays in the session or a layer knows it."""
+    starts_another = LEAVES_ANOTHER.replace("start_new_session=True", f"start_new_session={own_session}")
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            end = "sys.stdin.read()"
+            process = await anyio.open_process([sys.executable, "-c", starts_another + end], start_new_session=True)
+            assert process.stdout is not None
+            assert process.stdin is not None
+            left = int(await process.stdout.receive())
+            try:
+                for pid in (process.pid, left):
+                    assert is_in_run(pid, process.pid, NO_LAYERS)
+                assert not is_in_run(os.getpid(), process.pid, NO_LAYERS)
+                assert not is_in_run(process.pid, left, NO_LAYERS)
+                await process.stdin.aclose()
+                await process.wait()
+                assert is_in_run(left, process.pid, NO_LAYERS) is not own_session
+                assert is_in_run(left, process.pid, KnowsAll())
+            finally:
+                os.kill(left, signal.SIGKILL)
+                await process.aclose()
+
+    anyio.run(main, backend="trio")
 
 
 @pytest.mark.parametrize(("token", "size"), [("t", 0), ("t", 100_000), ("other", 0), ("tt", 0), ("", 0)])

@@ -232,7 +232,7 @@ def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
         with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
             path = Path(folder) / "b.sock"
             async with (
-                open_bridge(rounds.backend, SocketPlace(path)),
+                open_bridge(rounds.backend, SocketPlace(path), lambda _pid: True),
                 httpx.AsyncClient(
                     transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20
                 ) as client,

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hypha_proto.bridge_api import BridgeErrorBody
 from hypha_proto.codec import to_json
+from hypha_worker.bridge.unix_socket import peer_pid
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +50,16 @@ class _Listener:
     asyncio accepts as many at once as its backlog holds, which a process of the job may fill within a moment.
     """
 
-    def __init__(self, listener: socket.socket, make_protocol: Callable[[Callable[[], None]], H11Protocol]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[Callable[[], None]], H11Protocol],
+        is_own: Callable[[int], bool],
+    ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
+        self._is_own = is_own
+        self._has_refused = False
         self._loop = asyncio.get_running_loop()
         self._open = 0
         self._accepting: set[asyncio.Task[Any]] = set()
@@ -79,8 +87,13 @@ class _Listener:
             self._loop.call_later(_ACCEPT_PAUSE, self._start)
             return
         connection.setblocking(False)
+        pid = peer_pid(connection)
+        if pid is not None and not self._is_own(pid):
+            self._log_foreign(pid)
+            _refuse(connection, _FOREIGN)
+            return
         if self._open >= MAX_CONNECTIONS:
-            _refuse(connection)
+            _refuse(connection, _TOO_MANY)
             return
         self._open += 1
         task = self._loop.create_task(self._connect(connection))
@@ -96,14 +109,19 @@ class _Listener:
             if not isinstance(error, OSError):  # else the client has gone
                 raise
 
+    def _log_foreign(self, pid: int) -> None:
+        if not self._has_refused:
+            self._has_refused = True
+            _log.warning("process %d is refused at the bridge of a job that it does not belong to", pid)
+
     def _on_closed(self) -> None:
         self._open -= 1
 
 
-def _refuse(connection: socket.socket) -> None:
-    """Answer that there are too many connections, and close this one. A new connection's buffer holds the answer."""
+def _refuse(connection: socket.socket, answer: bytes) -> None:
+    """Answer and close a connection. A new connection's buffer holds the answer."""
     with connection, suppress(OSError):
-        connection.send(_TOO_MANY)
+        connection.send(answer)
 
 
 def _error_response(status: str, kind: str, detail: str) -> bytes:
@@ -117,6 +135,12 @@ _TOO_MANY: Final = _error_response(
     "too-many-connections",
     f"this job has {MAX_CONNECTIONS} connections to its bridge, the most it may have: close or reuse one",
 )
+_FOREIGN: Final = _error_response(
+    "403 Forbidden",
+    "foreign-process",
+    "this bridge answers only the processes that its executor has started, which are its descendants or in its session "
+    "or control group",
+)
 
 
 class HttpServer(uvicorn.Server):
@@ -126,7 +150,13 @@ class HttpServer(uvicorn.Server):
     would take 0.2 s of every job that uses its bridge.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, is_own: Callable[[int], bool]) -> None:
+        """Make it.
+
+        Args:
+            app: the ASGI application.
+            is_own: returns whether a process, by its id, belongs to the job; others are answered with 403.
+        """
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # at INFO it logs every start and end
         logging.getLogger("uvicorn.error").addFilter(_is_not_shutdown_noise)
         config = uvicorn.Config(
@@ -143,12 +173,13 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._told_to_end: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._is_own = is_own
         self._listeners: list[_Listener] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections at listening sockets."""
         await super().startup(sockets=[])
-        self._listeners = [_Listener(each, self._make_protocol) for each in sockets or ()]
+        self._listeners = [_Listener(each, self._make_protocol, self._is_own) for each in sockets or ()]
 
     def _make_protocol(self, on_closed: Callable[[], None]) -> H11Protocol:
         return _Connection(on_closed, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)

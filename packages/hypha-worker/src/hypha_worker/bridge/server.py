@@ -33,8 +33,12 @@ def preload() -> None:
 
 
 @asynccontextmanager
-async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterator[BridgeServer]:
+async def open_bridge(
+    backend: BridgeBackend, place: SocketPlace, is_own: Callable[[int], bool]
+) -> AsyncIterator[BridgeServer]:
     """Serve `backend` at a Unix socket, which is created now, while the context is open.
+
+    Processes for whose id `is_own` returns False are answered with 403; it is called in the server's thread.
 
     After the context is cancelled, requests are answered with 503 until the executor's process has ended. If the
     server fails to start at the first connection, the context is cancelled and raises `BridgeStartError`.
@@ -44,7 +48,7 @@ async def open_bridge(backend: BridgeBackend, place: SocketPlace) -> AsyncIterat
     """
     with bind_socket(place) as listener:
         async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
-            server = BridgeServer(backend, portal, listener)
+            server = BridgeServer(backend, portal, listener, is_own)
             tasks.start_soon(server.run)
             try:
                 yield server
@@ -58,11 +62,16 @@ class BridgeServer:
     """The HTTP server of one bridge, which begins with the first connection."""
 
     def __init__(
-        self, backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal, listener: socket.socket
+        self,
+        backend: BridgeBackend,
+        portal: anyio.from_thread.BlockingPortal,
+        listener: socket.socket,
+        is_own: Callable[[int], bool],
     ) -> None:
         self._backend = backend
         self._portal = portal
         self._listener = listener
+        self._is_own = is_own
         self._server: HttpServer | None = None
         self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
         self._ended = anyio.Event()
@@ -95,10 +104,16 @@ class BridgeServer:
 
     async def _serve(self) -> None:
         thread = anyio.CapacityLimiter(1)  # of its own: it must not wait for other jobs' threads
-        self._server = await anyio.to_thread.run_sync(_make_server, self._backend, self._portal, limiter=thread)
+        self._server = await anyio.to_thread.run_sync(self._make_server, limiter=thread)
         await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
         if not self._server.should_exit:
             raise BridgeStartError("the job's bridge ended while the job was running")
+
+    def _make_server(self) -> HttpServer:
+        from hypha_worker.bridge.http_server import HttpServer
+        from hypha_worker.bridge.routes import make_app
+
+        return HttpServer(make_app(self._backend, _portal_call(self._portal)), self._is_own)
 
 
 def _has_connection(listener: socket.socket) -> bool:
@@ -106,13 +121,6 @@ def _has_connection(listener: socket.socket) -> bool:
     poll = select.poll()  # unlike `select.select`, it takes descriptors from 1024 on
     poll.register(listener, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _make_server(backend: BridgeBackend, portal: anyio.from_thread.BlockingPortal) -> HttpServer:
-    from hypha_worker.bridge.http_server import HttpServer
-    from hypha_worker.bridge.routes import make_app
-
-    return HttpServer(make_app(backend, _portal_call(portal)))
 
 
 def _portal_call(portal: anyio.from_thread.BlockingPortal) -> Callable[..., Awaitable[Any]]:

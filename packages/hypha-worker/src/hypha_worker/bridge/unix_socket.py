@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from hypha_worker.errors import ExecutionError
 
 SOCKET_NAME: Final = "bridge.sock"
 """Name of the socket, or of the link to it, in the job's folder."""
+_CREDENTIALS: Final = struct.Struct("3i")
+"""``struct ucred`` of unix(7): process, user and group."""
 _BACKLOG: Final = 1024
 """Connections that wait until they are accepted, outside this process; a client that does not block fails above."""
 
@@ -80,6 +84,15 @@ def bind_socket(place: SocketPlace) -> Iterator[socket.socket]:
                     os.unlink(path.name, dir_fd=folder)
     finally:
         os.close(folder)
+
+
+def peer_pid(connection: socket.socket) -> int | None:
+    """Return the process that has connected; 0 outside of this one's namespace, None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
 
 
 def _listen(listener: socket.socket, place: SocketPlace) -> None:

@@ -7,27 +7,20 @@ and its filters of system calls, which all its descendants keep.
 from __future__ import annotations
 
 import re
-import socket
-import struct
-import sys
 from pathlib import Path
 from typing import Final
 
 import anyio.abc
 
-_CREDENTIALS: Final = struct.Struct("3i")
-"""``struct ucred``: process, user and group."""
+from hypha_worker.bridge.unix_socket import peer_pid
+
 _RESTRICTIONS: Final = re.compile(r"^(?:NoNewPrivs|Seccomp|Seccomp_filters):\s*(\d+)", re.MULTILINE)
 
 
 def is_confined(stream: anyio.abc.SocketStream) -> bool:
     """Return whether a client is more confined than this process; False where the system does not say."""
-    if sys.platform != "linux":
-        return False
-    raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
-    credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid = _CREDENTIALS.unpack(credentials)[0]
-    if pid == 0:  # a process outside of this one's namespace of processes, which no process of a job leaves
+    pid = peer_pid(stream.extra(anyio.abc.SocketAttribute.raw_socket))
+    if not pid:  # the system does not say, or it is outside of this one's namespace, which no process of a job leaves
         return False
     try:
         restrictions = _read_restrictions(f"/proc/{pid}/status")

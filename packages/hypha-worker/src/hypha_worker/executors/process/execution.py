@@ -90,7 +90,8 @@ class ProcessExecution(Execution):
     async def run(self) -> None:
         """See `Execution.run`."""
         place = choose_place(self._context.work_dir, self._settings.socket_folder)
-        async with open_bridge(self._backend, place) as bridge, anyio.create_task_group() as tasks:
+        opened = open_bridge(self._backend, place, self._runner.owns)
+        async with opened as bridge, anyio.create_task_group() as tasks:
             if self._training is not None:
                 tasks.start_soon(self._training.run)
             elif self._context.spec.timeout_ms is None:

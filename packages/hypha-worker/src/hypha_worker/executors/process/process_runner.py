@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,7 @@ from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    is_in_run,
     make_token,
     terminate_tree,
 )
@@ -132,6 +134,7 @@ class ProcessRunner:
         self.pid: int | None = None
         """Id of the process, while it runs."""
         self._exit_code: int | None = None
+        self._owns: Callable[[int], bool] = lambda _pid: False
         self._oom_kills = 0
         """Processes that the kernel had ended for want of memory when this one was started."""
 
@@ -139,6 +142,10 @@ class ProcessRunner:
     def trace(self) -> ExecutionTrace:
         """Exit code and last output known so far; a logged error comes first."""
         return ExecutionTrace(self._exit_code, self._output.last_lines(failed=self._exit_code != 0))
+
+    def owns(self, pid: int) -> bool:
+        """Return whether a process belongs to the run; from any thread."""
+        return self._owns(pid)
 
     async def run(self, values: Mapping[str, str], on_start: Callable[[], None] = lambda: None) -> None:
         """Run the command to its end, and end what it left running.
@@ -164,6 +171,7 @@ class ProcessRunner:
         self, confined: ConfinedRun, values: Mapping[str, str], on_start: Callable[[], None]
     ) -> None:
         process = self._start(confined, values)
+        self._owns = partial(is_in_run, leader=process.pid, killer=confined)
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)

@@ -116,6 +116,29 @@ class ProcessTree:
         return killer is not None and await _in_own_thread(killer.kill)
 
 
+def is_in_run(pid: int, leader: int, killer: Killer) -> bool:
+    """Return whether a process is a descendant of a run's leader, in its session, or one that the layers know.
+
+    Not by the token: another job of the same user may read it. The session is the leader's own, and nobody enters it.
+    """
+    each = pid
+    while each > 1 and (status := _read_status(each)) is not None:
+        parent, session = status
+        if leader in (each, session):
+            return True
+        each = parent
+    return pid in (killer.pids() or ())
+
+
+def _read_status(pid: int) -> tuple[int, int] | None:
+    """Return the parent and the session of a process; None if it has ended. See proc_pid_stat(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[3])
+
+
 async def terminate_tree(
     process: Child,
     token: str,
