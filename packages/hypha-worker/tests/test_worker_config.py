@@ -14,7 +14,7 @@ from hypha_net.node.config.loader import Loaded, load_config
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
-from hypha_worker.checks import check_start, check_worker
+from hypha_worker.checks import check_worker
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware.detection import detect
@@ -317,12 +317,16 @@ def test_checks_fail_for_a_missing_executor_and_a_missing_gpu(tmp_path: Path) ->
     assert any(line.startswith("executors[0].cmd: 'no-such-program' is not found") for line in told), told
 
 
-@pytest.mark.parametrize(("module", "state"), [("json", "ok"), ("no_such_module_here", "FAILED")])
-def test_the_start_of_an_executor_imports_its_module(tmp_path: Path, module: str, state: str) -> None:
-    text = LEAST + f'[[executors]]\nclass = "train"\nname = "x"\ncmd = "{sys.executable}"\n'
-    text += f'args = ["-m", "{module}", "--job", "{{JOB_JSON}}"]\n'
-    found = check_start(0, load(tmp_path, text).config.executors[0])
-    assert (found.state, module in found.text) == (state, True), found
+@pytest.mark.parametrize(
+    ("module", "state", "told"),
+    [("json", "ok", "and its check passes"), ("no_such_module", "FAILED", "No module named 'no_such_module'")],
+)
+def test_the_check_of_an_executor_is_run(tmp_path: Path, module: str, state: str, told: str) -> None:
+    text = LEAST.replace('"work"', f'"{tmp_path}/work"')
+    text += f'[[executors]]\nclass = "train"\nname = "x"\ncmd = "{sys.executable}"\n'
+    text += f'check = ["{sys.executable}", "-c", "import {module}"]\n'
+    *_, found = check_worker(load(tmp_path, text).config, live=True)
+    assert (found.state, told in found.text) == (state, True), found
 
 
 def run(*args: str) -> Any:

@@ -195,7 +195,7 @@ def test_commands_at_the_same_time_leave_disk_and_memory_equal(tmp_path: Path, m
 
     async def main() -> None:
         leases, slow = LeaseManager(Capacity(Resources(cpu=1.0))), anyio.Event()
-        commands = PauseCommands(tmp_path, leases)
+        commands = PauseCommands(tmp_path, leases, anyio.lowlevel.checkpoint)
 
         async def run_in_slow_thread(store: Callable[[], None]) -> None:
             store()

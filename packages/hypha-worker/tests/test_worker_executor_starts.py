@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from hypha_net import rpc
+from hypha_net.testing import MemoryNetwork
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
+from hypha_worker.service import open_worker
 
 USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsys.exit(3)\n"
 
@@ -90,14 +95,55 @@ def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: An
     in_lab(case)
 
 
-@pytest.mark.parametrize(("cmd", "is_out"), [("/nowhere/python", True), ("/bin/false", False)])
-def test_of_a_task_only_a_process_that_cannot_be_started_counts(cmd: str, is_out: bool, in_task_lab: Any) -> None:
+def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it(on_site: Any, tmp_path: Path) -> None:
+    wanted = tmp_path / "installed"
+    executor = {"class": "train", "name": "script", "cmd": sys.executable, "check": ["ls", str(wanted)]}
+
+    async def case(site: Any) -> None:
+        peer = site.node.endpoint.peer_id
+        [rejection] = (await why_not(site.lab, peer)).rejections
+        assert rejection.code == "executor"
+        [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
+        assert excluded["reason"].startswith(f"its check (ls {wanted}) failed: ")
+        assert "No such file" in excluded["reason"]
+        wanted.touch()
+        assert (await site.command("resume")).exit_code == 0
+        assert (await why_not(site.lab, peer)).rejections == ()
+
+    server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
+    on_site(case, executors=[executor, server])
+    assert [path.name for path in (tmp_path / "work").glob("hypha-check-*")] == []
+
+
+def test_worker_that_can_offer_no_executor_is_not_ready(tmp_path: Path, make_config: Any) -> None:
+    executor = {"class": "train", "name": "script", "cmd": "no-such-program"}
+
+    async def main() -> str | None:
+        async with (
+            MemoryNetwork().endpoint("worker") as endpoint,
+            open_worker(make_config(tmp_path, executors=[executor]), endpoint) as worker,
+        ):
+            return worker.fault
+
+    assert anyio.run(main, backend="trio") == (
+        "no executor can be offered: train/script: its command 'no-such-program' is not found: install it, or write "
+        "its absolute path in cmd"
+    )
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_of_a_task_only_a_process_that_cannot_be_started_counts(is_out: bool, in_task_lab: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.symlink_to("/bin/false")
+
     async def case(lab: Any, tasks: Any, lease: Any) -> None:
+        if is_out:
+            program.unlink()  # it was there when the worker checked it
         for number in range(MAX_FAILURES):
             tasks.start(lease, f"t{number}", "", executor="shell/python")
             await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
         answer = await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))
         assert any("executor shell/python is out of bids" in each.text for each in answer.rejections) == is_out
 
-    executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": cmd}
+    executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": str(program)}
     in_task_lab(case, executors=[executor])

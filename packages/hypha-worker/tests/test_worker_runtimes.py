@@ -44,7 +44,7 @@ def test_an_unknown_runtime_is_refused_with_the_known_ones(make_config: Any, tmp
     ("name", "job_class", "settings", "told"),
     [
         ("process", "train", ExecutorSettings(), "cmd is missing"),
-        ("parameter-server", "aggregate", ExecutorSettings(args=("x",)), "cmd and args"),
+        ("parameter-server", "aggregate", ExecutorSettings(args=("x",)), "cmd, args and check"),
         ("process", "aggregate", ExecutorSettings("x"), 'set runtime = "parameter-server"'),
         ("parameter-server", "train", ExecutorSettings(), 'set runtime = "process"'),
         ("parameter-server", "inference", ExecutorSettings(), 'of class "inference": set runtime = "process"'),
@@ -85,6 +85,9 @@ class EchoRuntime:
 
     def make_factory(self, _settings: ExecutorSettings, _host: object) -> Any:
         return EchoExecution
+
+    async def find_fault(self, settings: Any, host: Any, work_dir: Path) -> str | None:
+        return None
 
     def preload(self) -> None:
         pass

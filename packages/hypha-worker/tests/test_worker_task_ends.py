@@ -283,14 +283,18 @@ sys.exit(1)
     in_lab(case)
 
 
-def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab) -> None:
+def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.symlink_to("/bin/false")
+
     async def case(lab: Any) -> None:
+        program.unlink()  # it was there when the worker checked it
         await lab.start("")
         end = await lab.scheduler.ended()
         assert end.outcome == "failed"
-        assert "'no-such-program' is not found" in end.reason
+        assert "program' is not found" in end.reason
 
-    executor = {"class": "train", "name": "script", "runtime": "process", "cmd": "no-such-program"}
+    executor = {"class": "train", "name": "script", "runtime": "process", "cmd": str(program)}
     in_lab(case, executors=[executor])
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import shutil
-import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from typing import Final
+from pathlib import Path
+
+import anyio
 
 from hypha_net.node.checks import Check, check_folder, failed, ok, warning
 from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
+from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.executors.isolation.stack import make_stack
+from hypha_worker.executors.runtimes import HostSettings, find_runtime
 from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.hardware.nvml import read_gpus
 
-START_TIMEOUT: Final = 60.0
-"""Seconds in which an executor's module must be imported."""
-
 
 def check_worker(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
-    """Check what only workers have; with `live` also start what the executors import."""
+    """Check what only workers have; with `live` also run the checks of the executors."""
     yield from check_folder("work_dir", config.work_dir)
     yield from check_storage(config)
     if config.cache.path is not None:
@@ -33,7 +30,11 @@ def check_worker(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
         if not executor.is_installed:
             yield failed(not_installed(number, executor))
         elif executor.cmd is not None:
-            yield check_start(number, executor) if live else ok(f"executors[{number}].cmd: {executor.cmd!r} is found")
+            yield (
+                check_start(number, executor, config)
+                if live
+                else ok(f"executors[{number}].cmd: {executor.cmd!r} is found")
+            )
 
 
 def check_storage(config: WorkerConfig) -> Iterator[Check]:
@@ -85,46 +86,20 @@ def check_isolation(config: WorkerConfig) -> Iterator[Check]:
             yield failed(f"isolation.require: {name} does not work here; hypha-worker probe tells why, or remove it")
 
 
-def check_start(number: int, executor: ExecutorSection) -> Check:
-    """Import the module of an executor that is one, ``-m MODULE``; what another command does is not known."""
-    assert executor.cmd is not None
-    what = f"executors[{number}].cmd: {executor.cmd!r}"
-    if "-m" not in executor.args[:-1]:
-        return ok(f"{what} is found; it is not started, as it is no Python module")
-    at = executor.args.index("-m")
-    module = executor.args[at + 1]
-    program = shutil.which(executor.cmd, path=executor.env.get("PATH")) or executor.cmd
-    command = [program, *executor.args[:at], "-c", f"import importlib; importlib.import_module({module!r})"]
-    by_hand = f"run it by hand: {shlex.join(command)}"
-    try:
-        code, lines = _run(command, {**os.environ, **executor.env})
-    except subprocess.TimeoutExpired:
-        return failed(f"{what}: {module} is not imported within {START_TIMEOUT:g} s; {by_hand}")
-    except OSError as error:
-        return failed(f"{what}: cannot be started: {error.strerror or error}; {by_hand}")
-    if code:
-        return failed(f"{what}: {module} cannot be imported (exit code {code}): {''.join(lines[-1:])}; {by_hand}")
-    return ok(f"{what} starts and imports {module}")
-
-
-def _run(command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
-    """Return exit code and last output; at the limit the process and its children are ended."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory(prefix="hypha-doctor-") as folder:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            cwd=folder,
-            start_new_session=True,
+def check_start(number: int, executor: ExecutorSection, config: WorkerConfig) -> Check:
+    """Look for an executor's command in its sandbox, and run its `check` there, as a worker does when it starts."""
+    with tempfile.TemporaryDirectory(prefix="hypha-probe-") as name:
+        folder = Path(name)
+        host = HostSettings(
+            AccessPolicy(),
+            folder,
+            has_devices=False,
+            logs=config.log_folder(),
+            stack=make_stack(folder, config.private_paths(), config.isolation.disable),
         )
-        try:
-            code = process.wait(START_TIMEOUT)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
-        text = output.read().decode(errors="replace")
-    return code, [line.strip()[:200] for line in text.splitlines() if line.strip()]
+        check = find_runtime(executor.runtime).find_fault
+        fault = anyio.run(check, executor.settings, host, folder, backend="trio")
+    what = f"executors[{number}], {executor.kind}"
+    if fault is not None:
+        return failed(f"{what}: {fault}")
+    return ok(f"{what}: {executor.cmd!r} is found in its sandbox{', and its check passes' if executor.check else ''}")

@@ -49,24 +49,32 @@ def example() -> dict[str, Any]:
     arguments = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     train = {"class": "train", "name": "diloco-transformer", "runtime": "process"}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
-    command, *args = _trainer()
+    command, *interpreter = _trainer()
+    module = "hypha.accelerate_executor.training"
     return {
         "work_dir": WORK_DIR,
         "resources": resources,
-        "executors": [{**train, "cmd": command, "args": [*args, *arguments]}, server],
+        "executors": [
+            {
+                **train,
+                "cmd": command,
+                "args": [*interpreter, "-m", module, *arguments],
+                "check": [command, *interpreter, "-c", f"import torch, transformers, {module}"],
+            },
+            server,
+        ],
     }
 
 
 def _trainer() -> list[str]:
-    """Return the training executor's command: from this environment if installed here, else through uv."""
-    module = ["-m", "hypha.accelerate_executor.training"]
+    """Return the training executor's Python: that of this environment if installed here, else through uv."""
     try:
         found = find_spec("hypha.accelerate_executor")
     except ModuleNotFoundError:
         found = None
     if found is not None:
-        return [sys.executable, *module]
-    return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python", *module]
+        return [sys.executable]
+    return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python"]
 
 
 def _examine(config: WorkerConfig | None) -> IsolationExamination:

@@ -218,6 +218,11 @@ class ExecutorSection(Section):
     env: dict[str, str] = Field(
         default={}, description="Environment variables of a process, in addition to those that it gets in any case."
     )
+    check: list[str] = Field(
+        default=[],
+        description="A command and its arguments that runs in the sandbox before the executor is offered, such as "
+        "python -c 'import torch'; if it fails or takes over 120 s, the executor is not offered.",
+    )
     network: bool = Field(
         default=True, description="Whether a process may use the network; it reaches its job bridge in any case."
     )
@@ -248,6 +253,7 @@ class ExecutorSection(Section):
             self.cmd,
             tuple(self.args),
             self.env,
+            tuple(self.check),
             self.network,
             tuple(path.expanduser().absolute() for path in self.readable),
             tuple(path.expanduser().absolute() for path in self.writable),
@@ -431,6 +437,11 @@ class WorkerConfig(NodeConfig):
         if self.cache.path is None or self.cache.max_size is None:
             return None
         return ContentCache(self.cache.path.absolute(), int(self.cache.max_size * GIGABYTE))
+
+    def private_paths(self) -> list[Path]:
+        """Return the files and folders that no job may see."""
+        cache = [] if self.cache.path is None else [self.cache.path]
+        return [path.absolute() for path in (self.work_dir, self.key_pem, *cache)]
 
     def log_folder(self) -> LogFolder:
         """Return where the output of processes is stored."""

@@ -1,14 +1,14 @@
-"""Counts failed starts of an executor, and takes it out of bids when several come in a row.
+"""Whether an executor can start: takes it out of bids when its check fails, or several starts in a row.
 
 The executions of `executors.process` note how their executor has started, `bidding.arbiter` reads whether it may be
-offered, and the owner's ``resume`` brings it back.
+offered, and the owner's ``resume`` lets it be checked again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,17 +18,26 @@ _log = logging.getLogger(__name__)
 
 MAX_FAILURES: Final = 3
 """Failed starts in a row after which an executor is taken out of bids."""
+MAX_REASON: Final = 300
+"""Characters of a reason that are kept."""
 EXCLUSION: Final = 600.0
-"""Seconds for which it is. After that, one further failure takes it out again."""
+"""Seconds for which it is. After that, one further failure takes it out again; a failed check is repeated then."""
+
+
+async def _find_nothing() -> None:
+    return None
 
 
 @dataclass(slots=True)
 class ExecutorStarts:
-    """The latest starts of one executor."""
+    """The check and the latest starts of one executor."""
 
     executor: str
     """Its class and name, ``train/diloco-transformer``."""
     clock: Callable[[], float] = anyio.current_time
+    find_fault: Callable[[], Awaitable[str | None]] = _find_nothing
+    """Checks the executor: returns why it cannot start here, or None."""
+    _fault: str | None = None
     _failures: int = 0
     """Failed starts in a row."""
     _reason: str = ""
@@ -37,14 +46,28 @@ class ExecutorStarts:
     @property
     def exclusion(self) -> str | None:
         """Why the executor is out of bids; None if it is not."""
+        if self._fault is not None:
+            return self._fault
         if not self._failures or self.clock() >= self._excluded_until:
             return None
         return f"it failed {self._failures} times in a row at its start: {self._reason}"
 
+    async def check(self) -> None:
+        """Check the executor, and let it be offered if nothing is found, also after failures."""
+        self.reset()
+        fault = await self.find_fault()
+        self._fault = None if fault is None else fault[:MAX_REASON]
+        if fault is not None:
+            _log.error(
+                "executor %s is not offered: %s; correct it, and run hypha-worker resume or start the worker again",
+                self.executor,
+                self._fault,
+            )
+
     def note_failure(self, reason: str) -> None:
         """Note that the executor could not be started, or ended with an error before it had used its bridge."""
         self._failures += 1
-        self._reason = reason[:200]
+        self._reason = reason[:MAX_REASON]
         if self._failures >= MAX_FAILURES:
             self._excluded_until = self.clock() + EXCLUSION
             _log.error(

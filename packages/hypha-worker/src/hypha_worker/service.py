@@ -58,7 +58,7 @@ from hypha_worker.control.pause import PauseCommands, load_pause
 from hypha_worker.control.server import Command, ControlServer
 from hypha_worker.control.status import StatusCommand, WorkerView
 from hypha_worker.draining import WorkerDrain
-from hypha_worker.executor_starts import ExecutorStarts
+from hypha_worker.executor_starts import EXCLUSION, ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
@@ -95,6 +95,8 @@ GOODBYE_TIMEOUT: Final = 1.0
 _TOPIC_GRACE: Final = 0.5
 """Seconds of them without a status message: a peer announces its subscription a moment after it connected."""
 _TOPIC_POLL: Final = 0.05
+_FAULT_POLL: Final = 0.5
+"""Seconds between looks whether an executor can be offered meanwhile."""
 _LEASES: Final = instrumentation.Level("hypha.worker.leases.active", "{lease}", "Leases, by state.")
 _RENEWALS: Final = instrumentation.Counter(
     "hypha.worker.lease.renewals", "{renewal}", "Renewals that were asked for, by outcome."
@@ -123,7 +125,7 @@ async def serve(config: WorkerConfig, node: Node) -> None:
 
 def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainCommand) -> Mapping[str, Command]:
     """Return what the owner may ask the running worker for."""
-    pause = PauseCommands(config.work_dir, worker.lease_manager, worker.restore_executors)
+    pause = PauseCommands(config.work_dir, worker.lease_manager, worker.check_executors)
     view = WorkerView(
         node.endpoint, worker.lease_manager, worker.draining, worker.history, node.readiness, worker.executor_starts
     )
@@ -136,7 +138,7 @@ async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_drain_after, terminated, config.drain_timeout, worker.draining)
         async with anyio.create_task_group() as starting:
-            starting.start_soon(_become_ready, config, node)
+            starting.start_soon(_become_ready, config, node, worker)
             await worker.draining.requested.wait()
             starting.cancel_scope.cancel()
         node.waiting("draining")
@@ -145,8 +147,11 @@ async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -
     return cancelled
 
 
-async def _become_ready(config: WorkerConfig, node: Node) -> None:
+async def _become_ready(config: WorkerConfig, node: Node, worker: Worker) -> None:
     await _wait_for_topic_peers(node)
+    while (fault := worker.fault) is not None:
+        node.waiting(fault)
+        await anyio.sleep(_FAULT_POLL)
     node.ready()
     await anyio.to_thread.run_sync(_preload, _runtimes(config))
 
@@ -194,7 +199,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
-            starts = {executor.kind: ExecutorStarts(executor.kind) for executor in config.executors}
+            starts = make_starts(config, settings)
             lease_manager.on_held = book.add
             lease_manager.is_paused = await anyio.to_thread.run_sync(load_pause, config.work_dir)
             outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
@@ -216,10 +221,12 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 TaskManager(host, tasks),
                 executor_starts=tuple(starts.values()),
             )
+            await worker.check_executors()
             worker.listen()
             _serve_logs(config, endpoint, logs)
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep, worker.history).run)
             tasks.start_soon(worker.sweep_loop)
+            tasks.start_soon(worker.repeat_failed_checks)
             tasks.start_soon(book.run)
             try:
                 yield worker
@@ -289,11 +296,7 @@ def make_isolation(config: WorkerConfig) -> IsolationStack:
     """
     from hypha_worker.executors.isolation.stack import make_stack
 
-    work_dir = config.work_dir.absolute()
-    private = [work_dir, config.key_pem.absolute()]
-    if config.cache.path is not None:
-        private.append(config.cache.path.absolute())
-    stack = make_stack(work_dir, private=private, disabled=config.isolation.disable)
+    stack = make_stack(config.work_dir.absolute(), config.private_paths(), config.isolation.disable)
     check_required(stack.findings, config.isolation.require)
     is_sandboxed, text = summarize(stack.findings)
     _log.log(logging.INFO if is_sandboxed else logging.WARNING, "%s", text)
@@ -329,6 +332,19 @@ def _starts_by_descriptor(
         for descriptor in executor.descriptors:
             found.setdefault(descriptor, starts[executor.kind])
     return found
+
+
+def make_starts(config: WorkerConfig, host: HostSettings) -> Mapping[str, ExecutorStarts]:
+    """Return what checks and counts the starts of each executor, by ``class/name``; the first of a name counts."""
+    return {
+        executor.kind: ExecutorStarts(
+            executor.kind,
+            find_fault=partial(
+                find_runtime(executor.runtime).find_fault, executor.settings, host, config.work_dir.absolute()
+            ),
+        )
+        for executor in reversed(config.executors)
+    }
 
 
 def make_factories(
@@ -376,10 +392,23 @@ class Worker:
         transfer.serve_pushes(self.endpoint, self.tasks.accept_push)
         transfer.serve_pulls(self.endpoint, self.tasks.resolve_pull)
 
-    def restore_executors(self) -> None:
-        """Offer the executors again that failed at their start."""
-        for starts in self.executor_starts:
-            starts.reset()
+    async def check_executors(self) -> None:
+        """Check all executors; those that can start are offered, also those that have failed at their start."""
+        await _check(self.executor_starts)
+
+    async def repeat_failed_checks(self) -> None:
+        """Check the executors that are not offered again from time to time, until cancelled."""
+        while True:
+            await anyio.sleep(EXCLUSION)
+            await _check([starts for starts in self.executor_starts if starts.exclusion is not None])
+
+    @property
+    def fault(self) -> str | None:
+        """Why none of the executors can be offered; None if one can, or if there are none."""
+        found = [(starts.executor, starts.exclusion) for starts in self.executor_starts]
+        if not found or any(reason is None for _, reason in found):
+            return None
+        return f"no executor can be offered: {'; '.join(f'{executor}: {reason}' for executor, reason in found)}"
 
     async def sweep_loop(self) -> None:
         """Sweep leases regularly, until cancelled."""
@@ -471,6 +500,12 @@ class Worker:
         """Return why this worker would make no offer for a request."""
         received = ReceivedRequest(scheduler, message.request, anyio.current_time())
         return Reasons(rejections=explain_refusal(self.arbiter, self.lease_manager, received))
+
+
+async def _check(executors: Iterable[ExecutorStarts]) -> None:
+    async with anyio.create_task_group() as tasks:
+        for starts in executors:
+            tasks.start_soon(starts.check)
 
 
 def _why_ended(lease: Lease) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,7 @@ class PauseCommands:
 
     work_dir: Path
     leases: LeaseManager
-    on_resume: Callable[[], None] = lambda: None
+    on_resume: Callable[[], Awaitable[None]]
     """Called when the worker is resumed, also if it was not paused."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     """Held while the state on disk and in memory changes, so that commands at the same time leave both equal."""
@@ -73,7 +73,7 @@ class PauseCommands:
     async def resume(self, arguments: Mapping[str, Any], answer: Answer) -> None:
         """See `server.Command`."""
         await self._set(arguments, is_paused=False)
-        self.on_resume()
+        await self.on_resume()
         await answer({"paused": False, "draining": self.leases.is_closed})
 
     async def _set(self, arguments: Mapping[str, Any], *, is_paused: bool) -> None:

@@ -30,6 +30,7 @@ class ExecutorSettings:
     cmd: str | None = None
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    check: tuple[str, ...] = ()
     network: bool = True
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
@@ -71,6 +72,14 @@ class Runtime(Protocol):
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """Return the function that makes an execution of a task by an executor with these settings."""
+        ...
+
+    async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+        """Return why an executor with these settings cannot start on this machine; None if none is found.
+
+        Args:
+            work_dir: an existing folder, in which one for the check is made.
+        """
         ...
 
     def preload(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
     from hypha_worker.tasks.execution import ExecutionFactory
 
@@ -21,8 +23,10 @@ class ParameterServerRuntime:
 
     def check(self, settings: ExecutorSettings) -> None:
         """See `Runtime.check`."""
-        if settings.cmd or settings.args:
-            raise ValueError("cmd and args do not belong to the parameter server, which is built in: remove them")
+        if settings.cmd or settings.args or settings.check:
+            raise ValueError(
+                "cmd, args and check do not belong to the parameter server, which is built in: remove them"
+            )
         if settings.env:
             raise ValueError(
                 f"env ({', '.join(settings.env)}) does not belong to the parameter server, which is built in and "
@@ -39,6 +43,10 @@ class ParameterServerRuntime:
         from hypha_worker.executors.parameter_server.server import ParameterServer
 
         return ParameterServer
+
+    async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+        """See `Runtime.find_fault`: it is built in."""
+        return None
 
     def preload(self) -> None:
         """See `Runtime.preload`."""

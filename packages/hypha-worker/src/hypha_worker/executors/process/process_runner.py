@@ -113,6 +113,8 @@ class ProcessPlace:
     """Cancelled when the process is to end. A cancellation from an outer scope means that the worker shuts down."""
     log_name: str
     """Stands before each of its lines in the worker's log."""
+    what: str = "executor"
+    """What the process is, in logs and errors."""
     attributes: instrumentation.Attributes = field(default_factory=dict)
     """Attributes of its metrics; no other process that runs at the same time has the same."""
     log: RunLog | None = None
@@ -205,8 +207,8 @@ class ProcessRunner:
             how = reason
         elif self._exit_code == -signal.SIGKILL and count_oom_kills() > self._oom_kills:
             how = f"{how}, while this machine ended processes because it had no memory left"
-        what = f"executor {self._settings.cmd} {how}"
-        _log.info("[%s] executor %s", self._place.log_name, how)
+        what = f"{self._place.what} {self._settings.cmd} {how}"
+        _log.info("[%s] %s %s", self._place.log_name, self._place.what, how)
         if self._exit_code == os.EX_IOERR:
             raise WorkReturnedError(self._output.error or what)
         if self._exit_code != 0:
@@ -235,7 +237,7 @@ class ProcessRunner:
             return spawn(launch, self._place.work_dir, self._settings.fork_server)
         except OSError as error:
             kind = ExecutionError if error.errno == errno.E2BIG else ExecutorStartError  # the job may be too large
-            raise kind(f"executor {self._settings.cmd} cannot be started: {error.strerror}") from error
+            raise kind(f"{self._place.what} {self._settings.cmd} cannot be started: {error.strerror}") from error
 
     def _command(self, values: Mapping[str, str]) -> list[str]:
         command = [self._executable(), *(substitute(arg, values) for arg in self._settings.args)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hypha_worker.executors.process.process_runner import ProcessSettings
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
     from hypha_worker.tasks.execution import Execution, ExecutionFactory, TaskContext
@@ -35,6 +37,12 @@ class ProcessRuntime:
             return ProcessExecution(context, process_settings)
 
         return make_execution
+
+    async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+        """See `Runtime.find_fault`."""
+        from hypha_worker.executors.process.start_check import find_fault
+
+        return await find_fault(_process_settings(settings, host), settings.check, work_dir)
 
     def preload(self) -> None:
         """See `Runtime.preload`."""
