@@ -616,7 +616,8 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         )
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()
-        counted = "train: 0 of 1 held; 0 of 9 suitable: 3 gpu (24 of 40 GB), 2 price, 2 busy, 1 draining, 1 newer"
+        causes = "2 busy until leases of other jobs end, 3 gpu (24 of 40 GB), 2 price, 1 draining, 1 newer"
+        counted = f"train: 0 of 1 held; 0 of 9 suitable: {causes}"
         lines = str(caught.value).splitlines()
         assert lines[:2] == ["not enough workers within 12 s: 0 of 1 for train", f"  {counted}"]
         assert [record.getMessage() for record in caplog.records if "suitable" in record.getMessage()] == [

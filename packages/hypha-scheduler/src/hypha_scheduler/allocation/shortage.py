@@ -15,6 +15,8 @@ from hypha_proto.leases import Rejection
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 
+BUSY: Final = "busy"
+"""Code of a worker that has enough, but not of what is free of it."""
 TAKEN: Final = "taken"
 """Code of a peer that already has another role of this job."""
 _UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
@@ -26,13 +28,13 @@ _ORDER: Final = (
     *_UNITS,
     "price",
     "quota",
-    "busy",
+    BUSY,
     DENIED,
     EXCLUDED,
     TAKEN,
 )
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
-_PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", "price", "quota")
+_PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *_UNITS, "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read, and their length in characters."""
@@ -74,12 +76,14 @@ class Shortage:
     """How many leases of the role there are."""
 
     def __str__(self) -> str:
-        ranked = sorted(self.counts.items(), key=lambda entry: (-entry[1], _position(entry[0])))
+        ranked = sorted(self.counts.items(), key=lambda entry: (entry[0] != BUSY, -entry[1], _position(entry[0])))
         causes = ", ".join(f"{count} {code}{self._amount(code)}" for code, count in ranked)
         there = f"{self.leases}; " if self.leases is not None else ""
         return f"{there}{self.suitable} of {self.known} suitable" + (f": {causes}" if causes else "")
 
     def _amount(self, code: str) -> str:
+        if code == BUSY:  # first, since these would let the job run
+            return " until leases of other jobs end"
         if code not in self.largest:
             return ""
         return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {_UNITS[code]})"
@@ -119,17 +123,10 @@ def _most_important(answer: Sequence[Rejection]) -> Rejection | None:
     return min(answer[:_MAX_REASONS], key=lambda entry: _position(entry.code), default=None)
 
 
-def may_become_suitable(answer: Sequence[Rejection], wanted: Resources) -> bool:
-    """Return whether a worker makes no offer because of leases that others may release.
-
-    Reasons with an unknown code count, too; and a resource of which a job asks none, since its default is leased then.
-    """
+def may_become_suitable(answer: Sequence[Rejection]) -> bool:
+    """Return whether a worker makes no offer because of leases that others may release, or for an unknown reason."""
     rejection = _most_important(answer)
-    if rejection is None:
-        return False
-    if rejection.code in _UNITS:
-        return not getattr(wanted, rejection.code)
-    return rejection.code not in _PERMANENT
+    return rejection is not None and rejection.code not in _PERMANENT
 
 
 def _position(code: str) -> int:

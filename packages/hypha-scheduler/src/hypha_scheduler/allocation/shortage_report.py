@@ -147,7 +147,7 @@ class ShortageReport:
             for role_request in self.auction.open_requests:
                 question = WhyNot(request=self.requests[role_request.role])
                 answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_CONTENTION_TIMEOUT)
-                if may_become_suitable(answer.rejections, role_request.spec.resources):
+                if may_become_suitable(answer.rejections):
                     contended.append(peer)
         except UnsupportedProtocolError:
             pass  # a node of another role

@@ -74,12 +74,13 @@ def resource_reasons(
             text = _single_gpu_text(wanted, total, request.spec.executor)
         yield Rejection(code=name, text=text, required=required, available=available)
     leased = [name for name in free.available(sharded=sharded).lacking(wanted) if name not in lacking]
+    defaults = capabilities.exhausted_defaults(wanted, free.resources)
     if policy.strategy == "whole" and not free.resources.covers(capabilities.capacity.resources):
         yield _busy("the machine is offered as a whole only, and a part of it is leased")
     elif leased:
         yield _busy(f"{', '.join(leased)}: this worker has enough, but too much of it is leased")
-    if policy.strategy == "flexible":
-        yield from _default_reasons(capabilities, wanted, free)
+    elif policy.strategy == "flexible" and defaults:
+        yield _busy(f"{', '.join(defaults)}: all of it is leased, and a job that asks for none gets a part here")
 
 
 def _single_gpu_text(wanted: Resources, single: Resources, executors: Sequence[ExecutorDescriptor]) -> str:
@@ -88,13 +89,6 @@ def _single_gpu_text(wanted: Resources, single: Resources, executors: Sequence[E
         f"gpu: {wanted.gpu:g} requested, and the largest GPU of this worker has {single.gpu:g}; it gives several to "
         f"executors with sharded = true only, which distribute a model over them, not to {named or 'others'}"
     )
-
-
-def _default_reasons(capabilities: Capabilities, wanted: Resources, free: Capacity) -> Iterator[Rejection]:
-    for name in capabilities.exhausted_defaults(wanted, free.resources):
-        default = getattr(capabilities.defaults, name)
-        text = f"{name}: none is free, and a job that asks for none gets {default:g} here"
-        yield Rejection(code=name, text=text, required=default, available=0.0)
 
 
 def _busy(text: str) -> Rejection:
