@@ -1,4 +1,4 @@
-"""Checks of certificates, ports and folders, on real files and sockets; and ``doctor``."""
+"""Checks of certificates, ports and folders, on real files and sockets; and ``probe`` of the own node."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def test_a_file_in_place_of_a_folder_fails(tmp_path: Path) -> None:
 
 
 async def serve(_config: NodeConfig, _node: Node) -> None:
-    raise AssertionError("doctor runs no program")
+    raise AssertionError("probe runs no program")
 
 
-def test_doctor_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
+def test_probe_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
     Authority(tmp_path).files("worker")
     main = daemon_cli("hypha-net", NodeConfig, serve, role="worker")
     file = tmp_path / "worker.toml"
@@ -127,7 +127,7 @@ def test_doctor_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         address = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}"
         setting = f'gateway_addresses=["{address}"]'
-        done = CliRunner().invoke(main, ["doctor", "--config", str(file), "--set", setting])
+        done = CliRunner().invoke(main, ["probe", "--config", str(file), "--set", setting])
     assert done.exit_code == 1, done.output
     [line] = [line for line in done.stdout.splitlines() if not line.startswith("ok ")]
     assert line.startswith(f"FAILED   gateway_addresses[0] = '{address}': ")

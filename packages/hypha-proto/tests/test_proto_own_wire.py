@@ -349,6 +349,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
+    (HEALTH_CHECK, Health(healthy=True, time_ms=1_800_000_000_000)),
     (RENEW_LEASE, Renewed(id=ID[1], timeout_ms=10_000)),
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),

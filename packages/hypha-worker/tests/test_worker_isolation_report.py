@@ -82,13 +82,12 @@ def test_without_any_layer_everything_is_open() -> None:
 
 
 def test_the_result_as_json_names_layers_and_aspects() -> None:
-    value = json.loads(json.dumps(IsolationExamination(findings("cgroup"), ["bubblewrap"]).value))
+    value = json.loads(json.dumps(IsolationExamination(findings("cgroup")).value))
     assert value["layers"]["cgroup"] == {"works": True, "detail": "detail of cgroup"}
     assert value["layers"]["bubblewrap"] == {"works": False, "detail": MISSING}
     assert value["aspects"]["resources"]["state"] == "contained"
     assert value["aspects"]["resources"]["layer"] == "cgroup"
     assert value["aspects"]["files"]["layer"] is None
-    assert "bubblewrap does not work here" in value["refusal"]
 
 
 def test_a_required_layer_that_does_not_work_is_refused_with_reason_and_remedy() -> None:
@@ -99,8 +98,6 @@ def test_a_required_layer_that_does_not_work_is_refused_with_reason_and_remedy()
         f"isolation.require: the layer bubblewrap does not work here: {MISSING}. Mend this, or remove "
         '"bubblewrap" from [isolation] require'
     )
-    assert not IsolationExamination(findings("cgroup"), ["bubblewrap"]).passed
-    assert IsolationExamination(findings("cgroup"), ["cgroup"]).passed
 
 
 def test_the_start_s_line_tells_whether_there_is_a_sandbox() -> None:

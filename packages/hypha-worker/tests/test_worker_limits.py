@@ -106,4 +106,3 @@ def test_probe_without_an_address_tells_the_owner_in_five_lines() -> None:
     ]
     value = json.loads(CliRunner().invoke(command, ["probe", "--format", "json"]).stdout)
     assert set(value["layers"]) == set(LAYERS)
-    assert value["refusal"] is None

@@ -25,6 +25,8 @@ class Health(Message, frozen=True):
     """Bytes sent on the network since the node started, headers included."""
     bytes_received: Annotated[U64 | None, OMIT] = None
     """Bytes received since the node started, headers included."""
+    time_ms: Annotated[U64 | None, OMIT] = None
+    """The node's clock, milliseconds since the epoch: only to tell people that a clock is wrong."""
 
 
 HEALTH_CHECK: Final = RpcMethod[HealthRequest, Health](HEALTH, HealthRequest, Health)

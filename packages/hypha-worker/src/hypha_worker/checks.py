@@ -1,4 +1,4 @@
-"""Checks of a worker's folders, GPUs, isolation and executors, for ``run --check`` and ``doctor``."""
+"""Checks of a worker's folders, GPUs, isolation and executors, for ``run --check`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import anyio
 from hypha_net.node.checks import Check, check_folder, failed, ok, warning
 from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
 from hypha_worker.connectors.access_policy import AccessPolicy
+from hypha_worker.executors.isolation.assessment import assess
 from hypha_worker.executors.isolation.stack import make_stack
 from hypha_worker.executors.runtimes import HostSettings, find_runtime
 from hypha_worker.hardware.devices import device_nodes
@@ -25,7 +26,7 @@ def check_worker(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
     if config.cache.path is not None:
         yield from check_folder("cache.path", config.cache.path)
     yield from check_gpus(config)
-    yield from check_isolation(config)
+    yield from check_isolation(config, live=live)
     for number, executor in enumerate(config.executors):
         if not executor.is_installed:
             yield failed(not_installed(number, executor))
@@ -74,11 +75,16 @@ def check_gpus(config: WorkerConfig) -> Iterator[Check]:
         yield ok(f"resources.gpu = {config.resources.gpu:g}: found {len(found)} GPUs with {total:.1f} GB")
 
 
-def check_isolation(config: WorkerConfig) -> Iterator[Check]:
-    """Check that the required layers work; without them a worker does not start."""
-    if not config.isolation.require:
+def check_isolation(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
+    """Check that the required layers work; without them a worker does not start. With `live` tell what stays open."""
+    if not config.isolation.require and not live:
         return
-    findings = dict(make_stack(config.work_dir, disabled=config.isolation.disable).findings)
+    found = make_stack(config.work_dir, disabled=config.isolation.disable).findings
+    if live:
+        for aspect in assess(found):
+            state = ok if aspect.state == "contained" else warning
+            yield state(f"isolation, {aspect.name}: {aspect.state}: {aspect.detail}")
+    findings = dict(found)
     for name in config.isolation.require:
         if findings[name].works:
             yield ok(f"isolation.require: {name} works")

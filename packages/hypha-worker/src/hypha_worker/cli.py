@@ -77,15 +77,12 @@ def _trainer() -> list[str]:
     return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python"]
 
 
-def _examine(config: WorkerConfig | None) -> IsolationExamination:
+def _examine() -> IsolationExamination:
     from hypha_worker.executors.isolation.assessment import IsolationExamination
     from hypha_worker.executors.isolation.stack import make_stack
 
     with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
-        work_dir = Path(folder) if config is None else config.work_dir
-        disabled = () if config is None else config.isolation.disable
-        findings = make_stack(work_dir, disabled=disabled).findings
-    return IsolationExamination(findings, () if config is None else config.isolation.require)
+        return IsolationExamination(make_stack(Path(folder)).findings)
 
 
 def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks of a node's certificates, ports and folders, for ``run --check`` and ``doctor``.
+"""Checks of a node's certificates, ports and folders, for ``run --check`` and ``probe``.
 
 Called by `node.cli` with a valid configuration; each program adds checks of its own.
 A check that fails is a value and not an exception, so that one command tells of all of them.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.descriptors import FEW, descriptor_limit
 
 EXPIRES_SOON: Final = 14 * 86400.0
 """Seconds before the end of a certificate or revocation list from which on a check warns."""
@@ -27,6 +28,8 @@ DISK_FULL: Final = 100 * 10**6
 """Free bytes below which a folder's disk fails its check."""
 DISK_NEARLY_FULL: Final = 10**9
 """Free bytes below which a folder's disk is a warning."""
+MAX_CLOCK_OFFSET: Final = 60.0
+"""Seconds between two clocks from which on a check warns: certificates may be valid for one and not for the other."""
 _MAX_FLIGHTS: Final = 10
 
 State = Literal["ok", "warning", "FAILED"]
@@ -64,6 +67,7 @@ def check_node(config: NodeConfig, role: str) -> Iterator[Check]:
     yield from check_identity(config, role)
     for number, address in enumerate(config.listen_addresses):
         yield check_listen(f"listen_addresses[{number}]", address)
+    yield check_descriptors()
 
 
 def check_identity(config: NodeConfig, role: str) -> Iterator[Check]:
@@ -164,6 +168,15 @@ def _listen_remedy(error: OSError) -> str:
     return "name another address"
 
 
+def check_descriptors() -> Check:
+    """Warn of a low limit of open files; a daemon raises the soft limit to the hard one, which counts."""
+    limit = descriptor_limit()
+    what = f"ulimit -n: {'no limit' if limit is None else limit} of open files and connections"
+    if limit is not None and limit < FEW:
+        return warning(f"{what}, {FEW} are recommended: raise it, as by LimitNOFILE= of the systemd service")
+    return ok(what)
+
+
 def check_folder(key: str, folder: Path, *, disk: bool = True) -> Iterator[Check]:
     """Check that a folder can be written, or be made if it does not exist; it is not made.
 
@@ -239,4 +252,8 @@ async def _check_gateway(config: NodeConfig, what: str, address: str, timeout: f
         return warning(f"{what}: reached, but it is a {answer.role}: name the address of a gateway")
     if not answer.healthy:
         return warning(f"{what}: reached, but not healthy: {answer.reason}; ask its owner")
+    offset = answer.clock_offset or 0.0
+    if abs(offset) > MAX_CLOCK_OFFSET:
+        direction = "ahead of" if offset > 0 else "behind"
+        return warning(f"{what}: reached, but its clock is {abs(offset):.0f} s {direction} this one: set both by NTP")
     return ok(f"{what}: reached, peer {answer.peer_id}, version {answer.version}")

@@ -1,4 +1,4 @@
-"""Command line shared by all daemons: ``run``, ``doctor``, ``init``, ``probe``, ``config show`` and ``schema``.
+"""Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
 
 A program builds its command line from its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
 role="data")``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import version as package_version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -32,15 +33,13 @@ _log = logging.getLogger(__name__)
 
 BAD_USAGE: Final = 2
 UNREACHABLE: Final = 3
-GATEWAY_TIMEOUT: Final = 10.0
-"""Seconds in which `doctor` must have reached a gateway."""
 
 C = TypeVar("C", bound=NodeConfig)
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class Examination(Protocol):
-    """What a program finds out about its own machine, for ``probe`` without an address."""
+    """What a program finds out about its own machine, for ``probe`` without an address and a configuration."""
 
     @property
     def lines(self) -> Sequence[str]:
@@ -52,16 +51,11 @@ class Examination(Protocol):
         """The result as JSON."""
         ...
 
-    @property
-    def passed(self) -> bool:
-        """Whether the machine has what the configuration requires."""
-        ...
 
-
-Examine = Callable[[C | None], Examination]
-"""Examines the machine; gets the configuration if one is named."""
+Examine = Callable[[], Examination]
+"""Examines the machine."""
 RunChecks = Callable[[C, bool], Iterable[Check]]
-"""Yields a program's own checks; with True also those that start something, for ``doctor``."""
+"""Yields a program's own checks; with True also those that start something, for ``probe``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +146,7 @@ def daemon_cli(
     role: str,
     example: Values | None = None,
     expected: tuple[type[Exception], ...] = (),
-    examine: Examine[C] | None = None,
+    examine: Examine | None = None,
     checks: RunChecks[C] | None = None,
     init_file: InitFile | None = None,
 ) -> DaemonGroup:
@@ -165,8 +159,8 @@ def daemon_cli(
         role: role in its health answer; ``gateway`` also makes its endpoint a gateway's.
         example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
         expected: errors of the program that are logged in one line, without traceback.
-        examine: what ``probe`` does without an address; by default it needs one.
-        checks: what ``run --check`` and ``doctor`` check beside what all daemons have.
+        examine: what ``probe`` does without an address and a configuration.
+        checks: what ``run --check`` and ``probe`` check beside what all daemons have.
         init_file: another file that ``init`` can write.
     """
     program = _Program(name, config, serve, role, example or {}, expected, examine, checks, init_file)
@@ -193,7 +187,7 @@ def daemon_cli(
     run = _run(program)
     group.params.extend(_hidden(option) for option in run.params if option.name != "file")
     group.params.append(_no_color())
-    for command in (run, _doctor(program), _init(program), _probe(program), _config(program), _schema(program)):
+    for command in (run, _init(program), _probe(program), _config(program), _schema(program)):
         group.add_command(command)
     return group
 
@@ -224,7 +218,7 @@ class _Program:
     role: str
     example: Values
     expected: tuple[type[Exception], ...]
-    examine: Examine[Any] | None
+    examine: Examine | None
     checks: RunChecks[Any] | None
     init_file: InitFile | None
 
@@ -296,33 +290,6 @@ def _run(program: _Program) -> click.Command:
     return run
 
 
-def _doctor(program: _Program) -> click.Command:
-    @click.command("doctor")
-    @config_option
-    @set_option
-    @format_option
-    def doctor(file: Path | None, settings: tuple[str, ...], form: str) -> None:
-        """Check this machine and the gateways for what the configuration needs: a line each, with the remedy.
-
-        Checks what `run --check` does, and reaches each gateway with this node's certificate. Exit code 1: a check has
-        failed.
-        """
-        configure_logs(level="critical")  # a failure is reported once, as a line
-        loaded, states = program.load(file, settings), set()
-
-        def show(found: Check) -> None:
-            states.add(found.state)
-            click.echo(json.dumps({"state": found.state, "text": found.text}) if form == "json" else str(found))
-
-        for found in program.offline_checks(loaded, live=True):
-            show(found)
-        for found in check_gateways(loaded.config, GATEWAY_TIMEOUT):
-            show(found)
-        click.get_current_context().exit(FAILED if "FAILED" in states else DONE)
-
-    return doctor
-
-
 def _init(program: _Program) -> click.Command:
     other = program.init_file
     defaults = f"{program.role}.toml" + (f"; with --{other.flag}: {other.flag}.toml" if other else "")
@@ -384,21 +351,21 @@ def _example(program: _Program, name: str, *, lan: bool) -> dict[str, Any]:
 
 
 def _probe(program: _Program) -> click.Command:
-    examines = program.examine is not None
+    more = _EXAMINE_HELP if program.examine is not None else ""
 
-    @click.command(
-        "probe",
-        help=_PROBE_HELP + (_EXAMINE_HELP if examines else ""),
-        short_help=_EXAMINE_SHORT_HELP if examines else None,
-    )
-    @click.argument("address", required=program.examine is None)
+    @click.command("probe", short_help=_PROBE_SHORT_HELP, help=_PROBE_HELP + more)
+    @click.argument("address", required=False)
     @config_option
     @set_option
     @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True)
     @format_option
     def probe(address: str | None, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
         if address is None:
-            _examine(program, file, settings, form)
+            if program.examine is not None and not file and not settings:
+                found = program.examine()
+                click.echo(json.dumps(found.value) if form == "json" else "\n".join(found.lines))
+            else:
+                _check_all(program, file, settings, timeout, form)
             return
         answer = _ask(program, address, file, settings, timeout)
         if form == "json":
@@ -413,25 +380,28 @@ def _probe(program: _Program) -> click.Command:
     return probe
 
 
-_PROBE_HELP: Final = """Ask the node at ADDRESS, a multiaddr, for its health and identity.
+_PROBE_SHORT_HELP: Final = "Check this node and its gateways; with ADDRESS, ask that node for its health."
+_PROBE_HELP: Final = """Check what the configuration needs of this machine and network: a line each, with the remedy.
 
-Exit code 0: healthy; 1: not healthy; 3: not reachable."""
-_EXAMINE_SHORT_HELP: Final = "Tell how well this machine contains jobs; with ADDRESS, ask that node for its health."
+Checks what `run --check` does, and reaches each gateway with this node's
+certificate. Exit code 1: a check has failed.
+
+With ADDRESS, a multiaddr, ask the node there for its health and identity. Exit
+code 0: healthy; 1: not healthy; 3: not reachable."""
 _EXAMINE_HELP: Final = """
 
-Without ADDRESS, tell how well this machine contains jobs; with --config, as that
-configuration has it. Exit code 1: it lacks what the configuration requires."""
+Without ADDRESS and --config, tell how well this machine contains jobs."""
 
 
-def _examine(program: _Program, file: Path | None, settings: tuple[str, ...], form: str) -> None:
-    assert program.examine is not None
-    found = program.examine(program.load(file, settings).config if file or settings else None)
-    if form == "json":
-        click.echo(json.dumps(found.value))
-    else:
-        for line in found.lines:
-            click.echo(line)
-    click.get_current_context().exit(DONE if found.passed else FAILED)
+def _check_all(program: _Program, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
+    """Print a line for each check, those that need the network included; exit with 1 if one has failed."""
+    configure_logs(level="critical")  # a failure is reported once, as a line
+    loaded, states = program.load(file, settings), set()
+    offline = program.offline_checks(loaded, live=True)
+    for found in chain(offline, check_gateways(loaded.config, timeout)):
+        states.add(found.state)
+        click.echo(json.dumps({"state": found.state, "text": found.text}) if form == "json" else str(found))
+    click.get_current_context().exit(FAILED if "FAILED" in states else DONE)
 
 
 def _ask(

@@ -14,6 +14,16 @@ _MANY: Final = 1 << 16
 _log = logging.getLogger(__name__)
 
 
+def descriptor_limit() -> int | None:
+    """Return how many files a daemon that is started from here may have open; None if there is no limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of this process to the hard one, and warn if that is low."""
     if sys.platform == "win32":

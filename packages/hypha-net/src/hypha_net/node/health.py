@@ -7,6 +7,7 @@ healthy that has gateways configured and reaches none.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -99,6 +100,7 @@ def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: 
         reason=readiness.reason,
         bytes_sent=traffic.sent,
         bytes_received=traffic.received,
+        time_ms=int(time.time() * 1000),
     )
 
 

@@ -7,6 +7,7 @@ which only the agent version (field 6) is read.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,8 @@ class Probed:
     """UTC, as ``2026-12-31T00:00:00Z``."""
     bytes_sent: int | None
     bytes_received: int | None
+    clock_offset: float | None
+    """Seconds by which its clock is ahead of this one, as exact as the answer was fast; None if it does not tell."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer as a dictionary of plain values."""
@@ -72,7 +75,9 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
         with anyio.fail_after(timeout):
             async with open_endpoint(identity, settings) as endpoint:
                 peer = await endpoint.connect(address, timeout=timeout)
+                asked = time.time()
                 health = await call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=timeout)
+                middle = (asked + time.time()) / 2
                 about = endpoint.connected_peers().get(peer)
                 agent = await _agent(endpoint, peer)
     except TimeoutError:
@@ -88,6 +93,7 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
         certificate_end=None if end is None else datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         bytes_sent=health.bytes_sent,
         bytes_received=health.bytes_received,
+        clock_offset=None if health.time_ms is None else round(health.time_ms / 1000 - middle, 1),
     )
 
 

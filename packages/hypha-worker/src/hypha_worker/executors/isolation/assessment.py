@@ -122,13 +122,11 @@ class IsolationExamination:
     """What ``probe`` without an address prints; implements `hypha_net.node.cli.Examination`."""
 
     findings: Findings
-    required: Sequence[str] = ()
 
     @property
     def lines(self) -> Sequence[str]:
-        """A line for each aspect, and one if a required layer does not work."""
-        aspects = [f"{each.name:<10} {each.state:<10} {each.detail}" for each in assess(self.findings)]
-        return [*aspects, *([] if self.refusal is None else [self.refusal])]
+        """A line for each aspect."""
+        return [f"{each.name:<10} {each.state:<10} {each.detail}" for each in assess(self.findings)]
 
     @property
     def value(self) -> dict[str, Any]:
@@ -138,21 +136,7 @@ class IsolationExamination:
             each.name: {"state": each.state, "layer": each.layer, "detail": each.detail}
             for each in assess(self.findings)
         }
-        return {"aspects": aspects, "layers": layers, "refusal": self.refusal}
-
-    @property
-    def passed(self) -> bool:
-        """Whether all required layers work."""
-        return self.refusal is None
-
-    @property
-    def refusal(self) -> str | None:
-        """Why a worker would not start here, or None."""
-        try:
-            check_required(self.findings, self.required)
-        except IsolationError as error:
-            return str(error)
-        return None
+        return {"aspects": aspects, "layers": layers}
 
 
 def check_required(findings: Findings, required: Iterable[str]) -> None:
