@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from typing import Any
 
 import anyio
@@ -10,9 +11,19 @@ import pytest
 import trio.testing
 
 from hypha_net import rpc
-from hypha_net.node.health import GATEWAY_WARNING, Readiness, gateway_outage, serve_health, watch_gateways
+from hypha_net.node.health import (
+    CALL_INTERVAL,
+    GATEWAY_WARNING,
+    Readiness,
+    call_gateways,
+    gateway_outage,
+    serve_health,
+    watch_gateways,
+)
+from hypha_net.node.twins import Twins
 from hypha_net.testing import MemoryNetwork
-from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.health import HEALTH_CHECK, Caller, Health, HealthRequest
+from hypha_proto.ids import PeerId
 
 FIRST, SECOND = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001"
 OUTAGE = f"no gateway is connected: {FIRST}, {SECOND}"
@@ -74,5 +85,52 @@ def test_a_node_without_configured_gateways_is_healthy_when_its_program_is_ready
         readiness.ready()
         await watch_gateways(node, readiness)
         assert readiness.is_ready
+
+    run(case)
+
+
+def test_of_two_nodes_with_one_certificate_the_later_is_told_while_both_live(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    twins = Twins(lambda: now)
+    peer = PeerId(bytes.fromhex("002408011220") + bytes(32))
+
+    def call(process: int, age: int, at: str) -> str | None:
+        return twins.note(peer, Caller(process=uuid.UUID(int=process), age_ms=age * 1000, address=at))
+
+    assert call(1, 90, "/old") is None
+    now += 5
+    assert call(2, 1, "/new") is None  # it may be the first, started again
+    now += 5
+    assert not caplog.records
+    assert call(1, 100, "/old") is None
+    assert call(2, 6, "/new") == "/old"
+    [record] = caplog.records
+    assert "one at /old, and since later one at /new" in record.getMessage()
+    now += 4 * CALL_INTERVAL
+    assert call(2, 90, "/new") is None
+
+
+def test_a_node_whose_certificate_another_uses_is_not_healthy() -> None:
+    async def case(node: Any, other: Any) -> None:
+        node.gateway_peers = {FIRST: other.peer_id}
+        serve_health(other, Readiness(), role="gateway", version="1")
+        first, second = Readiness(), Readiness()
+        for each in (first, second):
+            each.ready()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call_gateways, node, first)
+            await anyio.sleep(1.0)
+            async with anyio.create_task_group() as later:
+                later.start_soon(call_gateways, node, second)
+                await anyio.sleep(3 * CALL_INTERVAL)
+                assert first.is_ready
+                assert second.reason is not None
+                assert second.reason.startswith(f"another node, at {node.addresses[0]}, uses the same certificate")
+                tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call_gateways, node, second)
+            await anyio.sleep(6 * CALL_INTERVAL)
+            assert second.is_ready
+            tasks.cancel_scope.cancel()
 
     run(case)

@@ -50,6 +50,7 @@ KINDS = [c.request for c in CONVERSATIONS] + [c.response for c in CONVERSATIONS]
 PEERS = st.binary(min_size=32, max_size=32).map(PeerId.from_public_key)
 SINGLES = st.floats(width=32, allow_nan=False)
 SPECIAL = {
+    "address": st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=8),
     "outcome": st.sampled_from(["finished", "failed", "cancelled"]),
     "code": st.from_regex(r"[a-z][a-z-]{0,23}", fullmatch=True),
 }

@@ -45,7 +45,7 @@ from hypha_proto.datasets import (
 )
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.errors import DecodeError, InvalidIdError
-from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
+from hypha_proto.health import HEALTH_CHECK, Caller, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_proto.job_membership import (
@@ -330,6 +330,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (OFFER, OFFERED),
     (RENEW_LEASE, RenewLease(id=ID[1])),
     (HEALTH_CHECK, HealthRequest()),
+    (HEALTH_CHECK, HealthRequest(caller=Caller(process=ID[1], age_ms=5000, address="/ip4/10.0.0.1/tcp/4001"))),
     (REPORT, ProgressRequest(job_id=ID[7], progress=RoundMetrics(round=2, metrics={"loss": 0.25}), lease=ID[1])),
     (REPORT, ProgressRequest(job_id=ID[7], progress=SendingUpdate(), lease=ID[1])),
     (REPORT, ProgressRequest(job_id=ID[7], progress=UpdateMerged(), lease=ID[1])),
@@ -349,7 +350,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
-    (HEALTH_CHECK, Health(healthy=True, time_ms=1_800_000_000_000)),
+    (HEALTH_CHECK, Health(healthy=True, time_ms=1_800_000_000_000, twin="/ip4/10.0.0.2/tcp/4001")),
     (RENEW_LEASE, Renewed(id=ID[1], timeout_ms=10_000)),
     (REPORT, ProgressError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),

@@ -7,7 +7,9 @@ healthy that has gateways configured and reaches none.
 from __future__ import annotations
 
 import logging
+import random
 import time
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+CALL_INTERVAL: Final = 20.0
+"""Seconds between two calls of `call_gateways`, on average."""
+CALL_TIMEOUT: Final = 5.0
 GATEWAY_POLL: Final = 0.1
 """Seconds between looking whether a gateway is connected."""
 GATEWAY_WARNING: Final = 60.0
@@ -32,6 +37,8 @@ class Readiness:
 
     outage: str | None = None
     """Why the network is not reached; None if it is."""
+    twin: str | None = None
+    """Address of an older process with this node's certificate; None if none is known."""
     _program: str | None = "starting"
     """Why the program is not ready; None if it is."""
 
@@ -43,23 +50,39 @@ class Readiness:
     @property
     def reason(self) -> str | None:
         """Why it is not; None if it is."""
-        return self.outage or self._program
+        return self.outage or self._twin_reason or self._program
+
+    @property
+    def _twin_reason(self) -> str | None:
+        if self.twin is None:
+            return None
+        return (
+            f"another node, at {self.twin}, uses the same certificate, and peers reach only one of the two: "
+            "make one for each with hypha-certutil node"
+        )
 
     def ready(self) -> None:
         """Note that the program is ready from now on."""
-        self._set(None, self.outage)
+        self._set(None, self.outage, self.twin)
 
     def waiting(self, reason: str) -> None:
         """Note that the program is not ready from now on, because of `reason`."""
-        self._set(reason, self.outage)
+        self._set(reason, self.outage, self.twin)
 
     def note_network(self, outage: str | None) -> None:
         """Note why the network is not reached from now on, or that it is."""
-        self._set(self._program, outage)
+        self._set(self._program, outage, self.twin)
 
-    def _set(self, program: str | None, network: str | None) -> None:
+    def note_twin(self, address: str | None) -> None:
+        """Note where another process with this node's certificate is, or that there is none."""
+        if address != self.twin:
+            self._set(self._program, self.outage, address)
+            if self._twin_reason is not None:
+                _log.error("%s", self._twin_reason)
+
+    def _set(self, program: str | None, network: str | None, twin: str | None) -> None:
         before = self.reason
-        self._program, self.outage = program, network
+        self._program, self.outage, self.twin = program, network, twin
         if self.reason is None and before is not None:
             _log.info("ready")
         elif self.reason is not None and self.reason != before:
@@ -88,6 +111,30 @@ async def watch_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
         await anyio.sleep(GATEWAY_POLL)
 
 
+async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
+    """Tell the gateways from time to time which process this is, and note the twin that they know, until cancelled."""
+    from hypha_net import rpc
+    from hypha_net.errors import NetError
+    from hypha_proto.health import HEALTH_CHECK, Caller, HealthRequest
+
+    process, began, twin = uuid.uuid4(), anyio.current_time(), None
+    while True:
+        for gateway in {peer for peer in endpoint.gateways().values() if peer is not None}:
+            age = int((anyio.current_time() - began) * 1000)
+            caller = Caller(process=process, age_ms=age, address=next(iter(endpoint.addresses), "unknown")[:256])
+            try:
+                answer = await rpc.call(
+                    endpoint, gateway, HEALTH_CHECK, HealthRequest(caller=caller), timeout=CALL_TIMEOUT
+                )
+            except NetError as error:
+                _log.debug("gateway %s does not answer: %s", gateway, error)
+            else:
+                twin = twin or answer.twin
+        readiness.note_twin(twin)
+        twin = None
+        await anyio.sleep(CALL_INTERVAL * (0.75 + random.random() / 2))
+
+
 def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: str) -> Health:
     """Return the current health."""
     from hypha_proto.health import Health
@@ -106,11 +153,17 @@ def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: 
 
 def serve_health(endpoint: Endpoint, readiness: Readiness, *, role: str, version: str) -> None:
     """Answer the health requests of all peers while the endpoint is open."""
+    from msgspec.structs import replace
+
     from hypha_net import rpc
+    from hypha_net.node.twins import Twins
     from hypha_proto.health import HEALTH_CHECK, HealthRequest
     from hypha_proto.ids import PeerId
 
+    twins = Twins()
+
     async def answer(peer: PeerId, request: HealthRequest) -> Health:
-        return health_now(readiness, endpoint, role=role, version=version)
+        twin = None if request.caller is None else twins.note(peer, request.caller)
+        return replace(health_now(readiness, endpoint, role=role, version=version), twin=twin)
 
     rpc.serve(endpoint, HEALTH_CHECK, answer)

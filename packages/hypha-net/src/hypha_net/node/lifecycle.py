@@ -29,7 +29,7 @@ from hypha_net.errors import NetError, leaf_errors
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.otlp import targets
 from hypha_net.node.descriptors import raise_descriptor_limit
-from hypha_net.node.health import Readiness, gateway_outage, serve_health, watch_gateways
+from hypha_net.node.health import Readiness, call_gateways, gateway_outage, serve_health, watch_gateways
 from hypha_proto.errors import ProtoError
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ class _Run:
                     tasks.start_soon(_measure_peers, endpoint)
                 if self.role != "gateway":
                     tasks.start_soon(watch_gateways, endpoint, readiness)
+                    tasks.start_soon(call_gateways, endpoint, readiness)
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness, self._set_drain))
                 finally:
