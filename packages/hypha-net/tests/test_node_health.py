@@ -26,7 +26,7 @@ from hypha_proto.health import HEALTH_CHECK, Caller, Health, HealthRequest
 from hypha_proto.ids import PeerId
 
 FIRST, SECOND = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001"
-OUTAGE = f"no gateway is connected: {FIRST}, {SECOND}"
+OUTAGE = f"0 of 2 gateways: {FIRST}: connection refused; {SECOND}: not connected yet"
 
 
 def run(case: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_node_without_a_gateway_is_not_healthy_and_warns_every_minute(caplog: 
             await anyio.sleep(1.0)
             return await rpc.call(other, node.peer_id, HEALTH_CHECK, HealthRequest())
 
-        node.gateway_peers = {FIRST: None, SECOND: None}
+        node.gateway_peers, node.gateway_errors = {FIRST: None, SECOND: None}, {FIRST: "connection refused"}
         readiness = Readiness(outage=gateway_outage(node))
         serve_health(node, readiness, role="worker", version="1")
         readiness.ready()

@@ -241,6 +241,10 @@ class Endpoint(Protocol):
         """Return the gateways of the settings by address, each with its peer if it is connected now."""
         ...
 
+    def gateway_failures(self) -> Mapping[str, str]:
+        """Return why the last attempt at a gateway has failed, by the addresses of those that are not connected."""
+        ...
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """Return the connected peers that are known to subscribe to `topic`."""
         ...

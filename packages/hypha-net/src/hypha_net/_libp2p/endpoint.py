@@ -336,6 +336,10 @@ class Libp2pEndpoint:
         """See `Endpoint.gateways`."""
         return {address: self._gateways.connected_at(address) for address in self._settings.gateway_addresses}
 
+    def gateway_failures(self) -> Mapping[str, str]:
+        """See `Endpoint.gateway_failures`."""
+        return self._gateways.failures
+
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`."""
         return self._subscriptions.peers(topic)

@@ -90,11 +90,13 @@ class Readiness:
 
 
 def gateway_outage(endpoint: Endpoint) -> str | None:
-    """Return that none of the configured gateways is connected; None if one is, or if there are none."""
+    """Return that none of the configured gateways is connected, and why; None if one is, or if there are none."""
     gateways = endpoint.gateways()
     if not gateways or any(peer is not None for peer in gateways.values()):
         return None
-    return f"no gateway is connected: {', '.join(gateways)}"
+    failures = endpoint.gateway_failures()
+    why = "; ".join(f"{address}: {failures.get(address, 'not connected yet')}" for address in gateways)
+    return f"0 of {len(gateways)} gateways: {why}"
 
 
 async def watch_gateways(endpoint: Endpoint, readiness: Readiness) -> None:

@@ -203,6 +203,7 @@ class MemoryEndpoint:
         self.role: str | None = None
         """Role named in its certificate; set it before the endpoint is connected."""
         self.gateway_peers: dict[str, PeerId | None] = {}
+        self.gateway_errors: dict[str, str] = {}
         """What `gateways` returns; there are none unless a test sets some."""
         self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
@@ -431,6 +432,10 @@ class MemoryEndpoint:
     def gateways(self) -> Mapping[str, PeerId | None]:
         """See `Endpoint.gateways`."""
         return dict(self.gateway_peers)
+
+    def gateway_failures(self) -> Mapping[str, str]:
+        """See `Endpoint.gateway_failures`."""
+        return self.gateway_errors
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`; all subscribers count as connected here."""

@@ -112,7 +112,7 @@ class ShortageReport:
         found = ", ".join(f"{count.held} of {count.wanted} for {role}" for role, count in counts)
         first = f"not enough workers within {timeout:g} s: {found}"
         if not self.endpoint.topic_peers(WORKER_REQUESTS.name):
-            return f"{first}; no peer subscribes to worker requests: is a gateway connected, and is a worker running?"
+            return f"{first}; no peer subscribes to worker requests: is a worker running?"
         answers = await self._ask()
         lines = [first]
         for shortage in self._count(answers):

@@ -32,6 +32,7 @@ from hypha_net.errors import (
     leaf_errors,
 )
 from hypha_net.message_channel import ChannelError
+from hypha_net.node.health import gateway_outage
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import (
     NO_FREE_SLICE,
@@ -390,7 +391,8 @@ class JobRunner:
                 with self._strategy_scope:
                     await self._run_strategy(result)
             except JobFailedError as error:
-                failure = error
+                outage = gateway_outage(self._endpoint)  # which may be why nobody was found
+                failure = error if outage is None else JobFailedError(f"{error}; {outage}")
             finally:
                 self._closed = True
                 self._effects.close()

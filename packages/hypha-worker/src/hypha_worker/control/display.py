@@ -32,7 +32,9 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _gateway(gateway: Mapping[str, Any]) -> str:
-    return f"{gateway['address']}  {gateway['peer'] or 'not connected'}"
+    return (
+        f"{gateway['address']}  {gateway['peer'] or 'not connected: ' + (gateway['failure'] or 'no attempt has ended')}"
+    )
 
 
 def _lease(lease: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ class StatusCommand:
 
 def describe_worker(view: WorkerView) -> dict[str, Any]:
     """Return the status as JSON values; times are UTC."""
-    leases, now = view.leases, anyio.current_time()
+    leases, now, failures = view.leases, anyio.current_time(), view.endpoint.gateway_failures()
     since_epoch = view.wall_clock() - now
     return {
         "peer_id": str(view.endpoint.peer_id),
@@ -60,7 +60,7 @@ def describe_worker(view: WorkerView) -> dict[str, Any]:
         "ready": view.readiness.is_ready,
         "reason": view.readiness.reason,
         "gateways": [
-            {"address": address, "peer": None if peer is None else str(peer)}
+            {"address": address, "peer": None if peer is None else str(peer), "failure": failures.get(address)}
             for address, peer in view.endpoint.gateways().items()
         ],
         "excluded": [

@@ -55,6 +55,8 @@ class Gateways:
         self._relay = relay
         self._peer_at: dict[str, PeerId] = {}
         """The gateway that was last connected at each address."""
+        self.failures: dict[str, str] = {}
+        """Why the last attempt has failed, by the addresses of the gateways that are not connected."""
         self._outages: dict[str, OutageLogSchedule] = {}
         self._connected = anyio.Event()
         self._retry = anyio.Event()
@@ -102,6 +104,7 @@ class Gateways:
             self._peer_at[address] = peer
             self._connected.set()
             self._connected = anyio.Event()
+            self.failures.pop(address, None)
             outage = self._outages.pop(address, None)
             after = "" if outage is None else f", after {outage.seconds:.0f} s without it"
             _log.info("connected to gateway %s at %s%s", peer, address, after)
@@ -133,6 +136,7 @@ class Gateways:
     def _log_outage(self, address: str, error: Exception, pause: float) -> None:
         refused = isinstance(error, RefusedError)
         reason = str(error).removeprefix(f"{split_peer(address)[0]}: ") or f"no answer within {CONNECT_TIMEOUT:g} s"
+        self.failures[address] = reason
         due = self._outages.setdefault(address, OutageLogSchedule()).is_due("refused" if refused else "silent")
         level = logging.DEBUG if not due else logging.ERROR if refused else logging.WARNING
         _log.log(level, "gateway %s: %s; again in %.1f s", address, reason, pause)
