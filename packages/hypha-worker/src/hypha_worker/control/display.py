@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hypha_net.node.descriptors import FEW
+
 NONE = "none"
 
 
@@ -18,6 +20,8 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"{status['state']}{reason}"
     yield f"peer id   {status['peer_id']}"
     yield f"free      {_amounts(status['free'])}"
+    if status["open_files"] is not None and status["open_files"] < FEW:
+        yield f"warning   {status['open_files']} open files and connections (ulimit -n), {FEW} are recommended"
     for executor in status["excluded"]:
         yield f"excluded  {executor['executor']}: {executor['reason']}"
     yield from _section("gateways", [_gateway(each) for each in status["gateways"]])

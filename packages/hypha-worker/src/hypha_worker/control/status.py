@@ -12,6 +12,7 @@ import anyio
 from msgspec.structs import asdict
 
 from hypha_net.endpoint import Endpoint
+from hypha_net.node.descriptors import descriptor_limit
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
@@ -68,6 +69,7 @@ def describe_worker(view: WorkerView) -> dict[str, Any]:
             for starts in view.starts
             if starts.exclusion is not None
         ],
+        "open_files": descriptor_limit(),
         "free": _amounts(leases.free.resources),
         "leases": [_describe_lease(lease, now) for lease in leases.leases],
         "jobs": [_describe_task(run, since_epoch) for run in view.draining.running],

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MAX_DESCRIPTORS = 64
 """Maximum number of descriptors in a request."""
 _MAX_PACKET = 64
-_FIRST_FREE = 1 << 9
-"""Received descriptors are moved to this number or a higher one, before they get the numbers that the steps name."""
+_FIRST_FREE = 3
+"""Received descriptors are moved to this number, behind the standard streams, or to one above those of the steps."""
 
 
 def main(control: socket.socket, launcher: ModuleType) -> NoReturn:
