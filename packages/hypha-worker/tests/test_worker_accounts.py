@@ -19,7 +19,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_worker.accounts import storage
 from hypha_worker.accounts.book import HELD_INTERVAL, AccountBook
-from hypha_worker.accounts.storage import STALE_AFTER, AccountFiles, LeaseAccount, read_accounts
+from hypha_worker.accounts.storage import STALE_AFTER, AccountFiles, LeaseAccount, earned_since, read_accounts
 from hypha_worker.cli import main
 from hypha_worker.leasing.capacity import Allocation, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
@@ -218,3 +218,11 @@ def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Pat
 )
 def test_periods(text: str, expected: float) -> None:
     assert parse_since(text, 1000.0) == expected
+
+
+def test_earnings_since_a_time_are_the_part_of_each_lease_after_it() -> None:
+    def account(began: float, updated: float, tokens: float) -> LeaseAccount:
+        return LeaseAccount("l", None, "s", began, updated, updated - began, 1.0, tokens, "finished")
+
+    leases = [account(0, 50, 7), account(50, 150, 10), account(120, 130, 3), account(140, 140, 0)]
+    assert earned_since(leases, 100.0) == pytest.approx(5 + 3)

@@ -136,11 +136,14 @@ def test_texts_of_peers_are_escaped_for_a_terminal() -> None:
     request = {"at": "now", "scheduler": "s", "executors": ["\x1b[2J"], "resources": {}, "bid": 1.0, "price": 1.0}
     shown = render_status(
         {"state": "running", "ready": False, "reason": "starting", "peer_id": "p", "free": {}, "excluded": [],
+         "earned_today": 0.5, "open_files": 64,
          "gateways": [], "leases": [], "jobs": [], "requests": [request]}
     )  # fmt: skip
     assert "\\x1b[2J" in shown
     assert "\x1b" not in shown
     assert shown.startswith("running, not ready: starting\n")
+    assert "0.5 tokens earned" in shown
+    assert "64 open files and connections (ulimit -n), 1024 are recommended" in shown
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume"])

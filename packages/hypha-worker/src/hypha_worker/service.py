@@ -129,7 +129,12 @@ def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainComm
     view = WorkerView(
         node.endpoint, worker.lease_manager, worker.draining, worker.history, node.readiness, worker.executor_starts
     )
-    return {"drain": drain.run, "pause": pause.pause, "resume": pause.resume, "status": StatusCommand(view).run}
+    return {
+        "drain": drain.run,
+        "pause": pause.pause,
+        "resume": pause.resume,
+        "status": StatusCommand(view, config.work_dir).run,
+    }
 
 
 async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -> Sequence[TaskRun]:
@@ -336,15 +341,12 @@ def _starts_by_descriptor(
 
 def make_starts(config: WorkerConfig, host: HostSettings) -> Mapping[str, ExecutorStarts]:
     """Return what checks and counts the starts of each executor, by ``class/name``; the first of a name counts."""
-    return {
-        executor.kind: ExecutorStarts(
-            executor.kind,
-            find_fault=partial(
-                find_runtime(executor.runtime).find_fault, executor.settings, host, config.work_dir.absolute()
-            ),
-        )
-        for executor in reversed(config.executors)
-    }
+    made: dict[str, ExecutorStarts] = {}
+    for executor in config.executors:
+        find_fault = find_runtime(executor.runtime).find_fault
+        check = partial(find_fault, executor.settings, host, config.work_dir.absolute())
+        made.setdefault(executor.kind, ExecutorStarts(executor.kind, find_fault=check))
+    return made
 
 
 def make_factories(

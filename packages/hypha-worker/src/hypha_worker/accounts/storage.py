@@ -125,6 +125,16 @@ class AccountFiles:
             os.close(descriptor)
 
 
+def earned_since(accounts: Iterable[LeaseAccount], since: float) -> float:
+    """Return the tokens that leases have earned since a time, seconds since the epoch; evenly over their time."""
+    total = 0.0
+    for account in accounts:
+        time, later = account.updated - account.began, account.updated - max(account.began, since)
+        if later > 0:
+            total += account.tokens * later / time
+    return total
+
+
 def read_accounts(work_dir: Path, now: float) -> list[LeaseAccount]:
     """Return the account of every stored lease, the earliest first.
 

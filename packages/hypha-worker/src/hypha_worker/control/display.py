@@ -20,6 +20,7 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"{status['state']}{reason}"
     yield f"peer id   {status['peer_id']}"
     yield f"free      {_amounts(status['free'])}"
+    yield f"today     {status['earned_today']:.4g} tokens earned"
     if status["open_files"] is not None and status["open_files"] < FEW:
         yield f"warning   {status['open_files']} open files and connections (ulimit -n), {FEW} are recommended"
     for executor in status["excluded"]:

@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 from msgspec.structs import asdict
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.descriptors import descriptor_limit
 from hypha_proto.resources import Resources
+from hypha_worker.accounts.storage import earned_since, read_accounts
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
 from hypha_worker.draining import WorkerDrain
@@ -43,12 +46,17 @@ class StatusCommand:
     """See the module."""
 
     view: WorkerView
+    work_dir: Path
 
     async def run(self, arguments: Mapping[str, Any], answer: Answer) -> None:
         """See `server.Command`."""
         if arguments:
             raise ValueError("status takes no arguments")
-        await answer(describe_worker(self.view))
+        now = self.view.wall_clock()
+        accounts = await anyio.to_thread.run_sync(read_accounts, self.work_dir, now)
+        midnight = datetime.fromtimestamp(now).astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
+        earned = round(earned_since(accounts, midnight.timestamp()), 6)
+        await answer({**describe_worker(self.view), "earned_today": earned})
 
 
 def describe_worker(view: WorkerView) -> dict[str, Any]:
