@@ -167,20 +167,23 @@ def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
     run_scheduler(tmp_path, monkeypatch, strategy, case)
 
 
-def test_a_name_or_a_prefix_that_several_jobs_have_is_ambiguous(
+def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
 
     async def case(lab: Lab) -> None:
         scheduler = Scheduler(lab, runs, max_running=1)
-        ids = [await scheduler.submit("same") for _ in range(2)]
-        with pytest.raises(JobCommandError, match="2 jobs have the name") as caught:
-            await scheduler.command("status", id="same")
-        assert caught.value.code == "ambiguous"
-        assert [entry["job_id"] for entry in caught.value.matches] == ids
+        ids = [await scheduler.submit(name) for name in ("same", "same", "same-again", "other")]
+        for wanted, meant in (("same", ids[:2]), ("sam", ids[:3])):
+            with pytest.raises(JobCommandError, match=f"{len(meant)} jobs have a name or an id that begins") as caught:
+                await scheduler.command("status", id=wanted)
+            assert caught.value.code == "ambiguous"
+            assert [entry["job_id"] for entry in caught.value.matches] == meant
+        for wanted, meant in (("same-", ids[2]), ("oth", ids[3])):
+            assert (await scheduler.command("status", id=wanted))["job"]["job_id"] == meant
         assert (await scheduler.command("status", id=ids[1].upper()))["job"]["job_id"] == ids[1]
-        for unknown in ("other", "", "x" * 300):
+        for unknown in ("Other", "others", "", "x" * 300):
             with pytest.raises(JobCommandError) as caught:
                 await scheduler.command("cancel", id=unknown)
             assert caught.value.code == "unknown"
@@ -280,7 +283,7 @@ def test_programs_submit_follow_and_cancel_jobs(tmp_path: Path, runs: Path, monk
         for follow in (partial(anyio.to_thread.run_sync, follow_plainly), partial(follow_all, client)):
             with pytest.raises(JobFailedError, match="cancelled it"):
                 await follow(second.job_id)
-            with pytest.raises(JobCommandError, match="no job has the name"):
+            with pytest.raises(JobCommandError, match="no job has a name"):
                 await follow("nobody")
         with pytest.raises(JobCommandError, match="has ended"):
             await client.cancel("mine")

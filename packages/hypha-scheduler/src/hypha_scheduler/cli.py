@@ -81,11 +81,11 @@ add_job_commands(main)
 def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool) -> None:
     """Continue JOB, which was interrupted, cancelled, or has failed.
 
-    JOB is the job's directory, its name, or the beginning of its id under output_dir. The scheduler of the --config
-    file runs it, if it is running; otherwise this command runs it itself. The job is the one that its journal has
-    accepted. Its secrets come from the job in the --config file, which must be the same but for its name and resources.
-    Exit codes: 0 the job finished (with --detach: was accepted), 1 it failed, 2 it cannot be resumed; then nothing was
-    written; 3 the running scheduler was stopped before the job had ended.
+    JOB is the job's directory, its name, or the beginning of its name or id under output_dir. The scheduler of the
+    --config file runs it, if it is running; otherwise this command runs it itself. The job is the one that its journal
+    has accepted. Its secrets come from the job in the --config file, which must be the same but for its name and
+    resources. Exit codes: 0 the job finished (with --detach: was accepted), 1 it failed, 2 it cannot be resumed; then
+    nothing was written; 3 the running scheduler was stopped before the job had ended.
     """
     from hypha_scheduler.cli_jobs import find_directory
     from hypha_scheduler.submission.resumption import ResumeError, find_resumable

@@ -215,7 +215,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 @_socket_option
 @_format_option
 def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
-    """Show the state of JOB, which is a job's name or the beginning of its id.
+    """Show the state of JOB, which is a job's name, or the beginning of its name or id.
 
     Exit codes: 0, 2 no job or several are called so, 3 no scheduler is running there.
     """
@@ -251,9 +251,9 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
 def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: str) -> None:
     """Show what has happened in JOB so far, and follow it to its end.
 
-    JOB is a job's name or the beginning of its id. Exit codes: 0 the job finished, 1 it failed or was cancelled, 2 no
-    job or several are called so, 3 no scheduler is running there, or it was stopped before the job had ended, 130
-    Ctrl-C, after which the job goes on.
+    JOB is a job's name, or the beginning of its name or id. Exit codes: 0 the job finished, 1 it failed or was
+    cancelled, 2 no job or several are called so, 3 no scheduler is running there, or it was stopped before the job had
+    ended, 130 Ctrl-C, after which the job goes on.
     """
     from hypha_scheduler.submission.client import attach_job
 
@@ -287,7 +287,7 @@ def logs(
 ) -> None:
     """Show what the executors of JOB have printed: of each worker the last MiB, without secrets.
 
-    JOB is a job's name or the beginning of its id. Workers keep the logs of jobs that have ended for a while, too. Exit
+    JOB is a job's name, or the beginning of its name or id. Workers keep the logs of jobs that have ended, too. Exit
     codes: 0, 1 no worker could be asked, 2 no job or several are called so or it has no such worker, 3 no scheduler is
     running there, 130 Ctrl-C.
     """
@@ -340,7 +340,7 @@ def _report(failures: Mapping[str, str], reported: dict[str, str]) -> None:
 @config_option
 @_socket_option
 def cancel(job: str, file: Path | None, socket: Path | None) -> None:
-    """End JOB, which is a job's name or the beginning of its id: it waits, or its executors are stopped.
+    """End JOB, which is a job's name, or the beginning of its name or id: it waits, or its executors are stopped.
 
     What it has written so far stays, its last model included. Exit codes: 0 it has ended and its leases are released,
     1 it had ended before or does not end in time, 2 no job or several are called so, 3 no scheduler is running there.
@@ -378,7 +378,7 @@ def accounts(file: Path | None, socket: Path | None, since: str | None, form: st
 
 
 def find_directory(wanted: str, runs: Path) -> Path:
-    """Return the directory of a job that is named by it, by the job's name, or by the beginning of its id.
+    """Return the directory of a job that is named by it, by the job's name, or by the beginning of its name or id.
 
     Raises:
         click.UsageError: there is none, or there are several.

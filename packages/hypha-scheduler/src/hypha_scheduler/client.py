@@ -113,7 +113,7 @@ class Client:
         """Yield the events of a job, first those so far, until it has ended.
 
         Args:
-            job: its id, the beginning of its id, or its name.
+            job: its name, or the beginning of its name or id.
 
         Raises:
             JobFailedError: it failed or was cancelled.

@@ -85,10 +85,10 @@ def _ended_jobs(runs: Path, active: Iterable[str]) -> Iterator[JobEntry]:
 
 
 def find_jobs(runs: Path, active: Mapping[str, JobEntry], wanted: str) -> list[JobEntry]:
-    """Return the jobs that `wanted` names: by their name, or by the beginning of their id, in any case of its letters.
+    """Return the jobs that `wanted` names: by their name, or by the beginning of their name or id.
 
-    A complete id names one job, whatever the names of others are. Of those that have ended, the newest `MAX_JOBS` are
-    found by their name.
+    A complete id, in any case of its letters, names one job, whatever the names of others are; a complete name stands
+    for no longer name. Of those that have ended, the newest `MAX_JOBS` are found by their name.
     """
     prefix = wanted.lower()
     exact = active.get(prefix) or (read_entry(runs / prefix) if _is_job_id(prefix) else None)
@@ -99,11 +99,12 @@ def find_jobs(runs: Path, active: Mapping[str, JobEntry], wanted: str) -> list[J
         if number < MAX_JOBS or directory.name.startswith(prefix):
             entry = read_entry(directory)
             found += [] if entry is None or not _matches(entry, wanted, prefix) else [entry]
-    return found
+    is_name = any(entry.name == wanted for entry in found)
+    return [entry for entry in found if not is_name or entry.name == wanted or entry.job_id.startswith(prefix)]
 
 
 def _matches(entry: JobEntry, wanted: str, prefix: str) -> bool:
-    return entry.name == wanted or (bool(prefix) and entry.job_id.startswith(prefix))
+    return bool(prefix) and ((entry.name or "").startswith(wanted) or entry.job_id.startswith(prefix))
 
 
 def _is_job_id(name: str) -> bool:

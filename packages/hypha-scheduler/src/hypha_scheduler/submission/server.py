@@ -6,7 +6,7 @@ Each connection carries one request, a JSON object, which is answered by JSON li
   it ended. Without ``wait`` it fails if workers are missing.
 - ``{"resume": directory, "job": {…}}`` continues an interrupted one; the answers are the same.
 - ``{"command": "jobs", "all": true}``, and ``status``, ``attach``, ``cancel`` and ``logs`` with the ``id`` of a job:
-  its name, or the beginning of its id.
+  its name, or the beginning of its name or id.
 
 Closing the connection does not stop a job. Called by `service`.
 """
@@ -433,13 +433,15 @@ class SubmissionServer:
             JobLookupError: there is none, or there are several.
         """
         if not wanted or len(wanted) > _MAX_ID:
-            raise JobLookupError(f"id: give the name of a job, or the beginning of its id, not {wanted[:_MAX_ID]!r}")
+            raise JobLookupError(
+                f"id: give the name of a job, or the beginning of its name or id, not {wanted[:_MAX_ID]!r}"
+            )
         find = partial(find_jobs, self.runs.absolute(), self._active_entries(), wanted)
         found = await anyio.to_thread.run_sync(find)
         if not found:
-            raise JobLookupError(f"no job has the name, or an id that begins with, {wanted!r}; `jobs --all` lists all")
+            raise JobLookupError(f"no job has a name or an id that begins with {wanted!r}; `jobs --all` lists all")
         if len(found) > 1:
-            raise JobLookupError(f"{len(found)} jobs have the name, or an id that begins with, {wanted!r}", found)
+            raise JobLookupError(f"{len(found)} jobs have a name or an id that begins with {wanted!r}", found)
         [entry] = found
         if entry.state in ACTIVE and self.jobs.get(uuid.UUID(entry.job_id)) is None:  # it has ended meanwhile
             return await anyio.to_thread.run_sync(read_entry, Path(entry.directory)) or entry
