@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from support.inference_simulation import FakeDataset
 
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
-from hypha_scheduler.strategies.inference.specs import dataset_faults, result_columns
+from hypha_scheduler.strategies.inference.specs import result_columns
 from hypha_scheduler.strategies.template import columns_of
 from hypha_scheduler.submission.validation import validate_job
 
@@ -136,7 +136,7 @@ def test_tensors_can_be_classified_and_their_columns_repeated() -> None:
     job = InferenceJobConfig.model_validate(
         CLASSIFY | {"results": {"columns": ["labels", "weight", "pixel_values", "scores"]}}
     )
-    assert dataset_faults(job, dataset) == []
+    assert job.dataset_faults(dataset) == []
     assert result_columns(job, dataset) == {
         "slice": "integer", "row": "integer", "error": "object", "label": "integer", "score": "number",
         "labels": "integer", "weight": "number", "pixel_values": "list", "scores": "list",
@@ -145,7 +145,7 @@ def test_tensors_can_be_classified_and_their_columns_repeated() -> None:
 
 def test_columns_of_a_dataset_that_states_none_are_not_checked() -> None:
     job = InferenceJobConfig.model_validate(GENERATE | {"results": {"columns": ["anything"]}})
-    assert dataset_faults(job, FakeDataset((4,), columns=None)) == []
+    assert job.dataset_faults(FakeDataset((4,), columns=None)) == []
 
 
 def test_requirements_and_executors_are_those_of_the_job() -> None:

@@ -386,7 +386,8 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None
     entries = tuple(SliceEntry(file=f"{n}", samples=SLICE_SAMPLES, size=1, digest=digest) for n in range(SLICES))
     manifests = {name: tmp / f"served-{name}.json" for name in ("digits", "held-out")}
     for name, path in manifests.items():
-        manifest = Manifest(dataset=name, slices=entries, format=form, columns={"a": "text", "c": "text"})
+        columns = dict.fromkeys(("a", "c", "pixel_values", "labels"), "text")
+        manifest = Manifest(dataset=name, slices=entries, format=form, columns=columns)
         path.write_bytes(to_json(Manifest, manifest))
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,24 @@ from typing import Any
 import anyio
 import pytest
 from click.testing import CliRunner
+from support.diloco_simulation import FakeDataset
+from support.waiting import run
 
-from hypha_net import rpc
+from hypha_net import rpc, transfer
 from hypha_net.dataset_directory import announce_dataset
 from hypha_net.testing import MemoryNetwork, simulate
+from hypha_proto.codec import to_json
 from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
-from hypha_proto.datasets import DatasetRecord
+from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest
 from hypha_scheduler.cli import main
+from hypha_scheduler.jobs.config import Requirement
 from hypha_scheduler.jobs.events import EventFile, printable
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.catalog import find_jobs, list_jobs
-from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, UnknownDatasetError, check_datasets
+from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, UnusableDatasetError, check_datasets
 from hypha_scheduler.submission.job_view import JobView, readable_seconds
 
 PEER, SERVER = "12D3KooWworker", "12D3KooWserver"
@@ -181,7 +187,7 @@ def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
     async def case() -> None:
         async with MemoryNetwork(seed=1).endpoint("scheduler") as endpoint:
             began = anyio.current_time()
-            with pytest.raises(UnknownDatasetError, match=r"'mnits': no data node announces it; correct the name"):
+            with pytest.raises(UnusableDatasetError, match=r"'mnits': no data node announces it; correct the name"):
                 await check_datasets(endpoint, job)
             assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
@@ -204,11 +210,68 @@ def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lists() -
             rpc.serve(gateway, LIST_DATASETS, answer)
             endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
             began = anyio.current_time()
-            with pytest.raises(UnknownDatasetError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
+            with pytest.raises(UnusableDatasetError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
                 await check_datasets(endpoint, job)
             assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
     simulate(case, seed=1)
+
+
+def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) -> None:
+    model = {"repository": "a/b", "type": "causal-lm"}
+    table = {"dataset": "digits", "model": model, "inner_optimizer": {"learning_rate": 1}}
+    job = DilocoJobConfig.model_validate(table)
+    entry = SliceEntry(file="a", samples=1, size=1, digest=f"blake3:{'0' * 64}")
+    columns = {"pixel_values": "float32[8,8]", "labels": "int64"}
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=(entry,), columns=columns)))
+
+    async def case() -> None:
+        network = MemoryNetwork(seed=1)
+        async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
+
+            async def give_manifest(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+                return transfer.PullSource(manifest)
+
+            transfer.serve_pulls(data, give_manifest)
+            await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
+            with pytest.raises(UnusableDatasetError, match=r"has no column 'input_ids'; it has pixel_values, labels;"):
+                await check_datasets(endpoint, job)
+
+    run(case)  # a file is sent in a thread, for which a virtual clock would not wait
+
+
+TEXT, IMAGE = {"type": "tokenizer", "path": "t"}, {"type": "image", "path": "t"}
+
+
+@pytest.mark.parametrize(
+    ("model", "preprocessor", "columns", "lacking"),
+    [
+        ({"type": "causal-lm"}, None, "input_ids", ()),
+        ({"type": "causal-lm"}, None, "text", ("input_ids",)),
+        ({"type": "causal-lm"}, TEXT, "text", ()),
+        ({"type": "causal-lm"}, TEXT, "body", ("text",)),
+        ({"type": "causal-lm"}, TEXT | {"input_names": ["body"]}, "body", ()),
+        ({"type": "sequence-classification"}, TEXT, "text", ("labels",)),
+        ({"type": "seq2-seq-lm"}, TEXT | {"input_names": ["a", "b", "c"]}, "a b c", ()),  # the third makes labels
+        ({"type": "vision-classification"}, None, "image", ("pixel_values", "labels")),
+        ({"type": "vision-classification"}, IMAGE, "image labels", ()),
+        ({"type": "vision-classification", "input_names": ["x", "y"]}, None, "x", ("y",)),
+        ({"type": "torch", "input_names": ["x", "y"]}, None, "x", ()),  # y may have a default
+        ({"type": "torch", "input_names": ["x", "y"]}, None, "y", ("x",)),
+        ({"type": "audio-classification"}, None, "input_values", ()),  # depends on the architecture
+    ],
+)
+def test_lacking_columns_of_training_data_are_named(
+    model: dict[str, Any], preprocessor: dict[str, Any] | None, columns: str, lacking: tuple[str, ...]
+) -> None:
+    tables = {"dataset": "d", "model": {"path": "m"} | model, "inner_optimizer": {"learning_rate": 1}}
+    job = DilocoJobConfig.model_validate(tables | ({} if preprocessor is None else {"preprocessor": preprocessor}))
+    faults = job.dataset_faults(FakeDataset(columns=dict.fromkeys(columns.split(), "uint8")))
+    assert [re.findall(r"has no column '(\w+)'", fault) for fault in faults] == [[name] for name in lacking]
+    assert job.dataset_faults(FakeDataset(columns=None)) == []
+    resources = job.resources.model_copy(update={"worker": (Requirement(kind="of-mine"),)})
+    assert job.model_copy(update={"resources": resources}).dataset_faults(FakeDataset(columns={})) == []
 
 
 def test_a_dataset_that_is_announced_meanwhile_is_accepted() -> None:

@@ -6,6 +6,7 @@ process as JSON. Fields marked `OMIT` are left out when None, and peers that do 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, get_args
 
 from hypha_proto.ids import PeerId
@@ -24,7 +25,15 @@ TASKS: Final = (
 )  # fmt: skip
 """Model tasks in kebab-case; each selects the transformers Auto class of that name (`torch`: a plain module)."""
 
-PREPROCESSOR_TASKS: Final = ("auto", "tokenizer", "feature", "image", "video")
+PREPROCESSOR_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": (),
+    "tokenizer": ("text",),
+    "feature": ("audio",),
+    "image": ("image",),
+    "video": ("video",),
+}
+"""Tensors of a slice that each kind of preprocessor takes if the job names none."""
+PREPROCESSOR_TASKS: Final = tuple(PREPROCESSOR_INPUTS)
 """Kinds of preprocessors."""
 
 

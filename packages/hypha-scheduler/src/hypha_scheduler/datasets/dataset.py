@@ -7,10 +7,10 @@ Called by `jobs.context` at the start of a job. Afterwards `strategies.diloco.sl
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Final, Protocol
 
 import anyio
 
@@ -31,6 +31,39 @@ MAX_SLICES: Final = 10_000_000
 MAX_MANIFEST: Final = 256 << 20
 _PAUSE: Final = 0.25
 _MANIFEST_TIMEOUT: Final = 120.0
+
+
+class DatasetView(Protocol):
+    """A dataset that the job uses, pinned to one manifest."""
+
+    @property
+    def name(self) -> str:
+        """Name, as data nodes announce it."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[int | None]:
+        """Number of samples of each slice; None where unknown."""
+        ...
+
+    @property
+    def provider(self) -> PeerId:
+        """Data node that sent the manifest."""
+        ...
+
+    @property
+    def format(self) -> str | None:
+        """Format of the slices, a key of `SLICE_SUFFIXES`; None means safetensors."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, str] | None:
+        """Kind of each column by name, as in `Manifest`; None where the manifest says nothing."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """Return a slice's number, and the name of its file where the manifest gives one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ strategy has a model of its own for it, a subclass of `JobTable`.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -23,16 +24,21 @@ from hypha_net.node.config.introspection import suggest_key
 from hypha_net.node.config.models import Section
 from hypha_net.redaction import shown_url
 from hypha_proto.datasets import MANIFEST
-from hypha_proto.job_spec import PREPROCESSOR_TASKS, TASKS
+from hypha_proto.job_spec import PREPROCESSOR_INPUTS, PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.source_tables import FileName, S3Table, Sha256, Url
 
 ALIASES: Final = {"vision-classification": "image-classification"}
 """Names of model types in job files, and their wire names."""
-_INPUTS: Final = {"causal-lm": ("input_ids", "attention_mask", "labels")}
-VISION_INPUTS: Final = ("pixel_values", "labels")
-_TEXT_INPUTS: Final = ("input_ids", "attention_mask", "labels")
+_LABELS: Final = "labels"
+VISION_INPUTS: Final = ("pixel_values", _LABELS)
+_TEXT_INPUTS: Final = ("input_ids", "attention_mask", _LABELS)
+_CAUSAL: Final = "causal-lm"
+_CERTAIN: Final = (_CAUSAL, "masked-lm", "seq2-seq-lm", "sequence-classification", "token-classification",
+                   "question-answering", "image-classification", "semantic-segmentation")  # fmt: skip
+"""Types whose models take the first of `ModelTable.inputs`, and to train labels; others depend on the architecture."""
 _MAX_AMOUNT: Final = 1e9
 """GB, or cores."""
 _MAX_LEARNING_RATE: Final = 100.0
@@ -117,6 +123,10 @@ class JobTable(Table):
     def dataset_names(self) -> tuple[str, ...]:
         """Datasets that data nodes must announce before the job can run."""
         return ()
+
+    def dataset_faults(self, dataset: DatasetView) -> list[str]:
+        """Return why the job cannot use one of its datasets, one line each with the remedy."""
+        return []
 
     @property
     def planned_steps(self) -> int | None:
@@ -234,6 +244,10 @@ class ArtifactTable(SourceTable):
         return self
 
 
+def _default_inputs(task: str) -> tuple[str, ...]:
+    return VISION_INPUTS if "image" in task or "segmentation" in task else _TEXT_INPUTS
+
+
 class ModelTable(ArtifactTable):
     """``[.model]``."""
 
@@ -261,8 +275,7 @@ class ModelTable(ArtifactTable):
         """`input_names`, or the default inputs of the type."""
         if self.input_names:
             return self.input_names
-        vision = "image" in self.task or "segmentation" in self.task
-        return VISION_INPUTS if vision else _INPUTS.get(self.task, _TEXT_INPUTS)
+        return _default_inputs(self.task)
 
 
 class StartModelTable(ModelTable):
@@ -307,6 +320,50 @@ def preprocessor_task(model: ModelTable, preprocessor: PreprocessorTable | None)
     if preprocessor is None or preprocessor.type != "auto" or preprocessor.input_names:
         return preprocessor.type if preprocessor else "auto"
     return "image" if model.inputs[:1] == VISION_INPUTS[:1] else "tokenizer"
+
+
+def lacking_columns(dataset: DatasetView, key: str, names: Sequence[str], remedy: str = "") -> list[str]:
+    """Return a line for each column that `key` of a job names and a dataset lacks; none if it does not state any."""
+    columns = names if dataset.columns is None else dataset.columns
+    has = ", ".join(columns)[:400] or "none"
+    return [
+        f"{key}: dataset {dataset.name!r} has no column {name!r}; it has {has}{remedy}"
+        for name in names
+        if name not in columns
+    ]
+
+
+def lacking_inputs(
+    model: ModelTable, preprocessor: PreprocessorTable | None, dataset: DatasetView, *, labelled: bool
+) -> list[str]:
+    """Return a line for each tensor without which an executor certainly cannot compute a sample of a dataset."""
+    return [
+        line
+        for table, names in _needed_inputs(model, preprocessor, labelled=labelled)
+        for line in lacking_columns(
+            dataset, f"{table}.input_names", names, "; name its columns there, or prepare the dataset with this one"
+        )
+    ]
+
+
+def _needed_inputs(
+    model: ModelTable, preprocessor: PreprocessorTable | None, *, labelled: bool
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield tables with `input_names`, and the tensors that must be there by it."""
+    named = model.input_names if model.input_names != _default_inputs(model.task) else ()
+    taken: Sequence[str] = ()
+    if preprocessor is not None:
+        taken = preprocessor.input_names or PREPROCESSOR_INPUTS[preprocessor_task(model, preprocessor)]
+        yield "preprocessor", taken
+    elif model.task == "torch":
+        yield "model", named[:1]  # further arguments of the class may have defaults
+    elif named:
+        yield "model", [name for name in named if labelled or name != _LABELS]
+    elif model.task in _CERTAIN:
+        yield "model", model.inputs[:1]
+    # a preprocessor of several columns may make labels, too, and a causal model takes its tokens for them
+    if labelled and not named and len(taken) < 2 and model.task in _CERTAIN and model.task != _CAUSAL:
+        yield "model", (_LABELS,)
 
 
 class DatasetTable(SourceTable):

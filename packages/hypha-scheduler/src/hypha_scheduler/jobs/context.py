@@ -20,7 +20,7 @@ from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import PinnedDataset, open_dataset, open_folder
+from hypha_scheduler.datasets.dataset import DatasetView, PinnedDataset, open_dataset, open_folder
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
@@ -33,13 +33,20 @@ from hypha_scheduler.jobs.artifacts import (
     open_start_model,
     served_copy,
 )
-from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, DatasetTable, ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.config import (
+    MODEL_COMMAND,
+    ArtifactTable,
+    DatasetTable,
+    JobTable,
+    ModelTable,
+    PreprocessorTable,
+)
 from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
 from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
-from hypha_scheduler.strategies.base import DatasetView, SliceToUse
+from hypha_scheduler.strategies.base import SliceToUse
 
 
 @dataclass(slots=True)
@@ -47,6 +54,7 @@ class RunnerContext:
     """`strategies.base.JobContext` of one job, and what the runner serves from it."""
 
     endpoint: Endpoint
+    job: JobTable
     job_id: uuid.UUID
     directory: Path
     tasks: anyio.abc.TaskGroup
@@ -77,7 +85,8 @@ class RunnerContext:
         """Find a dataset by its name, or fetch and serve the one of a table, and store its manifest in a file.
 
         Raises:
-            JobFailedError: no usable data node announced it within `timeout` seconds, or it cannot be fetched.
+            JobFailedError: no usable data node announced it within `timeout` seconds, it cannot be fetched, or
+                the job cannot use it.
         """
         path = self.directory / manifest
         if isinstance(source, DatasetTable) and source.dataset is None:
@@ -85,6 +94,8 @@ class RunnerContext:
         else:
             name = source if isinstance(source, str) else str(source.dataset)
             dataset = await open_dataset(self.endpoint, name, path, timeout=timeout)
+        if faults := self.job.dataset_faults(dataset):
+            raise JobFailedError("\n".join(faults))
         providers = Providers(self.endpoint, dataset.name, dataset.pinned, dataset.provider)
         self.tasks.start_soon(providers.watch)
         self._datasets[dataset.name] = (dataset, providers)

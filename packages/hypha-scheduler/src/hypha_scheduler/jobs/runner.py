@@ -424,7 +424,7 @@ class JobRunner:
         epoch = time.time() - anyio.current_time()
         self._accounts = LeaseAccounts(self.directory, lambda: epoch + anyio.current_time())
         self._context = RunnerContext(
-            self._endpoint, self.job_id, self.directory, self._tasks, self._on_notice, self._model_command,
+            self._endpoint, self._job, self.job_id, self.directory, self._tasks, self._on_notice, self._model_command,
             self._access,
         )  # fmt: skip
         self._effects = EffectQueue(

@@ -25,6 +25,7 @@ from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, DatasetTable, JobTable
 from hypha_scheduler.jobs.source_tables import S3Table
@@ -319,39 +320,6 @@ class SliceRefusedError(Exception):
 # ----------------------------------------------------------------------------------------------------------- interfaces
 
 
-class DatasetView(Protocol):
-    """A dataset that the job uses, pinned to one manifest."""
-
-    @property
-    def name(self) -> str:
-        """Name, as data nodes announce it."""
-        ...
-
-    @property
-    def samples(self) -> Sequence[int | None]:
-        """Number of samples of each slice; None where unknown."""
-        ...
-
-    @property
-    def provider(self) -> PeerId:
-        """Data node that sent the manifest."""
-        ...
-
-    @property
-    def format(self) -> str | None:
-        """Format of the slices, a key of `hypha_proto.datasets.SLICE_SUFFIXES`; None means safetensors."""
-        ...
-
-    @property
-    def columns(self) -> Mapping[str, str] | None:
-        """Kind of each column by name, as in `hypha_proto.datasets.Manifest`; None where the manifest says nothing."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """Return a slice's number, and the name of its file where the manifest gives one."""
-        ...
-
-
 class JobContext(Protocol):
     """What a strategy may use of the scheduler: its own job's part and nothing else."""
 
@@ -380,7 +348,8 @@ class JobContext(Protocol):
         """Find a dataset by its name, or fetch and serve the one of a table, and store its manifest in a file.
 
         Raises:
-            JobFailedError: no usable data node announced it within `timeout` seconds, or it cannot be fetched.
+            JobFailedError: no usable data node announced it within `timeout` seconds, it cannot be fetched, or the job
+                has `dataset_faults`.
         """
         ...
 

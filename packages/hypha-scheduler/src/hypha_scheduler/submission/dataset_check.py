@@ -1,7 +1,9 @@
-"""Check at submission that data nodes announce the datasets of a job, so that an unknown one fails at once."""
+"""Check at submission that data nodes announce the datasets of a job, with columns that it can use."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import anyio
@@ -10,6 +12,8 @@ import anyio.to_thread
 from hypha_net.dataset_directory import find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import UnreachableError
+from hypha_scheduler.datasets.dataset import open_dataset
+from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.submission.nearest_datasets import list_names, nearest
 
@@ -26,41 +30,56 @@ _MAX_LISTED: Final = 10
 """Names of known datasets in the error."""
 
 
-class UnknownDatasetError(Exception):
-    """No data node announces a dataset."""
+class UnusableDatasetError(Exception):
+    """No data node announces a dataset, or the job cannot use it."""
 
 
 async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
-    """Wait until every dataset of a job is announced.
+    """Wait until every dataset of a job is announced, and compare what its manifest says with what the job needs.
+
+    A manifest that no data node gives within this time is compared when the job begins.
 
     Raises:
-        UnknownDatasetError: one is not announced within `DATASET_TIMEOUT` seconds.
+        UnusableDatasetError: one is not announced within `DATASET_TIMEOUT` seconds, or the job cannot use it.
     """
     missing, lookups = set(job.dataset_names), anyio.CapacityLimiter(_LOOKUPS)
     listed: set[str] | None = None
+    faults: list[str] = []
 
     async def list_if_missing() -> None:
         nonlocal listed
         await anyio.sleep(DATASET_TIMEOUT - _LIST_TIMEOUT)
         listed = await list_names(endpoint, _LIST_TIMEOUT - 0.5)
 
-    async def wait(name: str) -> None:
+    async def check(name: str) -> None:
         await _wait_until_announced(endpoint, name, missing, lookups)
-        if not missing:
-            tasks.cancel_scope.cancel()
+        async with lookups:
+            faults.extend(await _find_faults(endpoint, job, name))
 
     with anyio.move_on_after(DATASET_TIMEOUT):
-        async with anyio.create_task_group() as tasks:
-            if missing:
-                tasks.start_soon(list_if_missing)
-            for name in job.dataset_names:
-                tasks.start_soon(wait, name)
+        async with anyio.create_task_group() as listing:
+            listing.start_soon(list_if_missing)
+            async with anyio.create_task_group() as checks:
+                for name in job.dataset_names:
+                    checks.start_soon(check, name)
+            listing.cancel_scope.cancel()
     if missing:
         names = ", ".join(repr(name) for name in sorted(missing)[:_MAX_NAMED])
-        raise UnknownDatasetError(
+        faults.append(
             f"dataset {names}: no data node announces it; correct the name, or start a data node that serves it"
             + await _known_names(min(missing), listed)
         )
+    if faults:
+        raise UnusableDatasetError("\n".join(faults))
+
+
+async def _find_faults(endpoint: Endpoint, job: JobTable, name: str) -> list[str]:
+    with TemporaryDirectory(prefix="hypha-") as folder:
+        try:
+            dataset = await open_dataset(endpoint, name, Path(folder) / "manifest.json", timeout=0)
+        except JobFailedError:  # no data node gives the manifest now; it may when the job begins
+            return []
+    return job.dataset_faults(dataset)
 
 
 async def _known_names(wanted: str, listed: set[str] | None) -> str:

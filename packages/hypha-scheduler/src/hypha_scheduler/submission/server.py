@@ -37,7 +37,7 @@ from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs, QueueFullError
 from hypha_scheduler.submission.catalog import ACTIVE, JobEntry, find_jobs, list_jobs, read_entry
-from hypha_scheduler.submission.dataset_check import UnknownDatasetError
+from hypha_scheduler.submission.dataset_check import UnusableDatasetError
 from hypha_scheduler.submission.queue_files import QueuedJob, end_queued, read_queue, remove_queued, write_queued
 from hypha_scheduler.submission.resumption import ResumableJob, ResumeError, find_resumable
 from hypha_scheduler.submission.validation import validate_job
@@ -65,7 +65,7 @@ _ACCEPT_PAUSE: Final = 0.5
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
-_REFUSALS: Final = (ValueError, ResumeError, QueueFullError, UnknownDatasetError, JobFailedError)
+_REFUSALS: Final = (ValueError, ResumeError, QueueFullError, UnusableDatasetError, JobFailedError)
 """Reasons for which a request is not taken."""
 
 
@@ -150,7 +150,7 @@ class SubmissionServer:
     jobs: ActiveJobs = field(default_factory=ActiveJobs)
     """All jobs of the scheduler that have not ended."""
     check_job: Callable[[JobTable], Awaitable[None]] = _check_nothing
-    """Raises `UnknownDatasetError` for a job that cannot run."""
+    """Raises `UnusableDatasetError` for a job that cannot run."""
     ask_logs: AskLogs | None = None
     """Asks a worker; without it no logs are read."""
     _connections: int = 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hypha.accelerate_executor.data.image_range import ImageRange, check_sound
 from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
-from hypha_proto.job_spec import TrainConfig
+from hypha_proto.job_spec import PREPROCESSOR_INPUTS, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +30,6 @@ AUTO_CLASSES: Final[Mapping[str, str]] = {
     "video": "AutoVideoProcessor",
 }
 """Wire name of a preprocessor -> class of transformers."""
-DEFAULT_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "auto": (),
-    "tokenizer": ("text",),
-    "feature": ("audio",),
-    "image": ("image",),
-    "video": ("video",),
-}
-"""Input columns if the job names none."""
 _TARGET: Final = "text_target"
 _TEXT_NAMES: Final = ("text", "text_pair", _TARGET)
 _LONGEST: Final = 1 << 20
@@ -189,7 +181,7 @@ def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
     task = config.preprocessor.task
     if task not in AUTO_CLASSES:
         raise JobError(f"preprocessor {task!r:.80} is unknown; known are {', '.join(AUTO_CLASSES)}")
-    columns = config.preprocessor.input_names or DEFAULT_INPUTS[task]
+    columns = config.preprocessor.input_names or PREPROCESSOR_INPUTS[task]
     if not columns:
         raise JobError(f"preprocessor {task!r} needs input-names: its input tensors of a slice")
     return tuple(columns)

@@ -16,12 +16,13 @@ import torch
 
 from hypha.accelerate_executor.data.microbatches import count_labelled, count_labels
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.preprocess import DEFAULT_INPUTS, BatchPreprocessor, load_preprocessor
+from hypha.accelerate_executor.data.preprocess import BatchPreprocessor, load_preprocessor
 from hypha.accelerate_executor.data.samples import Arrays, open_samples
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH, load_model
 from hypha.accelerate_executor.train.trainer import loss_of
 from hypha_proto.errors import TensorFileError
+from hypha_proto.job_spec import PREPROCESSOR_INPUTS
 from hypha_proto.update_file import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,13 @@ def _find_preprocessor(folder: Path, data: Path, module: torch.nn.Module) -> Bat
     """Load the preprocessor that fits the tensors of a file."""
     try:
         with TensorFile(data) as file:
-            kinds = [kind for kind, columns in DEFAULT_INPUTS.items() if columns and columns[0] in file.tensors]
+            kinds = [kind for kind, columns in PREPROCESSOR_INPUTS.items() if columns and columns[0] in file.tensors]
     except TensorFileError as error:
         raise DataError(f"{error}") from None
     if not kinds:
-        names = ", ".join(columns[0] for columns in DEFAULT_INPUTS.values() if columns)
+        names = ", ".join(columns[0] for columns in PREPROCESSOR_INPUTS.values() if columns)
         raise DataError(f"{data}: has no tensor for --preprocessor ({names}); leave it out")
-    return load_preprocessor(kinds[0], folder, DEFAULT_INPUTS[kinds[0]], module)
+    return load_preprocessor(kinds[0], folder, PREPROCESSOR_INPUTS[kinds[0]], module)
 
 
 @dataclass(frozen=True, slots=True)

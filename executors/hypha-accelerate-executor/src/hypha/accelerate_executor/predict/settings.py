@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES, DEFAULT_INPUTS
+from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES
 from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.options import parse_task
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import PREPROCESSOR_INPUTS
 
 CLASSIFY: Final = "classify"
 GENERATE: Final = "generate"
@@ -90,7 +91,7 @@ class InferenceTask:
         """Return the columns that the preprocessor of a classifier takes."""
         if self.preprocessor is None or self.task == GENERATE:
             return ()
-        return self.preprocessor.input_names or DEFAULT_INPUTS[self.preprocessor.type]
+        return self.preprocessor.input_names or PREPROCESSOR_INPUTS[self.preprocessor.type]
 
 
 def read_task(text: str) -> InferenceTask:
@@ -186,7 +187,7 @@ class _Reader:
             self._fault(f"{place}.path", path, "expected a path inside the work directory")
             path = ""
         names = self._names(found.get("input_names") or [], f"{place}.input_names")
-        if types is not None and kind and not names and not DEFAULT_INPUTS[kind]:
+        if types is not None and kind and not names and not PREPROCESSOR_INPUTS[kind]:
             self._fault(f"{place}.input_names", [], f"preprocessor {kind!r} needs the names of its input columns")
         return ModelSource(kind, names, path) if kind and path else None
 

@@ -10,6 +10,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from hypha_proto.datasets import SAFETENSORS
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
     Budget,
     DatasetTable,
@@ -22,12 +24,16 @@ from hypha_scheduler.jobs.config import (
     StartModelTable,
     Table,
     dataset_by_name,
+    kinds,
+    lacking_columns,
+    lacking_inputs,
     not_yet,
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.strategies.template import columns_of
 
+TRAIN_KIND: Final = "diloco-transformer"
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0
@@ -315,6 +321,23 @@ class DilocoJobConfig(JobTable):
     def dataset_names(self) -> tuple[str, ...]:
         """Names of the training and the evaluation data."""
         return self.dataset.announced
+
+    def dataset_faults(self, dataset: DatasetView) -> list[str]:
+        """Return why executors cannot train on a dataset, or evaluate with it, one line each with the remedy."""
+        is_rows = dataset.format not in (None, SAFETENSORS)
+        what = f"dataset {dataset.name!r} holds {f'rows of the format {dataset.format}' if is_rows else 'tensors'}"
+        if is_rows and self.rows is None:
+            return [
+                f"{what}: say with rows.completion which text of a row is learnt, such as {{text}}, or make tensors of "
+                "a column with `hypha-data prepare --text COLUMN`"
+            ]
+        if not is_rows and self.rows is not None:
+            return [f"{what}, and rows reads JSON lines: leave rows out, or name another dataset"]
+        if self.rows is not None:
+            return lacking_columns(dataset, "rows", self.rows.columns)
+        if kinds(self.resources.worker, TRAIN_KIND) != (TRAIN_KIND,):
+            return []  # another executor may read other columns
+        return lacking_inputs(self.model, self.preprocessor, dataset, labelled=True)
 
     @property
     def planned_steps(self) -> int | None:

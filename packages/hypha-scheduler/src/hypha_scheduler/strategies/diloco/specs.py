@@ -32,14 +32,13 @@ from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
 from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.base import DatasetView
-from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.config import TRAIN_KIND, DilocoJobConfig
 from hypha_scheduler.strategies.diloco.rounds import RoundSettings
 from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 TRAIN: Final = "train"
 AGGREGATE: Final = "aggregate"
-TRAIN_KIND: Final = "diloco-transformer"
 AGGREGATE_KIND: Final = "parameter-server"
 WEIGHTS: Final = "weights"
 """Name under which the newest global weights are served."""

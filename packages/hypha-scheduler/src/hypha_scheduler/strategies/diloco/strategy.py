@@ -13,7 +13,6 @@ import anyio.to_thread
 
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted
 from hypha_proto.contributions import AWAIT_COMMIT, STATE_CONTRIBUTION, CommitStatus, ContributionKnown
-from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.job_membership import JOIN_ROUND, RoundToJoin
 from hypha_proto.replay_plan import ReplayPlan
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
@@ -102,10 +101,9 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
         )
     evaluation = None
     if job.dataset.evaluation is not None:
-        held_out = await context.open_dataset(
+        evaluation = await context.open_dataset(
             job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json"
         )
-        evaluation = _check_format(job, held_out)
     digest = await anyio.to_thread.run_sync(_model_digest, result)
     data = TrainingData(
         dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
@@ -121,12 +119,12 @@ async def _open_dataset(
     """Open the training data; return them and the digest of their manifest.
 
     Raises:
-        JobFailedError: they were not found, cannot be trained on, or have another manifest than in an earlier run.
+        JobFailedError: they were not found, cannot be used, or have another manifest than in an earlier run.
     """
     name = _MANIFEST if restored.began is None else f"new-{_MANIFEST}"
     path = context.directory / name
     timeout = job.resources.allocation_timeout
-    dataset = _check_format(job, await context.open_dataset(job.dataset, timeout=timeout, manifest=name))
+    dataset = await context.open_dataset(job.dataset, timeout=timeout, manifest=name)
     digest = await anyio.to_thread.run_sync(_file_digest, path)
     if restored.began is not None:
         await anyio.Path(path).unlink(missing_ok=True)
@@ -175,29 +173,6 @@ def _check_unchanged(builder: JobBuilder) -> None:
         raise JobFailedError(
             f"{builder.context.directory}: the job cannot go on: {'; '.join(found)}. Resume it with what it began with"
         )
-
-
-def _check_format(job: DilocoJobConfig, dataset: DatasetView) -> DatasetView:
-    """Return the dataset if executors can train on it.
-
-    Raises:
-        JobFailedError: it has rows and the job does not say how they become text, or the other way round.
-    """
-    is_rows = dataset.format not in (None, SAFETENSORS)
-    what = f"dataset {dataset.name!r} holds {f'rows of the format {dataset.format}' if is_rows else 'tensors'}"
-    if is_rows and job.rows is None:
-        raise JobFailedError(
-            f"{what}: say with rows.completion which text of a row is learnt, such as {{text}}, or make tensors of a "
-            "column with `hypha-data prepare --text COLUMN`"
-        )
-    if not is_rows and job.rows is not None:
-        raise JobFailedError(f"{what}, and rows reads JSON lines: leave rows out, or name another dataset")
-    if job.rows is not None and dataset.columns is not None:
-        missing = [column for column in job.rows.columns if column not in dataset.columns]
-        if missing:
-            has = ", ".join(dataset.columns)[:400] or "none"
-            raise JobFailedError(f"rows: dataset {dataset.name!r} has no column {missing[0]!r}; it has {has}")
-    return dataset
 
 
 STRATEGY: Final = DilocoStrategy()

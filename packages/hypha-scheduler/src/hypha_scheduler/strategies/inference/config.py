@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from hypha_proto.datasets import JSONL, SAFETENSORS
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
     Budget,
     DatasetTable,
@@ -17,6 +19,8 @@ from hypha_scheduler.jobs.config import (
     Table,
     dataset_by_name,
     kinds,
+    lacking_columns,
+    lacking_inputs,
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
@@ -43,6 +47,7 @@ EXECUTOR: Final = "inference/transformers"
 """Class and name of the default executor."""
 RESOURCES: Final = ("model", "preprocessor", "slices")
 """Names of the resources of a task. A text among its settings that equals one stands for a path."""
+_FORMAT_OF: Final = {GENERATE: JSONL}
 _GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop", "chat_template")
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0
@@ -227,8 +232,27 @@ class InferenceJobConfig(JobTable):
         """Name of the dataset that is computed."""
         return self.dataset.announced
 
+    def dataset_faults(self, dataset: DatasetView) -> list[str]:
+        """Return why the job cannot compute the dataset, one line each with the remedy."""
+        faults, name = [], dataset.name
+        if any(samples is None for samples in dataset.samples):
+            faults.append(
+                f"dataset.dataset: {name!r} has no manifest, which says how many rows each slice has; let a data node "
+                "of version 0.2 or later serve it"
+            )
+        form, needed = dataset.format or SAFETENSORS, _FORMAT_OF.get(self.inference.task)
+        if needed is not None and form != needed:
+            faults.append(
+                f"dataset.dataset: {name!r} holds {form}, and {self.inference.task} needs rows of the format {needed}; "
+                "prepare them with `hypha-data prepare ROWS.jsonl`"
+            )
+        if needed is None and self.executor == EXECUTOR:
+            faults += lacking_inputs(self.model, self.preprocessor, dataset, labelled=False)
+        faults += lacking_columns(dataset, "inference.prompt", self.inference.prompt_columns)
+        return faults + lacking_columns(dataset, "results.columns", self._copied_columns)
+
     @property
-    def copied_columns(self) -> tuple[str, ...]:
+    def _copied_columns(self) -> tuple[str, ...]:
         """Columns of the dataset that results repeat."""
         optional = OPTIONAL_COLUMNS[self.inference.task]
         return tuple(name for name in self.results.columns if name not in optional)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from hypha_proto.datasets import JSONL, SAFETENSORS
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, UriReference
 from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
 from hypha_proto.tasks import FileSource, PeersSource, SlicesSource, TaskResource, TaskSpec, UriSource
@@ -19,7 +18,6 @@ from hypha_scheduler.jobs.config import amounts, kinds
 from hypha_scheduler.strategies.base import DatasetView
 from hypha_scheduler.strategies.inference.config import (
     EXECUTOR,
-    GENERATE,
     OPTIONAL_COLUMNS,
     RESULT_COLUMNS,
     ROW_COLUMNS,
@@ -29,7 +27,6 @@ from hypha_scheduler.strategies.inference.config import (
 ROLE: Final = "inference"
 _LABELS: Final = "labels"
 _SCALARS: Final = {"int": "integer", "uint": "integer", "float": "number", "bfloat": "number", "bool": "boolean"}
-_FORMAT_OF: Final = {GENERATE: JSONL}
 """Format of the dataset that a task needs, if it needs a certain one."""
 
 
@@ -87,37 +84,6 @@ def _settings(job: InferenceJobConfig) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- dataset
-
-
-def dataset_faults(job: InferenceJobConfig, dataset: DatasetView) -> list[str]:
-    """Return why a job cannot compute its dataset, one line each with the remedy."""
-    faults, name = [], dataset.name
-    if any(samples is None for samples in dataset.samples):
-        faults.append(
-            f"dataset.dataset: {name!r} has no manifest, which says how many rows each slice has; let a data node of "
-            "version 0.2 or later serve it"
-        )
-    form, needed = dataset.format or SAFETENSORS, _FORMAT_OF.get(job.inference.task)
-    if needed is not None and form != needed:
-        faults.append(
-            f"dataset.dataset: {name!r} holds {form}, and {job.inference.task} needs rows of the format {needed}; "
-            "prepare them with `hypha-data prepare ROWS.jsonl`"
-        )
-    return faults + _unknown_columns(job, dataset)
-
-
-def _unknown_columns(job: InferenceJobConfig, dataset: DatasetView) -> list[str]:
-    columns = dataset.columns
-    if columns is None:
-        return []
-    places = (("inference.prompt", job.inference.prompt_columns), ("results.columns", job.copied_columns))
-    has = ", ".join(columns)[:400] or "none"
-    return [
-        f"{place}: dataset {dataset.name!r} has no column {column!r}; it has {has}"
-        for place, names in places
-        for column in names
-        if column not in columns
-    ]
 
 
 def result_columns(job: InferenceJobConfig, dataset: DatasetView) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ from hypha_scheduler.strategies.inference.restore import (
     differences,
     restore,
 )
-from hypha_scheduler.strategies.inference.specs import dataset_faults, result_columns, task_spec
+from hypha_scheduler.strategies.inference.specs import result_columns, task_spec
 
 MANIFEST: Final = "manifest.json"
 """Name of the dataset's manifest in the job's directory."""
@@ -89,8 +89,6 @@ async def _open_sources(
     manifest = scratch / MANIFEST
     name = str(manifest.relative_to(context.directory))
     dataset = await context.open_dataset(job.dataset, timeout=job.allocation_timeout, manifest=name)
-    if faults := dataset_faults(job, dataset):
-        raise JobFailedError("\n".join(faults))
     model = await context.prepare_artifact(_pinned(job.model, before), "model", scratch / "model")
     preprocessor = None
     if job.preprocessor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
@@ -28,6 +29,7 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_FRAME, MAX_PATH
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import SERVE, Budget, JobTable, PriceTable, Table, token_warning
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
@@ -379,8 +381,21 @@ class TasksJob(JobTable):
     @property
     def dataset_names(self) -> tuple[str, ...]:
         """Names of the datasets whose slices tasks use."""
-        sources = (resource.dataset for task in self.tasks for resource in task.resources)
-        return tuple(dict.fromkeys(source.name for source in sources if source is not None))
+        return tuple(dict.fromkeys(source.name for source in self._dataset_sources()))
+
+    def _dataset_sources(self) -> Iterator[DatasetSourceTable]:
+        found = (resource.dataset for task in self.tasks for resource in task.resources)
+        return (source for source in found if source is not None)
+
+    def dataset_faults(self, dataset: DatasetView) -> list[str]:
+        """Return whether a task uses a slice that a dataset does not have."""
+        sources = (source for source in self._dataset_sources() if source.name == dataset.name)
+        last = max((number for source in sources for number in source.slices or ()), default=-1)
+        count = len(dataset.samples)
+        if last < count:
+            return []
+        text = f"dataset {dataset.name!r} has {count} slices, numbered from 0, and a task uses slice {last}"
+        return [f"{text}; correct slices"]
 
     def span_attributes(self) -> dict[str, str]:
         """Return the name of the job."""

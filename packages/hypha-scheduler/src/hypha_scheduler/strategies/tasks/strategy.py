@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ import anyio.to_thread
 from hypha_proto.job_spec import PeersReference
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import ArtifactTable
-from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
+from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.collection import copies_of_hubs, remove_copies, remove_incomplete
 from hypha_scheduler.strategies.tasks.config import HuggingFaceTable, PeersTable, TasksJob, UriTable
@@ -93,34 +92,21 @@ async def _open_datasets(job: TasksJob, context: JobContext) -> None:
     Raises:
         JobFailedError: one was not found, or has too few slices.
     """
-    used: dict[str, set[int]] = {}
-    for source in (resource.dataset for task in job.tasks for resource in task.resources):
-        if source is not None:
-            used.setdefault(source.name, set()).update(source.slices or ())
     failures: list[JobFailedError] = []
     async with anyio.create_task_group() as tasks:
-        for number, (name, slices) in enumerate(used.items()):
-            tasks.start_soon(partial(_open_dataset, job, context, name, number, slices, failures))
+        for number, name in enumerate(job.dataset_names):
+            tasks.start_soon(_open_dataset, job, context, name, number, failures)
     if failures:
         raise JobFailedError("; ".join(map(str, failures)))
 
 
 async def _open_dataset(
-    job: TasksJob, context: JobContext, name: str, number: int, slices: set[int], failures: list[JobFailedError]
+    job: TasksJob, context: JobContext, name: str, number: int, failures: list[JobFailedError]
 ) -> None:
     try:
-        dataset = await context.open_dataset(name, timeout=job.allocation_timeout, manifest=f"dataset-{number}.json")
-        _check_slices(dataset, slices)
+        await context.open_dataset(name, timeout=job.allocation_timeout, manifest=f"dataset-{number}.json")
     except JobFailedError as error:
         failures.append(error)
-
-
-def _check_slices(dataset: DatasetView, slices: set[int]) -> None:
-    if slices and max(slices) >= len(dataset.samples):
-        raise JobFailedError(
-            f"dataset {dataset.name!r} has {len(dataset.samples)} slices, numbered from 0, and a task uses slice "
-            f"{max(slices)}; correct slices"
-        )
 
 
 STRATEGY: Final = TasksStrategy()
