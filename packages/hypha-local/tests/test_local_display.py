@@ -38,39 +38,39 @@ def test_text_is_neither_wrapped_nor_parsed_as_markup() -> None:
 
 
 CHANGES = {
-    "worker lost: 12D3a: its lease was not renewed": {
+    "worker lost: …12D3a: its lease was not renewed": {
         "event": "worker_lost",
         "worker": "12D3a",
         "reason": "its lease was not renewed",
     },
-    "worker late: 12D3b, round 2: the round continued without it": {
+    "worker late: …12D3b, round 2: the round continued without it": {
         "event": "worker_late",
         "worker": "12D3b",
         "round": 2,
         "seconds": 31.24,
         "reason": "the round continued without it",
     },
-    "worker joined: 12D3c, round 3: it replaces 12D3a": {
+    "worker joined: …12D3c, round 3: it replaces 12D3a": {
         "event": "worker_joined",
         "worker": "12D3c",
         "round": 3,
         "member": 4,
         "reason": "it replaces 12D3a",
     },
-    "executor restarted: 12D3b, round 4: executor failed, exit code 75": {
+    "executor restarted: …12D3b, round 4: executor failed, exit code 75": {
         "event": "worker_restarted",
         "worker": "12D3b",
         "round": 4,
         "micro_batch": 8,
         "reason": "executor failed, exit code 75\n  | MemoryError",
     },
-    "worker replaced: 12D3d, aggregate: its lease was not renewed": {
+    "worker replaced: …12D3d, aggregate: its lease was not renewed": {
         "event": "worker_replaced",
         "worker": "12D3d",
         "role": "aggregate",
         "reason": "its lease was not renewed",
     },
-    "worker found: 12D3e, aggregate": {"event": "lease_added", "peer": "12D3e", "role": "aggregate", "seconds": 0.6},
+    "worker found: …12D3e, aggregate": {"event": "lease_added", "peer": "12D3e", "role": "aggregate", "seconds": 0.6},
     "paused: 1 of at least 2 workers": {"event": "paused", "reason": "1 of at least 2 workers"},
     "continued: 2 workers are there": {"event": "continued", "seconds": 12.5, "reason": "2 workers are there"},
     "waiting for workers: train: 1 of 2 held": {"event": "shortage", "role": "train", "text": "1 of 2 held"},
@@ -95,9 +95,10 @@ def test_peers_are_shown_by_their_names(tmp_path: Path) -> None:
     [worker] = [peer for peer, name in names.items() if name == "worker-1"]
     out = io.StringIO()
     Display(Console(file=out), rounds=3, names=names).event(
-        {"event": "worker_lost", "worker": worker, "reason": f"{worker} is gone"}
+        {"event": "worker_lost", "worker": worker, "worker_name": "worker-1", "reason": f"{worker} is gone"}
     )
-    assert out.getvalue().strip().endswith("worker lost: worker-1: worker-1 is gone")
+    shown = f"worker-1…{worker[-6:]}"
+    assert out.getvalue().strip().endswith(f"worker lost: {shown}: {shown} is gone")
 
 
 def test_a_slice_that_is_set_aside_is_shown_with_the_reason() -> None:

@@ -105,8 +105,8 @@ def test_a_spare_is_started_with_the_job_and_replaces_what_is_killed(
     assert sorted(set(noted) - set(done)) == [f"watch {watched}", "watch spare"]
     lost, joined = job.changes
     assert lost.startswith("after ")
-    assert lost.endswith("s worker lost: 12D3a: its lease was not renewed")
-    assert joined.endswith("s worker joined: 12D3b, round 6: it replaces 12D3a")
+    assert lost.endswith("s worker lost: …12D3a: its lease was not renewed")
+    assert joined.endswith("s worker joined: …12D3b, round 6: it replaces 12D3a")
     assert "killed after 40% of the rounds" in shown
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_killed_and_no_spare_started_without_being_asked(
     noted, job, shown = run_job(tmp_path, None, monkeypatch)
     assert noted == ["start scheduler", "watch data gateway parameter-server worker-1 worker-2"]
     assert job.changes == []
-    assert "worker lost: 12D3a" in shown
+    assert "worker lost: …12D3a" in shown
 
 
 def test_a_data_node_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, RefusedError, UnreachableError
 from hypha_net.identity import load_identity
+from hypha_net.peer_names import known_name
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
@@ -179,6 +180,7 @@ def test_peer_info_contains_identify_and_certificate_data(libp2p_opener: Opener)
             assert info.agent.startswith("hypha-python/")
             assert info.role == "gateway"
             assert info.certificate_not_after is not None
+            assert known_name(gateway.peer_id) == info.certificate_name == "gateway"
             assert "/ipfs/kad/1.0.0" in info.protocols
             assert gateway.addresses[0].startswith(info.addresses[0])
             assert identify.PROTOCOL_VERSION == "/hypha-identify/0.0.1"

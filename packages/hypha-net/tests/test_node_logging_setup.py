@@ -14,6 +14,8 @@ import pytest
 import trio
 
 from hypha_net.node import logging_setup
+from hypha_net.peer_names import learn_name, name_peers
+from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.test")
 
@@ -39,6 +41,25 @@ def test_exception_text_cannot_forge_a_record() -> None:
     assert others[0] == "  Traceback (most recent call last):"
     assert others[-1] == r"  2026-01-01T00:00:00.000Z ERROR hypha: forged\x1b[2J"
     assert all(line.startswith("  ") for line in others)
+
+
+def test_peers_are_named_and_json_has_their_ids() -> None:
+    peer, stranger = (PeerId.from_public_key(bytes([number]) * 32) for number in (7, 8))
+    learn_name(peer, "gpu-\x1b3")
+    shown = f"gpu-?3…{str(peer)[-6:]}"
+    address = f"/ip4/192.0.2.1/tcp/1/p2p/{peer}"
+    expected = f"{shown} at {address} was refused by {stranger}"
+
+    def logged(form: logging_setup.LogFormat) -> str:
+        out = io.StringIO()
+        logging_setup.configure_logs(form, "info", out)
+        _log.info("%s at %s was refused by %s", peer, address, stranger)
+        return out.getvalue().rstrip()
+
+    assert logged("text").endswith(expected)
+    entry = json.loads(logged("json"))
+    assert (entry["message"], entry["peers"]) == (expected, [str(peer), str(stranger)])
+    assert name_peers(str(peer)) == str(peer)  # data
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

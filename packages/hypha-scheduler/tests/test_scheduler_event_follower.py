@@ -16,6 +16,7 @@ from hypha_scheduler.strategies.diloco.rounds import Late, Left
 from hypha_scheduler.submission.event_follower import describe_event, follow_events
 
 PEER = PeerId.from_public_key(bytes(32))
+SHOWN = f"…{str(PEER)[-6:]}"
 
 
 @pytest.mark.parametrize(
@@ -23,27 +24,27 @@ PEER = PeerId.from_public_key(bytes(32))
     [
         (
             events.joined_event(PEER, 3, 4, "it replaces another"),
-            f"worker joined: {PEER}, round 3: it replaces another",
+            f"worker joined: {SHOWN}, round 3: it replaces another",
         ),
         (
             events.left_event(Left(PEER, 2)),
-            f"worker left: {PEER}, round 2: its worker ends, and its update counts",
+            f"worker left: {SHOWN}, round 2: its worker ends, and its update counts",
         ),
         (
             events.suspected_event(PEER, 2, 6.04),
-            f"worker suspected: {PEER}, round 2: silent for 6.0 s, longer than a few of its batches take",
+            f"worker suspected: {SHOWN}, round 2: silent for 6.0 s, longer than a few of its batches take",
         ),
         (
             events.late_event(Late(PEER, 2, 31.24)),
-            f"worker late: {PEER}, round 2: the round continued without it after 31.2 s",
+            f"worker late: {SHOWN}, round 2: the round continued without it after 31.2 s",
         ),
         (
             events.restarted_event(PEER, 5, 8, "executor failed, exit code 75: out of memory\n  | MemoryError"),
-            f"executor restarted: {PEER}, round 5: executor failed, exit code 75: out of memory",
+            f"executor restarted: {SHOWN}, round 5: executor failed, exit code 75: out of memory",
         ),
         (
             events.replaced_event(PEER, "aggregate", "its lease was not renewed"),
-            f"worker replaced: {PEER}, aggregate: its lease was not renewed",
+            f"worker replaced: {SHOWN}, aggregate: its lease was not renewed",
         ),
         (events.paused_event("1 of at least 2 workers"), "paused: 1 of at least 2 workers"),
         (events.continued_event(12.5, "2 workers are there"), "continued: 2 workers are there"),
@@ -52,12 +53,14 @@ PEER = PeerId.from_public_key(bytes(32))
             "waiting for workers: train: 1 of 2 held, 1 more needed",
         ),
         (
-            EmitEvent("lease_added", {"seconds": 0.6, "peer": "12D3e", "role": "aggregate"}),
-            "worker found: 12D3e, aggregate",
+            EmitEvent("lease_added", {"seconds": 0.6, "peer": str(PEER), "name": "gpu-3", "role": "aggregate"}),
+            f"worker found: gpu-3{SHOWN}, aggregate",
         ),
         (
-            EmitEvent("lease_draining", {"peer": "12D3e", "role": "train", "seconds": 60.0, "reason": "SIGTERM"}),
-            "worker drains: 12D3e, train: SIGTERM",
+            EmitEvent(
+                "lease_draining", {"peer": str(PEER), "worker_name": "gpu-3", "role": "train", "reason": "SIGTERM"}
+            ),
+            f"worker drains: gpu-3{SHOWN}, train: SIGTERM",
         ),
         (EmitEvent("metric", {"worker": "a", "reason": "b"}), None),
     ],

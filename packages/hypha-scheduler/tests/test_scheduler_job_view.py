@@ -19,11 +19,11 @@ from hypha_net.testing import MemoryNetwork, simulate
 from hypha_proto.codec import to_json
 from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
 from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.cli import main
 from hypha_scheduler.jobs.config import Requirement
-from hypha_scheduler.jobs.events import EventFile, printable
+from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.catalog import find_jobs, list_jobs
@@ -62,17 +62,24 @@ def test_a_job_is_shown_with_its_workers_rounds_cost_and_end() -> None:
         round_closed(1, 110.0),
         round_closed(2, 120.0),
         {"event": "metric", "time": 120.0, "worker": PEER, "name": "loss", "value": 1.0},
-        {"event": "worker_late", "time": 130.0, "worker": PEER, "round": 3, "reason": "it is slow"},
-        {"event": "worker_lost", "time": 150.0, "worker": PEER, "reason": "it is gone"},
+        {
+            "event": "worker_late",
+            "time": 130.0,
+            "worker": PEER,
+            "worker_name": "worker-7",
+            "round": 3,
+            "reason": "it is slow",
+        },
+        {"event": "worker_lost", "time": 150.0, "worker": PEER, "worker_name": "worker-7", "reason": "it is gone"},
     ]
     assert [view.add(event) for event in events] == [
         None,
-        "placed after 2.5 s: worker-7 (train, 36/h), …KooWserver (aggregate, 72/h)".replace("KooWserver", "oWserver"),
+        "placed after 2.5 s: worker-7…worker (train, 36/h), …server (aggregate, 72/h)",
         "round 1 of 10: loss 0.5, 64 samples/s, batch size 32, longest wait 0.2 s, cost 0.3",
         "round 2 of 10: loss 0.5, 64 samples/s, batch size 32, longest wait 0.2 s, cost 0.6, 80 s left",
         None,
-        "worker late: worker-7, round 3: it is slow",
-        "worker lost: worker-7: it is gone",
+        "worker late: worker-7…worker, round 3: it is slow",
+        "worker lost: worker-7…worker: it is gone",
     ]
     assert (view.late, view.lost, list(view.workers)) == (1, 1, [SERVER])
     assert view.cost(150.0) == pytest.approx(1.5)  # 50 s of both
@@ -91,8 +98,8 @@ def test_durations_are_readable() -> None:
 
 
 def test_a_certificates_name_cannot_control_a_terminal() -> None:
-    assert printable("worker\x1b[2J") == "worker?[2J"
-    assert len(printable("x" * 1000)) == 64
+    assert printable_name("worker\x1b[2J") == "worker?[2J"
+    assert len(printable_name("x" * 1000)) == 64
 
 
 # -------------------------------------------------------------------------------------------------------- the catalogue

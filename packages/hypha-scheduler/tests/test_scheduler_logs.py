@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from hypha_net import rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, describe_peer
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_scheduler.cli import main
 from hypha_scheduler.client import AsyncClient, Client, JobCommandError, LogLine
@@ -109,19 +109,19 @@ def test_lines_of_all_workers_are_shown_and_escaped(in_lab: Any) -> None:
             first = Worker(one, a="step 1\nstep 2\n", b="\x1b]0;title\x07done\r\n")
             Worker(two, c="begin\nend\n")
             lab.note_workers((one, "gpu-1"), (two, None))
-            short = f"…{str(two.peer_id)[-8:]}"
+            named, short = describe_peer(one.peer_id, "gpu-1"), describe_peer(two.peer_id)
             done = await lab.logs("digits")
             assert done.exit_code == 0, done.output
             assert done.stdout.splitlines() == [
-                "gpu-1: step 1",
-                "gpu-1: step 2",
-                r"gpu-1: \x1b]0;title\x07done",
+                f"{named}: step 1",
+                f"{named}: step 2",
+                rf"{named}: \x1b]0;title\x07done",
                 f"{short}: begin",
                 f"{short}: end",
             ]
             assert set(first.asked) == {lab.scheduler}
             assert (await lab.logs("digits", "--tail", "1")).stdout.splitlines() == [
-                r"gpu-1: \x1b]0;title\x07done",
+                rf"{named}: \x1b]0;title\x07done",
                 f"{short}: end",
             ]
             chosen = await lab.logs(str(JOB)[:8], "--worker", short, "--format", "json", "--follow")
@@ -139,13 +139,14 @@ def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(in_lab: Any
                 Worker(one, a="step 1\n")
                 lab.note_workers((one, "gpu-1"), (old, "older"), (gone, "away"))
             done = await lab.logs("digits")
-            assert (done.exit_code, done.stdout) == (0, "gpu-1: step 1\n")
-            assert "worker older: it gives no logs to schedulers: its owner updates hypha-worker" in done.stderr
-            assert "worker away: " in done.stderr
+            assert (done.exit_code, done.stdout) == (0, f"{describe_peer(one.peer_id, 'gpu-1')}: step 1\n")
+            older, away = describe_peer(old.peer_id, "older"), describe_peer(gone.peer_id, "away")
+            assert f"worker {older}: it gives no logs to schedulers: its owner updates hypha-worker" in done.stderr
+            assert f"worker {away}: " in done.stderr
             assert (await lab.logs("digits", "--worker", "older")).exit_code == 1
             unknown = await lab.logs("digits", "--worker", "gpu-7")
             assert unknown.exit_code == 2
-            assert "'gpu-7' is no worker of the job; its workers: gpu-1, older, away" in unknown.stderr
+            assert "'gpu-7' is no worker of the job; its workers: gpu-1…" in unknown.stderr
             assert (await lab.logs("letters")).exit_code == 2
 
     in_lab(case)
@@ -158,10 +159,10 @@ def test_the_python_api_returns_lines_and_which_workers_gave_none(in_lab: Any) -
             lab.note_workers((one, "gpu-1"), (old, "older"))
             client = AsyncClient(socket_path(lab.runs))
             printed = await client.logs("digits")
-            peer = str(one.peer_id)
-            last = LogLine("gpu-1", peer, "a", r"step\x1b 2")
-            assert printed.lines == (LogLine("gpu-1", peer, "a", "step 1"), last)
-            assert list(printed.failures) == ["older"]
+            peer, shown = str(one.peer_id), describe_peer(one.peer_id, "gpu-1")
+            last = LogLine(shown, peer, "a", r"step\x1b 2")
+            assert printed.lines == (LogLine(shown, peer, "a", "step 1"), last)
+            assert list(printed.failures) == [describe_peer(old.peer_id, "older")]
             blocking = Client(client.socket)
             chosen = await anyio.to_thread.run_sync(lambda: blocking.logs(str(JOB)[:8], worker="gpu-1", tail=1))
             assert (chosen.lines, chosen.failures) == ((last,), {})

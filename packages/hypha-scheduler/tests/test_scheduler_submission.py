@@ -73,7 +73,7 @@ def test_submit_names_changes_of_the_members_on_standard_error(tmp_path: Path) -
     code, output = submit_with(tmp_path, JOB, run_job)
     first, second, third = output.splitlines()
     assert code == 0
-    assert second == "worker late: 12D3a, round 2: round 2 continued without it after 31.2 s"
+    assert second == "worker late: …12D3a, round 2: round 2 continued without it after 31.2 s"
     assert "accepted" in first
     assert "result" in third
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from hypha_net.node.accounts import parse_since
+from hypha_net.peer_names import learn_name
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
 from hypha_worker.accounts import storage
@@ -176,6 +177,7 @@ def test_damaged_accounts_are_reported_and_leave_nothing_locked(
 
 
 def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Path) -> None:
+    learn_name(PEER, "training")
     lease = site.hold()
     site.leases.attach_job(lease, PEER, site.now, job_id=JOB)
     site.pass_time(4, lease)
@@ -196,8 +198,10 @@ def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Pat
     assert row == {
         "lease": str(lease), "job": str(JOB), "scheduler": str(PEER), "began": "1970-01-01T00:16:40Z",
         "updated": "1970-01-01T00:16:44Z", "seconds": 4.0, "price": 3600.0, "tokens": 4.0, "outcome": "failed",
+        "name": "training",
     }  # fmt: skip
     assert list(csv.DictReader(io.StringIO(run("--format", "csv")))) == [{key: str(row[key]) for key in row}]
+    assert f"  scheduler training…{str(PEER)[-6:]}  " in run()
     assert run().endswith("  4.0 s at 3600 an hour = 4.0000 tokens  failed\n1 leases, 4.0 s, 4.0000 tokens\n")
     assert json.loads(run("--format", "json", "--since", "1d")) == []
     assert json.loads(run("--format", "json", "--since", "1970-01-01T00:16:44+00:00")) == [row]

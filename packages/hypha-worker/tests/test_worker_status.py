@@ -135,8 +135,8 @@ def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(o
 def test_texts_of_peers_are_escaped_for_a_terminal() -> None:
     request = {"at": "now", "scheduler": "s", "executors": ["\x1b[2J"], "resources": {}, "bid": 1.0, "price": 1.0}
     shown = render_status(
-        {"state": "running", "ready": False, "reason": "starting", "peer_id": "p", "free": {}, "excluded": [],
-         "earned_today": 0.5, "open_files": 64,
+        {"state": "running", "ready": False, "reason": "starting", "peer_id": "p", "names": {}, "free": {},
+         "excluded": [], "earned_today": 0.5, "open_files": 64,
          "gateways": [], "leases": [], "jobs": [], "requests": [request]}
     )  # fmt: skip
     assert "\\x1b[2J" in shown

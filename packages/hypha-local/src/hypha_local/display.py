@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hypha_proto.codec import parse_json, split_json_lines
+from hypha_proto.ids import describe_peer
 from hypha_proto.job_events import describe_event
 
 PARTS_SHOWN: Final = 12
@@ -70,9 +71,9 @@ class Display:
         self.console.print(head + escape(self.named(text)), highlight=False, soft_wrap=True)
 
     def named(self, text: str) -> str:
-        """Return `text` with the names of peers in place of their ids."""
+        """Return `text` with the names of peers and the ends of their ids in place of the ids."""
         for peer, name in self.names.items():
-            text = text.replace(peer, name)
+            text = text.replace(peer, describe_peer(peer, name))
         return text
 
     def event(self, event: dict[str, Any]) -> None:

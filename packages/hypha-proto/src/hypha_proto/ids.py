@@ -19,6 +19,9 @@ _VALUES: Final = {letter: value for value, letter in enumerate(_ALPHABET)}
 _PREFIX: Final = bytes.fromhex("0024080112 20".replace(" ", ""))
 _RAW_LENGTH: Final = len(_PREFIX) + 32
 _TEXT_LIMIT: Final = 64
+_MAX_NAME: Final = 64
+_SHOWN: Final = 6
+"""Last characters of an id that are shown with a name."""
 
 
 @lru_cache(4096)
@@ -113,6 +116,19 @@ class PeerId:
 
     def __hash__(self) -> int:
         return hash(self._raw)
+
+
+def describe_peer(peer: PeerId | str, name: object = None) -> str:
+    """Return how a peer is shown to people: the name in its certificate, if it is known, and the end of its id.
+
+    The name is cut to 64 characters; those that would control a terminal are replaced.
+    """
+    return f"{printable_name('' if name is None else str(name))}…{str(peer)[-_SHOWN:]}"
+
+
+def printable_name(name: str) -> str:
+    """Return a certificate's name for display: at most 64 characters, none of which controls a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:_MAX_NAME])
 
 
 _DIGEST: Final = re.compile(r"(blake3|sha256):[0-9a-f]{64}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from hypha_proto.ids import describe_peer
+
 MEMBER_CHANGES: Final[Mapping[str, str]] = {
     "lease_added": "worker found",
     "lease_draining": "worker drains",
@@ -32,7 +34,9 @@ def describe_event(event: Mapping[str, Any], labels: Mapping[str, str] = MEMBER_
     label = labels.get(str(event.get("event")))
     if label is None:
         return None
-    who = [str(event[key]) for key in ("worker", "peer", "role") if key in event]
+    name = event.get("worker_name", event.get("name"))
+    who = [describe_peer(str(event[key]), name) for key in ("worker", "peer") if key in event]
+    who += [str(event["role"])] if "role" in event else []
     who += [f"round {event['round']}"] if "round" in event else []
     what = str(event.get("reason") or event.get("text") or "").partition("\n")[0]  # an executor's last lines may follow
     return ": ".join([label, *([", ".join(who)] if who else []), *([what] if what else [])])

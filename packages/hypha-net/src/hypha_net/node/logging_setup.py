@@ -1,4 +1,7 @@
-"""Logging of a daemon: text lines or JSON on stderr, without secret parts of URLs; stdout is reserved for data."""
+"""Logging of a daemon: text lines or JSON on stderr, without secret parts of URLs; stdout is reserved for data.
+
+Peers are named by `peer_names`; JSON has their ids, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Final, Literal, TextIO
 
+from hypha_net.peer_names import find_peer_ids, name_peers
 from hypha_net.redaction import redact_urls
 
 LogFormat = Literal["text", "json"]
@@ -81,25 +85,33 @@ def _escape(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def _clean(text: str) -> str:
+    """Return a text without secret parts of URLs, with the names of peers."""
+    return name_peers(redact_urls(text))
+
+
 class _TextFormatter(logging.Formatter):
     """Text lines such as ``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(redact_urls(record.getMessage()))}"
-        exception = redact_urls(self.formatException(record.exc_info)) if record.exc_info else ""
+        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(_clean(record.getMessage()))}"
+        exception = _clean(self.formatException(record.exc_info)) if record.exc_info else ""
         return f"{text}\n  {_escape(exception)}" if exception else text
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, and exception if there is one."""
+    """One JSON object per line: time, level, logger, message, and ids of peers and exception if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        entry = {
+        message = record.getMessage()
+        entry: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": redact_urls(record.getMessage()),
+            "message": _clean(message),
         }
+        if peers := find_peer_ids(message):
+            entry["peers"] = peers
         if record.exc_info:
-            entry["exception"] = redact_urls(self.formatException(record.exc_info))
+            entry["exception"] = _clean(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)

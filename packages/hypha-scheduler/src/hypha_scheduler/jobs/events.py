@@ -19,8 +19,9 @@ from typing import Final
 
 import anyio
 
+from hypha_net.peer_names import name_peers
 from hypha_net.redaction import redact_urls
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, printable_name
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
@@ -36,7 +37,6 @@ RETRY_INTERVAL: Final = 2.0
 """Seconds between two attempts to record an end."""
 RETRY_LIMIT: Final = 3600.0
 """Seconds after which the end of a job stays unrecorded."""
-_MAX_NAME: Final = 64
 
 
 Record = tuple[str, Mapping[str, object]]
@@ -196,7 +196,7 @@ class JobEvents:
         """Write an event to ``metrics.jsonl`` and the log; one of a worker gets the name in its certificate, too."""
         peer = str(fields.get("worker", fields.get("peer", "")))
         if peer and peer not in self._names:
-            self._names |= {str(known): printable(name) for known, name in self._certificate_names().items()}
+            self._names |= {str(known): printable_name(name) for known, name in self._certificate_names().items()}
         if "name" not in fields and (name := self._names.get(peer)) is not None:  # of a metric, or of a new lease
             fields["worker_name"] = name
         self._events.write(event, **fields)
@@ -240,7 +240,7 @@ class JobEvents:
         names = self._certificate_names()
         return [
             {"peer": str(lease.peer), "role": lease.role, "price": lease.price}
-            | ({"name": printable(name)} if (name := names.get(lease.peer)) else {})
+            | ({"name": printable_name(name)} if (name := names.get(lease.peer)) else {})
             for lease in leases
         ]
 
@@ -293,11 +293,6 @@ class JobEvents:
         return EndRecord(self._directory, "finished", plain, summary)
 
 
-def printable(name: str) -> str:
-    """Return a certificate's name for display: at most 64 characters, none of which controls a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in name[:_MAX_NAME])
-
-
 def _details(end: TaskEnded) -> dict[str, object]:
     """Return what an event says of an end beside its outcome."""
     found = {"reason": end.reason, "exit_code": end.exit_code, "resource": end.resource}
@@ -328,5 +323,5 @@ def _short(value: int | float | str) -> str:
 
 def _plain(value: object) -> object:
     if isinstance(value, str):
-        return redact_urls(value)  # workers' reasons
+        return name_peers(redact_urls(value))  # workers' reasons
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,7 +44,7 @@ from hypha_proto.datasets import (
     WireError,
 )
 from hypha_proto.drain import Drain
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.leases import RENEWED_LEASE, Goodbye
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
@@ -68,7 +68,7 @@ from hypha_scheduler.jobs.attempts import Attempt, Attempts
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.events import EndRecord, EndRecorder, JobEvents, printable
+from hypha_scheduler.jobs.events import EndRecord, EndRecorder, JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
@@ -444,7 +444,7 @@ class JobRunner:
 
     def _on_lease_held(self, lease: Lease) -> None:
         name = self._certificate_names().get(lease.peer)
-        self._accounts.begin(lease.id, lease.peer, lease.role, lease.price, None if name is None else printable(name))
+        self._accounts.begin(lease.id, lease.peer, lease.role, lease.price, name and printable_name(name))
 
     def _on_lease_gone(self, lease: uuid.UUID) -> None:
         self.task_streams.drop(lease)

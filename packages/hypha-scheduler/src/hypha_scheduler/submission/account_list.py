@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_net.node.accounts import render_csv, render_json, time_text
+from hypha_proto.ids import describe_peer
 from hypha_scheduler.jobs.lease_accounts import FILE, LeaseCost, read_accounts
 
 FIELDS: Final = ("lease", "job", "worker", "name", "role", "began", "updated", "seconds", "price", "tokens", "ended")
@@ -68,8 +69,8 @@ def _row(lease: JobLease) -> dict[str, Any]:
 
 def _render_text(leases: Sequence[JobLease], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"{row['began']}  job {row['job']}  {row['name'] or row['worker']} ({row['role']})  lease {row['lease']}  "
-        f"{row['seconds']:.1f} s at {row['price']:g} an hour = {row['tokens']:.4f} tokens"
+        f"{row['began']}  job {row['job']}  {describe_peer(row['worker'], row['name'])} ({row['role']})  "
+        f"lease {row['lease']}  {row['seconds']:.1f} s at {row['price']:g} an hour = {row['tokens']:.4f} tokens"
         + ("" if row["ended"] else "  held")
         for row in rows
     ]

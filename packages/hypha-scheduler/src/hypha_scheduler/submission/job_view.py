@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hypha_proto.ids import describe_peer
 from hypha_scheduler.submission.event_follower import describe_event
 
 _HOUR: Final = 3600.0
 _STEPS: Final = 8
 """Rounds from whose times the end is estimated."""
-_SHORT: Final = 8
-"""Last characters of a peer id, by which it is named in tables."""
 _ENDS: Final = frozenset({"finished", "failed", "interrupted"})
 """Events at the end of a job."""
 _ENDED: Final = _ENDS | {"cancelled"}
@@ -40,8 +39,7 @@ class ShownWorker:
     """Name in its certificate, if it is known."""
 
     def __str__(self) -> str:
-        who = f"…{self.peer[-_SHORT:]}" if self.name is None else self.name
-        return f"{who} ({self.role}, {self.price:g}/h)"
+        return f"{describe_peer(self.peer, self.name)} ({self.role}, {self.price:g}/h)"
 
 
 @dataclass(slots=True)
@@ -97,8 +95,6 @@ class JobView:
         if kind == "lease_added":
             self._add_worker(event)
         line = describe_event(event)
-        for worker in self.workers.values():  # before one of them is gone
-            line = line if line is None or worker.name is None else line.replace(worker.peer, worker.name)
         self._count(kind, event)
         return line
 

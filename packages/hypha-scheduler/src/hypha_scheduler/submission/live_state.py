@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hypha_proto.ids import describe_peer
 from hypha_scheduler.submission.job_view import JobView
 
 _LOSSES: Final = 40
@@ -111,8 +112,7 @@ class LiveState:
             self._began = None
         for peer, worker in self.view.workers.items():
             if peer not in self.rows or self.rows[peer].is_gone:
-                name = worker.name or f"…{peer[-8:]}"
-                self.rows[peer] = WorkerRow(name[:_MAX_TEXT], worker.role[:_MAX_TEXT], worker.price)
+                self.rows[peer] = WorkerRow(describe_peer(peer, worker.name), worker.role[:_MAX_TEXT], worker.price)
         while len(self.rows) > _MAX_ROWS:
             del self.rows[next((peer for peer, row in self.rows.items() if row.is_gone), next(iter(self.rows)))]
 

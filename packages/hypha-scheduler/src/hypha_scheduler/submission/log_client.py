@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.ids import describe_peer
 from hypha_scheduler.jobs.record_file import RecordReader
 from hypha_scheduler.submission.client import JobCommandError, send_command
 
@@ -21,8 +22,8 @@ MAX_BYTES: Final = 1 << 20
 _MAX_READS: Final = 64
 """Parts of the logs of one worker that are read at a time."""
 _WORKERS_AT_ONCE: Final = 8
-_SHORT: Final = 8
-"""Last characters of a peer id, by which a worker without a name is shown."""
+_SHORTEST_END: Final = 6
+"""Last characters of a peer id by which a worker may be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class LogLine:
     """A line that an executor has printed."""
 
     worker: str
-    """Name in the worker's certificate, or the end of its peer id."""
+    """Name in the worker's certificate and the end of its peer id."""
     peer: str
     run: str
     """Lease or task, as the worker calls it."""
@@ -48,9 +49,9 @@ class JobLogs:
     events: RecordReader
     """Of the job's ``metrics.jsonl``."""
     wanted: str | None = None
-    """The only worker that is asked: its name, its peer id or the end of it; all if None."""
+    """The only worker that is asked; see `is_meant`. All if None."""
     workers: dict[str, str] = field(default_factory=dict)
-    """Names of the job's workers by peer id, also of those that have left."""
+    """The job's workers as they are shown, by peer id, also those that have left."""
     failures: dict[str, str] = field(default_factory=dict)
     """By name, why a worker's logs could not be read the last time."""
     _positions: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class JobLogs:
     def chosen(self) -> Sequence[str]:
         """Peer ids of the workers that are asked."""
         return [
-            peer for peer, name in self.workers.items() if self.wanted is None or _is_meant(self.wanted, peer, name)
+            peer for peer, shown in self.workers.items() if self.wanted is None or is_meant(self.wanted, peer, shown)
         ]
 
     def find_workers(self) -> None:
@@ -69,7 +70,7 @@ class JobLogs:
             for event in events:
                 for worker in _workers_in(event):
                     peer, name = str(worker["peer"]), worker.get("name")
-                    self.workers[peer] = escape_controls(str(name)) if name else f"…{peer[-_SHORT:]}"
+                    self.workers[peer] = describe_peer(peer, name)
 
     def read(self) -> Iterator[LogLine]:
         """Yield the lines that are new, worker by worker.
@@ -126,9 +127,10 @@ def _workers_in(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [event] if event.get("event") == "lease_added" and "peer" in event else []
 
 
-def _is_meant(wanted: str, peer: str, name: str) -> bool:
+def is_meant(wanted: str, peer: str, shown: str) -> bool:
+    """Return whether `wanted` names a worker: by its name, as it is shown, by its id or the end of that."""
     end = wanted.removeprefix("…")
-    return wanted in (name, peer) or (len(end) >= _SHORT and peer.endswith(end))
+    return wanted in (shown.rpartition("…")[0], shown, peer) or (len(end) >= _SHORTEST_END and peer.endswith(end))
 
 
 def last_lines(lines: Iterable[LogLine], count: int | None) -> Iterable[LogLine]:

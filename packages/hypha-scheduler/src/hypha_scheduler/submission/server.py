@@ -30,6 +30,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
+from hypha_net.peer_names import name_peers
 from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
@@ -484,7 +485,8 @@ async def serve_submissions(runs: Path, run_job: RunJob) -> None:
 async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
     try:
         with anyio.fail_after(_SEND_TIMEOUT):
-            await stream.send(json.dumps(answer).encode() + b"\n")
+            named = {key: name_peers(value) if isinstance(value, str) else value for key, value in answer.items()}
+            await stream.send(json.dumps(named).encode() + b"\n")
     except (anyio.BrokenResourceError, anyio.ClosedResourceError, TimeoutError):
         _log.info("a client has disconnected, or does not read its answers")
 

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_net.log_throttle import LogThrottle
+from hypha_net.peer_names import known_name
 from hypha_worker.accounts.storage import RUNNING, AccountFiles, LeaseAccount
 from hypha_worker.leasing.lease_manager import Lease
 
@@ -53,6 +54,7 @@ class _HeldLease:
             price=lease.price,
             tokens=round(lease.owed, 6),
             outcome=outcome,
+            name=known_name(lease.scheduler),
         )
 
     @property

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypha_net.node.accounts import render_csv, render_json, time_text
+from hypha_proto.ids import describe_peer
 from hypha_worker.accounts.storage import LeaseAccount
 
-FIELDS = ("lease", "job", "scheduler", "began", "updated", "seconds", "price", "tokens", "outcome")
+FIELDS = ("lease", "job", "scheduler", "name", "began", "updated", "seconds", "price", "tokens", "outcome")
 
 
 def render_accounts(accounts: Sequence[LeaseAccount], form: str) -> str:
@@ -28,7 +29,8 @@ def _row(account: LeaseAccount) -> dict[str, Any]:
 
 def _render_text(accounts: Sequence[LeaseAccount], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"{row['began']}  lease {row['lease']}  job {row['job'] or 'none'}  scheduler {row['scheduler']}  "
+        f"{row['began']}  lease {row['lease']}  job {row['job'] or 'none'}  "
+        f"scheduler {describe_peer(row['scheduler'], row['name'])}  "
         f"{row['seconds']:.1f} s at {row['price']:g} an hour = {row['tokens']:.4f} tokens  {row['outcome']}"
         for row in rows
     ]

@@ -46,6 +46,8 @@ class LeaseAccount(msgspec.Struct, frozen=True):
     outcome: str
     """Of its last job: finished, failed or cancelled. Of a lease without one how it ended, such as idle. `RUNNING`
     while it is held, `INTERRUPTED` if its worker was killed."""
+    name: str | None = None
+    """Name in the scheduler's certificate, if it is known."""
 
 
 _line_decoder = msgspec.json.Decoder(LeaseAccount)

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hypha_net.node.descriptors import FEW
+from hypha_net.peer_names import name_peers
 
 NONE = "none"
 
 
 def render_status(status: Mapping[str, Any]) -> str:
     """Return the answer to ``status`` as text; control characters of other peers' texts are escaped."""
-    return "".join(f"{_printable(line)}\n" for line in _lines(status))
+    return "".join(f"{_printable(name_peers(line, status['names']))}\n" for line in _lines(status))
 
 
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:

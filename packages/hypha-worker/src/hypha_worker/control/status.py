@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.node.descriptors import descriptor_limit
+from hypha_net.peer_names import known_name
 from hypha_proto.resources import Resources
 from hypha_worker.accounts.storage import earned_since, read_accounts
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
@@ -63,8 +64,14 @@ def describe_worker(view: WorkerView) -> dict[str, Any]:
     """Return the status as JSON values; times are UTC."""
     leases, now, failures = view.leases, anyio.current_time(), view.endpoint.gateway_failures()
     since_epoch = view.wall_clock() - now
+    peers = [
+        *(peer for peer in view.endpoint.gateways().values() if peer is not None),
+        *(lease.scheduler for lease in leases.leases),
+        *(request.scheduler for request in view.history.decided),
+    ]
     return {
         "peer_id": str(view.endpoint.peer_id),
+        "names": {str(peer): name for peer in peers if (name := known_name(peer)) is not None},
         "state": "draining" if leases.is_closed else "paused" if leases.is_paused else "running",
         "ready": view.readiness.is_ready,
         "reason": view.readiness.reason,

@@ -40,6 +40,7 @@ from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, PeerRejected
 from hypha_net.identity import CertificateInfo, Identity, read_certificate
 from hypha_net.log_throttle import LogThrottle
+from hypha_net.peer_names import learn_name
 from hypha_proto.ids import PeerId
 
 _log = logging.getLogger("hypha_net.security")
@@ -158,6 +159,7 @@ class TlsConnection(ISecureConn):
             self.refused_for = "untrusted"
             raise RefusedError(str(error)) from error
         self._peer = self.certificate.peer_id
+        learn_name(self._peer, self.certificate.subject)
         return self.certificate
 
     def _explain(self, error: ssl.SSLError) -> str:
