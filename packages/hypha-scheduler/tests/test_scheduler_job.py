@@ -815,7 +815,7 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         assert "not named here made no offer for train: the bid of 100 may be under" in text
         assert "asks 500 tokens an hour" in text
         assert "123" not in text.split("asks 500")[1]
-        counted = "1 of 4 suitable: 1 executor, 1 price, 1 taken"
+        counted = "1 of 4 suitable: 1 without the executor, 1 above the price, 1 in another role of this job"
         assert f"train: 1 of 3 held, 2 more needed; {counted}" in text
         assert all(worker.released for worker in (workers[2], workers[3]))
 

@@ -34,6 +34,19 @@ _ORDER: Final = (
     TAKEN,
 )
 """Codes by how hard the reason is to remove: of several reasons of one peer, the first one counts."""
+_WORDS: Final = {
+    "not-allowed": "closed to this scheduler",
+    "executor": "without the executor",
+    "gpu": "with too little GPU memory",
+    "cpu": "with too few cores",
+    "memory": "with too little memory",
+    "storage": "with too little storage",
+    "price": "above the price",
+    "quota": "at the limit for this scheduler",
+    DENIED: "did not grant an offer",
+    TAKEN: "in another role of this job",
+}
+"""Codes that are no words for people."""
 _PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *_UNITS, "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _MAX_REASONS: Final = 8
@@ -77,7 +90,7 @@ class Shortage:
 
     def __str__(self) -> str:
         ranked = sorted(self.counts.items(), key=lambda entry: (entry[0] != BUSY, -entry[1], _position(entry[0])))
-        causes = ", ".join(f"{count} {code}{self._amount(code)}" for code, count in ranked)
+        causes = ", ".join(f"{count} {_WORDS.get(code, code)}{self._amount(code)}" for code, count in ranked)
         there = f"{self.leases}; " if self.leases is not None else ""
         return f"{there}{self.suitable} of {self.known} suitable" + (f": {causes}" if causes else "")
 

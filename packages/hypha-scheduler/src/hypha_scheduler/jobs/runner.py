@@ -855,7 +855,7 @@ class JobRunner:
 
     def on_shortage(self, shortage: Shortage) -> None:
         """Report why workers are missing."""
-        self._lacks = str(shortage)
+        self._lacks = f"{shortage.role}: {shortage}"
         self._events.shortage(shortage)
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
