@@ -194,10 +194,8 @@ class JobEvents:
 
     def emit(self, event: str, /, **fields: object) -> None:
         """Write an event to ``metrics.jsonl`` and the log; one of a worker gets the name in its certificate, too."""
-        peer = str(fields.get("worker", fields.get("peer", "")))
-        if peer and peer not in self._names:
-            self._names |= {str(known): printable_name(name) for known, name in self._certificate_names().items()}
-        if "name" not in fields and (name := self._names.get(peer)) is not None:  # of a metric, or of a new lease
+        name = self._name_of(str(fields.get("worker", fields.get("peer", ""))))
+        if "name" not in fields and name is not None:  # a metric and a new lease have one
             fields["worker_name"] = name
         self._events.write(event, **fields)
 
@@ -235,6 +233,19 @@ class JobEvents:
         for fields in self._describe_workers(leases):
             self.emit("lease_added", seconds=round(seconds, 4), **fields)
         return "leased", {"leases": _recorded(leases)}
+
+    def name_peers_in(self, value: object) -> object:
+        """Return plain values in which each mapping with a `peer` has the name in its certificate, if it is known."""
+        if isinstance(value, Mapping):
+            name = self._name_of(str(value.get("peer", "")))
+            named = {key: self.name_peers_in(each) for key, each in value.items()}
+            return named if name is None else {"name": name, **named}
+        return [self.name_peers_in(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _name_of(self, peer: str) -> str | None:
+        if peer and peer not in self._names:
+            self._names |= {str(known): printable_name(name) for known, name in self._certificate_names().items()}
+        return self._names.get(peer)
 
     def _describe_workers(self, leases: Sequence[Lease]) -> list[dict[str, object]]:
         names = self._certificate_names()

@@ -543,7 +543,7 @@ class JobRunner:
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
         json.dumps(summary)  # what cannot be written is an error of the strategy
-        return summary
+        return {key: self._events.name_peers_in(value) for key, value in summary.items()}
 
     async def _watch_deadlines(self) -> None:
         """Tell the operator when its deadlines have passed."""
