@@ -341,7 +341,7 @@ def lacking_inputs(
         line
         for table, names in _needed_inputs(model, preprocessor, labelled=labelled)
         for line in lacking_columns(
-            dataset, f"{table}.input_names", names, "; name its columns there, or prepare the dataset with this one"
+            dataset, f"{table}.input_names", names, "; set it to columns of the dataset, or use another dataset"
         )
     ]
 

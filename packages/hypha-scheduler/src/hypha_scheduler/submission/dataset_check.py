@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -15,7 +16,7 @@ from hypha_net.errors import UnreachableError
 from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.submission.nearest_datasets import list_names, nearest
+from hypha_scheduler.submission.nearest_datasets import list_known, nearest
 
 DATASET_TIMEOUT: Final = 8.0
 """Seconds until a data node must have announced a dataset."""
@@ -43,18 +44,18 @@ async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
         UnusableDatasetError: one is not announced within `DATASET_TIMEOUT` seconds, or the job cannot use it.
     """
     missing, lookups = set(job.dataset_names), anyio.CapacityLimiter(_LOOKUPS)
-    listed: set[str] | None = None
-    faults: list[str] = []
+    listed: Collection[str] | None = None
+    faults: dict[str, list[str]] = {}
 
     async def list_if_missing() -> None:
         nonlocal listed
         await anyio.sleep(DATASET_TIMEOUT - _LIST_TIMEOUT)
-        listed = await list_names(endpoint, _LIST_TIMEOUT - 0.5)
+        listed = await list_known(endpoint, _LIST_TIMEOUT - 0.5)
 
     async def check(name: str) -> None:
         await _wait_until_announced(endpoint, name, missing, lookups)
         async with lookups:
-            faults.extend(await _find_faults(endpoint, job, name))
+            faults[name] = await _find_faults(endpoint, job, name)
 
     with anyio.move_on_after(DATASET_TIMEOUT):
         async with anyio.create_task_group() as listing:
@@ -63,14 +64,15 @@ async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
                 for name in job.dataset_names:
                     checks.start_soon(check, name)
             listing.cancel_scope.cancel()
+    lines = [line for name in job.dataset_names for line in faults.get(name, ())]
     if missing:
         names = ", ".join(repr(name) for name in sorted(missing)[:_MAX_NAMED])
-        faults.append(
+        lines.append(
             f"dataset {names}: no data node announces it; correct the name, or start a data node that serves it"
             + await _known_names(min(missing), listed)
         )
-    if faults:
-        raise UnusableDatasetError("\n".join(faults))
+    if lines:
+        raise UnusableDatasetError("\n".join(lines))
 
 
 async def _find_faults(endpoint: Endpoint, job: JobTable, name: str) -> list[str]:
@@ -82,7 +84,7 @@ async def _find_faults(endpoint: Endpoint, job: JobTable, name: str) -> list[str
     return job.dataset_faults(dataset)
 
 
-async def _known_names(wanted: str, listed: set[str] | None) -> str:
+async def _known_names(wanted: str, listed: Collection[str] | None) -> str:
     """Return the end of the error: the names nearest to `wanted` of those that gateways list."""
     if listed is None:
         return ""  # no connected gateway can list datasets
