@@ -177,6 +177,7 @@ from hypha_proto.transfer import (
     Receipt,
     Refusal,
 )
+from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
 
 GOLDEN = Path(__file__).parent / "own_wire.jsonl"
 ID = [uuid.UUID(int=(0x0123456789ABCDEF << 64) + i) for i in range(9)]
@@ -262,6 +263,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (SAY_GOODBYE, Goodbye(leases=(ID[1], ID[2]), reason="the worker is shutting down")),
     (ANNOUNCE_DRAIN, Drain(leases=(ID[1], ID[2]), left_ms=60_000, reason="its owner drains it")),
     (LIST_LOGS, ListLogs(job_id=ID[7])),
+    (DESCRIBE_WORKER, DescribeWorker()),
     (READ_LOG, ReadLog(job_id=ID[7], run="count[2]@3", position=1 << 20, limit=64 << 10)),
     (LOCATE_RESOURCE, LOCATE),
     (
@@ -358,6 +360,17 @@ RESPONSES: list[tuple[Any, Any]] = [
     (ANNOUNCE_DRAIN, DrainReceived()),
     (LIST_LOGS, LogsListed(logs=(LogEntry(run=str(ID[1]), start=4096, end=9000, ended=True),))),
     (READ_LOG, LogPart(known=True, text="step 1\nstep 2\n", start=4100, next=4114)),
+    (
+        DESCRIBE_WORKER,
+        WorkerStatus(
+            total=Resources(cpu=8.0, memory=32.0),
+            free=Resources(cpu=6.0, memory=24.0),
+            price=100.0,
+            executors=(ExecutorDescriptor("train", "diloco-transformer"),),
+            tasks=1,
+            rejections=(Rejection(code="paused", text="its owner has paused this worker"),),
+        ),
+    ),
     (
         LOCATE_RESOURCE,
         ResourceLocation(

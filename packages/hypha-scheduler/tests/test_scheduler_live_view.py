@@ -221,7 +221,7 @@ def test_attach_draws_a_view_that_ctrl_c_ends(answering: Any, attach: Callable[.
     terminal.process.send_signal(signal.SIGINT)
     terminal.read_until(None)
     assert terminal.process.wait(60) == 130
-    assert "goes on; follow it with `hypha-scheduler attach" in terminal.shown.replace("\r\n", "")
+    assert "goes on  follow it: hypha-scheduler attach " in terminal.shown.replace("\r\n", "")
     assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")  # the cursor is there again
 
 

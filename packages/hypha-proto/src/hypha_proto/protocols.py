@@ -2,7 +2,7 @@
 
 `hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`,
 `datasets`, `dataset_listing`, `progress`, `batch_reports`, `round_membership`, `contributions`, `job_membership`,
-`drain`, `job_logs` and `health` define one `RpcMethod` per exchange.
+`drain`, `job_logs`, `worker_status` and `health` define one `RpcMethod` per exchange.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ LEASE: Final = "/hypha-lease/0.1.0"
 GOODBYE: Final = "/hypha-goodbye/0.1.0"
 DRAIN: Final = "/hypha-drain/0.1.0"
 LOGS: Final = "/hypha-logs/0.1.0"
+WORKER: Final = "/hypha-worker/0.1.0"
 AGGREGATE: Final = "/hypha-aggregate/0.1.0"
 ROUND: Final = "/hypha-round/0.1.0"
 MEMBERSHIP: Final = "/hypha-membership/0.1.0"
@@ -195,6 +196,7 @@ ALLOWED_SENDERS: Final[Mapping[str, frozenset[Role]]] = {
     DIRECTORY: _SCHEDULER | {"data"},
     "ListLogs": _SCHEDULER,
     "ReadLog": _SCHEDULER,
+    WORKER: _SCHEDULER,
     # files, by protocol id: workers pull slices and results, schedulers manifests and results; either pushes
     PULL: _TRAINING,
     PUSH: _TRAINING,

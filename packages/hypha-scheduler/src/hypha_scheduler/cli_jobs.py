@@ -1,5 +1,6 @@
-"""Commands about jobs of a running scheduler: ``submit``, ``jobs``, ``status``, ``attach``, ``logs`` and ``cancel``;
-and ``accounts``, of which none need run.
+"""Commands of a running scheduler: ``submit``, ``jobs``, ``status``, ``attach``, ``logs``, ``cancel`` and ``nodes``.
+
+``accounts`` needs none that runs.
 
 Added to the command line by `cli`. What is slow to import is imported in the command that needs it.
 """
@@ -47,7 +48,7 @@ class _NoSuchJobError(click.ClickException):
 
 def add_job_commands(group: click.Group) -> None:
     """Add the commands to a command line."""
-    for command in (submit, list_jobs, status, attach, logs, cancel, accounts):
+    for command in (submit, list_jobs, status, attach, logs, cancel, accounts, nodes):
         group.add_command(command)
 
 
@@ -76,7 +77,7 @@ def _refuse(error: JobCommandError) -> NoReturn:
 def _find_socket(socket: Path | None, file: Path | None) -> Path:
     from hypha_scheduler.submission.client import configured_socket
 
-    return socket or configured_socket(file)
+    return (socket or configured_socket(file)).resolve()
 
 
 @click.command()
@@ -123,8 +124,9 @@ def _tell_how_to_go_on(job: Mapping[str, Any], socket: Path) -> NoReturn:
     if "job_id" in job:
         where = f"{job['job_id']} --socket {socket}"
         click.echo(
-            f"job {job['job_id']} goes on; follow it with `hypha-scheduler attach {where}`, end it with "
-            f"`hypha-scheduler cancel {where}`",
+            f"job {job['job_id']} goes on\n"
+            f"  follow it: hypha-scheduler attach {where}\n"
+            f"  cancel it: hypha-scheduler cancel {where}",
             err=True,
         )
     click.get_current_context().exit(INTERRUPTED)
@@ -198,6 +200,8 @@ def list_jobs(file: Path | None, socket: Path | None, every: bool, form: str) ->
         answer = send_command(_find_socket(socket, file), {"command": "jobs", "all": every})
     for entry in answer["jobs"]:
         click.echo(json.dumps(entry) if form == "json" else _line(entry))
+    if not answer["jobs"] and form == "text":
+        click.echo(f"no job {'is known' if every else 'waits or runs; --all lists those that have ended'}", err=True)
 
 
 def _line(entry: Mapping[str, Any]) -> str:
@@ -375,6 +379,36 @@ def accounts(file: Path | None, socket: Path | None, since: str | None, form: st
         click.echo(render_accounts(list_accounts(runs, begin), form), nl=False)
     except (OSError, AccountsFileError) as error:
         raise click.ClickException(f"the accounts cannot be read: {error}") from None
+
+
+@click.command()
+@click.argument("name", required=False)
+@config_option
+@_socket_option
+@_format_option
+def nodes(name: str | None, file: Path | None, socket: Path | None, form: str) -> None:
+    """List the workers that the scheduler knows, and the datasets that data nodes announce.
+
+    Of each worker: free resources, the least bid that gets an offer, in tokens per lease-hour, running tasks, when it
+    was last seen, why it makes no offers, and its executors. With NAME only the worker or dataset of that name; of a
+    worker also its peer id, or the end of that. Exit codes: 0, 1 the scheduler cannot say, 2 nothing has that name, 3
+    no scheduler is running there.
+    """
+    from hypha_scheduler.submission.client import send_command
+    from hypha_scheduler.submission.node_list import find_named, nearest_name, render_nodes
+
+    with _exit_codes():
+        found = send_command(_find_socket(socket, file), {"command": "nodes"})
+    if name is not None:
+        known, found = found, find_named(found, name)
+        if not found:
+            raise click.BadParameter(f"no worker or dataset is called {name!r}{nearest_name(known, name)}")
+    if form == "json":
+        for kind in ("worker", "dataset"):
+            for entry in found.get(f"{kind}s", ()):
+                click.echo(json.dumps({kind: entry}))
+    else:
+        click.echo(render_nodes(found, time.time()), nl=False)
 
 
 def find_directory(wanted: str, runs: Path) -> Path:

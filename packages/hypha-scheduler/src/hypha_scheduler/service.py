@@ -44,6 +44,7 @@ from hypha_scheduler.strategies.registry import load_strategy
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
 from hypha_scheduler.submission.dataset_check import check_datasets
 from hypha_scheduler.submission.log_relay import LogRelay
+from hypha_scheduler.submission.node_directory import NodeDirectory
 from hypha_scheduler.submission.queue_files import remove_queued
 from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
 from hypha_scheduler.submission.server import SubmissionServer
@@ -82,6 +83,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     if lacking := [line for job in config.jobs for line in job.missing_files()]:
         raise JobFailedError("\n".join(lacking))
     service, bridge = _open_service(config, node)
+    nodes = NodeDirectory(node.endpoint)
     submissions = SubmissionServer(
         config.runs_dir,
         service.run_job,
@@ -90,7 +92,9 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
         service.jobs,
         partial(check_datasets, node.endpoint),
         LogRelay(node.endpoint).ask,
+        nodes.describe,
     )
+    node.tasks.start_soon(nodes.watch)
     failures: list[str] = []
     async with _stopped_by_sigterm(node, service, submissions), anyio.create_task_group() as tasks:
         taken_up = await service.take_up(config.runs_dir, config.jobs)

@@ -43,11 +43,15 @@ from hypha_proto.leases import (
     RenewLease,
     WhyNot,
 )
-from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
+from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor, WorkerRequest, WorkerSpec
+from hypha_proto.resources import Resources
 from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS
+from hypha_proto.wire_schema import MAX_PRICE
+from hypha_proto.worker_status import DESCRIBE_WORKER, MAX_EXECUTORS, DescribeWorker, WorkerStatus
 from hypha_worker.accounts.book import AccountBook
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
+from hypha_worker.bidding.rejection import start_reasons
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.config import WorkerConfig
@@ -389,6 +393,7 @@ class Worker:
         rpc.serve(self.endpoint, RENEW_LEASE, self.renew)
         rpc.serve(self.endpoint, RELEASE_LEASE, self.release)
         rpc.serve(self.endpoint, WHY_NOT, self.explain)
+        rpc.serve(self.endpoint, DESCRIBE_WORKER, self.describe)
         rpc.serve(self.endpoint, PUSH_OUTPUT, self.tasks.push_output)
         rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.tasks.release_outputs)
         transfer.serve_pushes(self.endpoint, self.tasks.accept_push)
@@ -502,6 +507,21 @@ class Worker:
         """Return why this worker would make no offer for a request."""
         received = ReceivedRequest(scheduler, message.request, anyio.current_time())
         return Reasons(rejections=explain_refusal(self.arbiter, self.lease_manager, received))
+
+    async def describe(self, scheduler: PeerId, _message: DescribeWorker) -> WorkerStatus:
+        """Return what this worker has, and why it would make no offer for a request that asks for nothing."""
+        capabilities, starts = self.arbiter.capabilities, self.arbiter.starts
+        offered = [each for each in capabilities.executors if each.kind and not any(start_reasons(starts, (each,)))]
+        nothing = WorkerRequest(uuid.UUID(int=0), WorkerSpec(Resources(), ()), MAX_PRICE, 0)
+        received = ReceivedRequest(scheduler, nothing, anyio.current_time())
+        return WorkerStatus(
+            total=capabilities.capacity.resources,
+            free=self.lease_manager.free.resources,
+            price=self.arbiter.policy.least_bid,
+            executors=tuple(sorted(offered, key=str)[:MAX_EXECUTORS]),
+            tasks=len(self.tasks.running),
+            rejections=explain_refusal(self.arbiter, self.lease_manager, received),
+        )
 
 
 async def _check(executors: Iterable[ExecutorStarts]) -> None:

@@ -1,9 +1,9 @@
-"""Names of the datasets that gateways list, those nearest to an unknown one first. Called by `dataset_check`."""
+"""Datasets that gateways list, and the names nearest to an unknown one."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 
 import anyio
@@ -11,29 +11,30 @@ import anyio
 from hypha_net.dataset_directory import list_datasets
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
+from hypha_proto.dataset_listing import ListedDataset
 from hypha_proto.ids import PeerId
 
 _CANDIDATES = 50
 """Names that share most pairs of letters with the wanted one, which are then compared exactly."""
 
 
-async def list_names(endpoint: Endpoint, timeout: float) -> set[str] | None:
-    """Return the names that the connected gateways list within `timeout` seconds; None if no gateway lists any."""
-    names: set[str] = set()
+async def list_known(endpoint: Endpoint, timeout: float) -> Mapping[str, ListedDataset] | None:
+    """Return by name the datasets that the connected gateways list within `timeout` seconds; None if none lists any."""
+    found: dict[str, ListedDataset] = {}
     answered = False
 
     async def ask(gateway: PeerId) -> None:
         nonlocal answered
         try:
-            names.update(dataset.name for dataset in await list_datasets(endpoint, gateway, timeout=timeout))
+            found.update({each.name: each for each in await list_datasets(endpoint, gateway, timeout=timeout)})
             answered = True
-        except NetError:  # it may not answer: the error then names no datasets
+        except NetError:  # it may not answer: the datasets of the others are returned
             return
 
     async with anyio.create_task_group() as tasks:
         for gateway in {peer for peer in endpoint.gateways().values() if peer is not None}:
             tasks.start_soon(ask, gateway)
-    return names if answered else None
+    return found if answered else None
 
 
 def nearest(wanted: str, names: Collection[str], count: int) -> list[str]:

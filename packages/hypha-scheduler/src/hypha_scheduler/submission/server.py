@@ -7,6 +7,7 @@ Each connection carries one request, a JSON object, which is answered by JSON li
 - ``{"resume": directory, "job": {…}}`` continues an interrupted one; the answers are the same.
 - ``{"command": "jobs", "all": true}``, and ``status``, ``attach``, ``cancel`` and ``logs`` with the ``id`` of a job:
   its name, or the beginning of its name or id.
+- ``{"command": "nodes"}`` lists the workers that the scheduler knows, and the datasets that data nodes announce.
 
 Closing the connection does not stop a job. Called by `service`.
 """
@@ -66,6 +67,8 @@ _ACCEPT_PAUSE: Final = 0.5
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
+ListKnownNodes = Callable[[], Awaitable[dict[str, Any]]]
+"""`hypha_scheduler.submission.node_directory.NodeDirectory.describe`."""
 _REFUSALS: Final = (ValueError, ResumeError, QueueFullError, UnusableDatasetError, JobFailedError)
 """Reasons for which a request is not taken."""
 
@@ -108,7 +111,11 @@ class ReadLogs(JobCommand, frozen=True, tag="logs"):
     position: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
-_COMMANDS: Final = msgspec.json.Decoder(ListJobs | ShowJob | AttachJob | CancelJob | ReadLogs)
+class ListNodes(JobCommand, frozen=True, tag="nodes"):
+    """List workers and datasets."""
+
+
+_COMMANDS: Final = msgspec.json.Decoder(ListJobs | ShowJob | AttachJob | CancelJob | ReadLogs | ListNodes)
 
 
 class JobLookupError(Exception):
@@ -154,6 +161,8 @@ class SubmissionServer:
     """Raises `UnusableDatasetError` for a job that cannot run."""
     ask_logs: AskLogs | None = None
     """Asks a worker; without it no logs are read."""
+    list_nodes: ListKnownNodes | None = None
+    """Lists workers and datasets; without it none are known."""
     _connections: int = 0
     _submitted: int = 0
     """Jobs that were submitted, or that clients are handing in, and have not ended."""
@@ -386,8 +395,10 @@ class SubmissionServer:
             case ReadLogs(id=wanted) if self.ask_logs is not None:
                 job_id = uuid.UUID((await self._find(wanted)).job_id)
                 await _answer(stream, await self.ask_logs(job_id, command.worker, command.run, command.position))
+            case ListNodes() if self.list_nodes is not None:
+                await _answer(stream, await self.list_nodes())
             case _:
-                await _answer(stream, {"error": "this scheduler reads no logs", "code": "failed"})
+                await _answer(stream, {"error": "this scheduler does not speak with other nodes", "code": "failed"})
 
     async def _attach(self, stream: anyio.abc.SocketStream, entry: JobEntry) -> None:
         job = self.jobs.get(uuid.UUID(entry.job_id))

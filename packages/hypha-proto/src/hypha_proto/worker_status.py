@@ -1,0 +1,46 @@
+"""Status of a worker, for schedulers: what it has, what of it is free, at which price, and what runs.
+
+Uses the extension ``/hypha-worker/0.1.0``, which workers answer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hypha_proto.leases import Rejection
+from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.protocols import WORKER, RpcMethod
+from hypha_proto.resources import Resources
+from hypha_proto.wire_schema import U32, Message, Price
+
+MAX_EXECUTORS: Final = 256
+"""Executors that a worker names at most."""
+
+
+class DescribeWorker(Message, frozen=True):
+    """Request of a scheduler for the status of a worker."""
+
+
+class WorkerStatus(Message, frozen=True):
+    """Response to `DescribeWorker`."""
+
+    total: Resources
+    free: Resources
+    """What no lease holds of `total`."""
+    price: Price
+    """The least bid that gets an offer, in tokens per lease-hour."""
+    executors: tuple[ExecutorDescriptor, ...]
+    """Executors that it offers, at most `MAX_EXECUTORS`."""
+    tasks: U32
+    """Attempts at tasks that run, of all schedulers."""
+    rejections: tuple[Rejection, ...] = ()
+    """Why it would make no offer to the scheduler that asks, not even for a request that asks for nothing."""
+
+    def __post_init__(self) -> None:
+        if len(self.executors) > MAX_EXECUTORS:
+            raise ValueError(f"executors: {len(self.executors)} entries; expected at most {MAX_EXECUTORS}")
+
+
+DESCRIBE_WORKER: Final = RpcMethod[DescribeWorker, WorkerStatus](
+    WORKER, DescribeWorker, WorkerStatus, max_request=4 << 10, max_response=256 << 10
+)
