@@ -17,6 +17,7 @@ from support.numpy_executor import executor_toml, write_model
 from support.proof import check_rounds, check_whole_epochs, prove
 from support.waiting import wait_until
 
+from hypha_proto.ids import describe_peer
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
@@ -97,7 +98,7 @@ def test_the_same_error_on_two_workers_ends_the_job_with_its_last_lines(network:
     assert "Traceback" not in job.log
     [failed] = job.events("failed")
     assert failed["error"].count("| boom") == 2
-    assert all(network.peer_id(name) in failed["error"] for name in network.trainers)
+    assert all(describe_peer(network.peer_id(name), name) in failed["error"] for name in network.trainers)
 
 
 @pytest.mark.processes

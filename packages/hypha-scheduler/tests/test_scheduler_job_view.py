@@ -165,7 +165,7 @@ def test_resume_takes_a_name_and_refuses_one_that_several_jobs_have(tmp_path: Pa
         return done.output
 
     assert all(job_id in resume("twice") for job_id in ids)
-    assert "is no directory, and no jobs in" in resume("never")
+    assert "no jobs in" in resume("never")
     assert f"{one}: there is no job to resume: it has no journal.jsonl" in resume("once")
 
 

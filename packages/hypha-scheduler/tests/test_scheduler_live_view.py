@@ -100,6 +100,10 @@ def test_pauses_and_workers_that_have_left_are_seen() -> None:
     assert [line.split()[0] for line in lines[2:]] == ["…nother", "worker-7…worker"]
     state.add({"event": "continued", "time": 121.0})
     assert drawn(state).startswith("running")
+    accepted, *others = placed()
+    sought = {"event": "shortage", "time": 1.0, "role": "train", "text": "0 of 1 suitable"}
+    assert drawn(told(accepted, sought)).startswith("waiting")
+    assert drawn(told(accepted, sought, *others)).startswith("running")
 
 
 def test_texts_of_workers_are_no_markup_and_control_no_terminal() -> None:

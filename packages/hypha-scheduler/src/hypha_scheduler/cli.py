@@ -79,7 +79,7 @@ add_job_commands(main)
 @set_option
 @click.option("--detach", is_flag=True, help="Return when a running scheduler has accepted the job.")
 def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool) -> None:
-    """Continue JOB, which was interrupted, cancelled, or has failed.
+    """Continue a job that was interrupted, cancelled, or failed.
 
     JOB is the job's directory, its name, or the beginning of its name or id under output_dir. The scheduler of the
     --config file runs it, if it is running; otherwise this command runs it itself. The job is the one that its journal

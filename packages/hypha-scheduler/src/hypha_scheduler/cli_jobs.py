@@ -91,11 +91,12 @@ def _find_socket(socket: Path | None, file: Path | None) -> Path:
 def submit(
     job: Path, file: Path | None, socket: Path | None, detach: bool, no_wait: bool, plain: bool, form: str
 ) -> None:
-    """Submit the job in JOB, a TOML file or a list of tasks in a .json file, to a running scheduler.
+    """Submit a job to a running scheduler, and follow it.
 
-    The scheduler is found by --socket, or by the output_dir of its own --config file. The job is then followed as by
-    `attach`; Ctrl-C ends only that. Exit codes: 0 the job finished (with --detach: was accepted), 1 the job failed, 2
-    the job is invalid, 3 no scheduler is running there, or it was stopped before the job had ended, 130 Ctrl-C.
+    JOB is a TOML file, such as `init --job` writes, or a .json file with a list of tasks. The scheduler is found by
+    --socket, or by the output_dir of its own --config file. The job is followed as by `attach`; Ctrl-C ends only that.
+    Exit codes: 0 the job finished (with --detach: was accepted), 1 the job failed, 2 the job is invalid, 3 no scheduler
+    is running there, or it was stopped before the job had ended, 130 Ctrl-C.
     """
     from hypha_scheduler.submission.client import JobFileError, read_job, submit_job
 
@@ -190,8 +191,9 @@ def _display_lines(form: str) -> Callable[[dict[str, Any]], None]:
 @click.option("--all", "every", is_flag=True, help="Also jobs that have ended, the newest first, at most 1000.")
 @_format_option
 def list_jobs(file: Path | None, socket: Path | None, every: bool, form: str) -> None:
-    """List the jobs that wait or run, in the order in which they came.
+    """List the jobs that wait or run, and why one waits.
 
+    They are listed in the order in which they came; with --all those that have ended follow, and why one failed.
     Exit codes: 0, or 3 if no scheduler is running there.
     """
     from hypha_scheduler.submission.client import send_command
@@ -219,9 +221,10 @@ def _line(entry: Mapping[str, Any]) -> str:
 @_socket_option
 @_format_option
 def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
-    """Show the state of JOB, which is a job's name, or the beginning of its name or id.
+    """Show a job's state, last round, workers and cost.
 
-    Exit codes: 0, 2 no job or several are called so, 3 no scheduler is running there.
+    JOB is a job's name, or the beginning of its name or id. Of a job that waits it is said why. Exit codes: 0, 2 no
+    job or several are called so, 3 no scheduler is running there.
     """
     from hypha_scheduler.jobs.record_file import RecordReader
     from hypha_scheduler.submission.client import send_command
@@ -253,7 +256,7 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
 @_plain_option
 @_format_option
 def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: str) -> None:
-    """Show what has happened in JOB so far, and follow it to its end.
+    """Show what has happened in a job, and follow it to its end.
 
     JOB is a job's name, or the beginning of its name or id. Exit codes: 0 the job finished, 1 it failed or was
     cancelled, 2 no job or several are called so, 3 no scheduler is running there, or it was stopped before the job had
@@ -289,11 +292,11 @@ def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: 
 def logs(
     job: str, worker: str | None, follow: bool, tail: int | None, file: Path | None, socket: Path | None, form: str
 ) -> None:
-    """Show what the executors of JOB have printed: of each worker the last MiB, without secrets.
+    """Show what a job's executors have printed.
 
-    JOB is a job's name, or the beginning of its name or id. Workers keep the logs of jobs that have ended, too. Exit
-    codes: 0, 1 no worker could be asked, 2 no job or several are called so or it has no such worker, 3 no scheduler is
-    running there, 130 Ctrl-C.
+    JOB is a job's name, or the beginning of its name or id. Of each worker the last MiB is read, without secrets.
+    Workers keep the logs of jobs that have ended for a while, too. Exit codes: 0, 1 no worker could be asked, 2 no job
+    or several are called so or it has no such worker, 3 no scheduler is running there, 130 Ctrl-C.
     """
     from hypha_scheduler.jobs.record_file import RecordReader
     from hypha_scheduler.submission.catalog import ACTIVE
@@ -344,10 +347,12 @@ def _report(failures: Mapping[str, str], reported: dict[str, str]) -> None:
 @config_option
 @_socket_option
 def cancel(job: str, file: Path | None, socket: Path | None) -> None:
-    """End JOB, which is a job's name, or the beginning of its name or id: it waits, or its executors are stopped.
+    """End a job that waits or runs.
 
-    What it has written so far stays, its last model included. Exit codes: 0 it has ended and its leases are released,
-    1 it had ended before or does not end in time, 2 no job or several are called so, 3 no scheduler is running there.
+    JOB is a job's name, or the beginning of its name or id. Its executors are stopped. What it has written so far
+    stays, its last model included, and `resume` can continue it. Exit codes: 0 it has ended and its leases are
+    released, 1 it had ended before or does not end in time, 2 no job or several are called so, 3 no scheduler is
+    running there.
     """
     from hypha_scheduler.submission.client import send_command
 
@@ -387,12 +392,12 @@ def accounts(file: Path | None, socket: Path | None, since: str | None, form: st
 @_socket_option
 @_format_option
 def nodes(name: str | None, file: Path | None, socket: Path | None, form: str) -> None:
-    """List the workers that the scheduler knows, and the datasets that data nodes announce.
+    """List the workers and datasets that there are.
 
-    Of each worker: free resources, the least bid that gets an offer, in tokens per lease-hour, running tasks, when it
-    was last seen, why it makes no offers, and its executors. With NAME only the worker or dataset of that name; of a
-    worker also its peer id, or the end of that. Exit codes: 0, 1 the scheduler cannot say, 2 nothing has that name, 3
-    no scheduler is running there.
+    The workers are those that the scheduler knows, the datasets those that data nodes announce. Of each worker: when it
+    was last seen, the least bid that gets an offer, in tokens per lease-hour, running tasks, free resources, executors,
+    and why it makes no offers. With NAME only the worker or dataset of that name; of a worker also its peer id, or the
+    end of that. Exit codes: 0, 1 the scheduler cannot say, 2 nothing has that name, 3 no scheduler is running there.
     """
     from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.node_list import find_named, nearest_name, render_nodes
@@ -414,18 +419,31 @@ def nodes(name: str | None, file: Path | None, socket: Path | None, form: str) -
 def find_directory(wanted: str, runs: Path) -> Path:
     """Return the directory of a job that is named by it, by the job's name, or by the beginning of its name or id.
 
+    The scheduler that writes to `runs` is asked if it runs.
+
     Raises:
-        click.UsageError: there is none, or there are several.
+        click.ClickException: there is none, or there are several.
     """
-    from hypha_scheduler.submission.catalog import find_jobs
+    from hypha_scheduler.submission.catalog import ACTIVE, find_jobs
+    from hypha_scheduler.submission.client import JobCommandError, NoSchedulerError, send_command
+    from hypha_scheduler.submission.server import socket_path
 
     if Path(wanted).is_dir():
         return Path(wanted)
-    found = find_jobs(runs, {}, wanted)
+    try:
+        entry = send_command(socket_path(runs), {"command": "status", "id": wanted})["job"]
+        if entry["state"] in ACTIVE:
+            text = f"job {entry['job_id']} is {entry['state']} already; follow it with `hypha-scheduler attach`"
+            raise click.UsageError(text)
+        return Path(entry["directory"])
+    except JobCommandError as error:
+        _refuse(error)
+    except NoSchedulerError:
+        found = find_jobs(runs, {}, wanted)
     if len(found) == 1:
         return Path(found[0].directory)
-    text = f"JOB: {wanted!r} is no directory, and {len(found) or 'no'} jobs in {runs} have that name or beginning of id"
-    raise click.UsageError("\n".join([text, *(f"  {_line(_plain(entry))}" for entry in found)]))
+    text = f"{len(found) or 'no'} jobs in {runs} have a name or an id that begins with {wanted!r}"
+    raise _NoSuchJobError("\n".join([text, *(f"  {_line(_plain(entry))}" for entry in found)]))
 
 
 def _plain(entry: Any) -> dict[str, Any]:

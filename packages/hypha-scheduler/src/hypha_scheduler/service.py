@@ -369,7 +369,9 @@ class SchedulerService:
             JobInterruptedError: the scheduler is stopped.
         """
         runner = self._runs[found.job_id]
-        active = self.jobs.add(ActiveJob(found.job_id, found.job, found.directory, runner=runner))
+        active = self.jobs.add(
+            ActiveJob(found.job_id, found.job, found.directory, submitted_at=found.submitted_at, runner=runner)
+        )
         return await self.jobs.run(active, partial(self._run, runner, found.job))
 
     def interrupt_jobs(self) -> None:

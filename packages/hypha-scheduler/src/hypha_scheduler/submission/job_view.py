@@ -94,6 +94,8 @@ class JobView:
             return self._end(kind, event)
         if kind == "lease_added":
             self._add_worker(event)
+        if kind in ("shortage", "lease_added") and self.state in ("waiting", "running"):
+            self.state = "running" if self.workers else "waiting"
         line = describe_event(event)
         self._count(kind, event)
         return line
@@ -108,6 +110,7 @@ class JobView:
     def _place(self, event: Mapping[str, Any]) -> str:
         for worker in event.get("workers") or ():
             self._add_worker({"time": self.at, **worker})
+        self.state = "running"
         seconds = _number(event.get("seconds")) or 0.0
         return f"placed after {seconds:.1f} s: {', '.join(map(str, self.workers.values()))}"
 

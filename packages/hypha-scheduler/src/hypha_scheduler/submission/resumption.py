@@ -20,6 +20,7 @@ from hypha_scheduler.errors import JobFailedError, StrategyError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
 from hypha_scheduler.strategies.registry import parse_job
+from hypha_scheduler.submission.catalog import read_entry
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class ResumableJob:
     job_id: uuid.UUID
     job: JobTable
     directory: Path
+    submitted_at: float = 0.0
+    """Seconds since the Unix epoch; 0 if its events do not say."""
 
 
 def find_jobs_to_take_up(
@@ -124,7 +127,13 @@ def find_resumable(
     if str(job_id) != directory.name:
         raise ResumeError(f"{directory}: its journal is of job {job_id}; give the directory that name again")
     recorded = _recorded_job(directory, records[0]["job"], strategies)
-    return ResumableJob(job_id, _with_secrets(directory, recorded, configured, others_allowed), directory)
+    entry = read_entry(directory)
+    return ResumableJob(
+        job_id,
+        _with_secrets(directory, recorded, configured, others_allowed),
+        directory,
+        (entry and entry.submitted) or 0.0,
+    )
 
 
 def _recorded_job(directory: Path, table: dict[str, Any], strategies: Collection[str] | None) -> JobTable:

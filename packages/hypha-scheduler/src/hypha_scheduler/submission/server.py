@@ -316,7 +316,10 @@ class SubmissionServer:
     async def _add_job(self, request: _Submission | ResumableJob) -> ActiveJob:
         if isinstance(request, ResumableJob):
             assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
-            job = self.jobs.add(ActiveJob(request.job_id, request.job, self._directory(request.job_id)))
+            job = ActiveJob(
+                request.job_id, request.job, self._directory(request.job_id), submitted_at=request.submitted_at
+            )
+            self.jobs.add(job)
             self._start(job, self.resume_job)
             return job
         self.jobs.check_room(waits=request.waits)
