@@ -34,6 +34,8 @@ from hypha_proto.codec import parse_json
 
 STEP_TIMEOUT: Final = 120.0
 """Timeout in seconds for creating the model, preparing the data, and evaluating."""
+KILL_DELAY: Final = 0.1
+"""Seconds that workers add to each batch where one of them is killed."""
 SLICES_PER_WORKER: Final = 4
 
 
@@ -66,6 +68,8 @@ async def run_demo(
     """
     display = Display(console, training.rounds, time.monotonic() if started is None else started)
     await anyio.to_thread.run_sync(folders.make)
+    if kill == "worker":  # else the job could be over before another one has joined
+        training = replace(training, delay=KILL_DELAY)
     nodes = plan_nodes(training.workers, spare=kill in REPLACED)
     write_configuration(folders, nodes, training, sys.executable)
     async with local_processes(folders.logs) as processes:

@@ -54,8 +54,7 @@ def _role_settings(node: NodePlan, inference: Inference, python: str) -> str:
         return f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n"
     if node.role == "scheduler":
         return _job(inference)
-    delay = f'env = {{ HYPHA_EXECUTOR_DELAY = "{inference.delay:g}" }}\n' if inference.delay else ""
-    return worker_settings(node) + process_executor("inference", "transformers", python, MODULE) + delay
+    return worker_settings(node) + process_executor("inference", "transformers", python, MODULE, inference.delay)
 
 
 def _job(inference: Inference) -> str:

@@ -147,6 +147,8 @@ class DemoTraining:
     task: DemoTask = DIGITS
     evaluate_every: int = 0
     """Number of rounds between two evaluations on the dataset `HELD_OUT`; 0 for none."""
+    delay: float = 0.0
+    """Seconds that workers add to each batch."""
 
     @property
     def samples_a_round(self) -> int:
@@ -262,8 +264,8 @@ def _role_settings(folders: Folders, node: NodePlan, training: DemoTraining, pyt
     if node.name == PARAMETER_SERVER:
         return worker_settings(node) + AGGREGATION
     if node.name == SPARE:
-        return worker_settings(node) + AGGREGATION + training_executor(python)
-    return (worker_settings(node) + training_executor(python)) if node.role == "worker" else ""
+        return worker_settings(node) + AGGREGATION + training_executor(python, training.delay)
+    return (worker_settings(node) + training_executor(python, training.delay)) if node.role == "worker" else ""
 
 
 def worker_settings(node: NodePlan, work: str = "../work") -> str:
@@ -287,13 +289,17 @@ runtime = "parameter-server"
 """
 
 
-def training_executor(python: str) -> str:
+def training_executor(python: str, delay: float = 0.0) -> str:
     """Return TOML of the executor that trains with DiLoCo."""
-    return process_executor("train", "diloco-transformer", python, "hypha.accelerate_executor.training")
+    return process_executor("train", "diloco-transformer", python, "hypha.accelerate_executor.training", delay)
 
 
-def process_executor(kind: str, name: str, python: str, module: str) -> str:
-    """Return TOML of an executor of the class `kind` that runs a module of the Python interpreter `python`."""
+def process_executor(kind: str, name: str, python: str, module: str, delay: float = 0.0) -> str:
+    """Return TOML of an executor of the class `kind` that runs a module of the Python interpreter `python`.
+
+    Each of its batches takes `delay` seconds longer.
+    """
+    environment = f'env = {{ HYPHA_EXECUTOR_DELAY = "{delay:g}" }}\n' if delay else ""
     return f"""
 [[executors]]
 class = {toml(kind)}
@@ -306,7 +312,7 @@ args = [
     "--work-dir", "{{WORK_DIR}}",
     "--job", "{{JOB_JSON}}",
 ]
-"""
+{environment}"""
 
 
 def job_table(training: DemoTraining, model: str) -> str:
