@@ -71,6 +71,7 @@ class Commands:
         return str(path)
 
 
+@pytest.mark.gate
 def test_three_jobs_of_which_two_are_cancelled(network: TaskNetwork) -> None:
     commands = Commands(network)
     submit = commands.start("submit", commands.file("one", LONG))

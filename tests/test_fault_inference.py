@@ -108,7 +108,6 @@ def test_a_stopped_executor_is_given_up_and_its_slices_are_computed_by_others(ne
     assert lost["reason"].startswith("its executor has reported nothing for ")
 
 
-@pytest.mark.gate
 def test_a_job_whose_scheduler_was_killed_is_resumed(network: InferenceNetwork) -> None:
     job = network.classify()
     wait_for_parts(job, 5)

@@ -127,6 +127,7 @@ def test_a_worker_of_a_uid_without_name_and_home_runs_executors(network: TaskNet
     job.wait(60)
 
 
+@pytest.mark.gate
 def test_an_executor_that_cannot_start_is_not_offered(network: TaskNetwork) -> None:
     change(network, r'cmd = ".*"', 'cmd = "/nowhere/python"')
     start(network)
