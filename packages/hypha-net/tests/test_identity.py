@@ -68,6 +68,17 @@ def test_a_missing_file_is_named_with_its_configuration_key(authority: Any, inde
         load_identity(*files)
 
 
+def test_a_key_of_another_user_is_named_with_the_remedy(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = authority.files("w1")
+
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(IdentityError, match=rf"cannot be read: Permission denied; .* uid {os.geteuid()} \(chown\)"):
+        load_identity(*files)
+
+
 def test_another_kind_of_key_is_refused(authority: Any) -> None:
     cert, key, trust = authority.files("w1")
     other = ec.generate_private_key(ec.SECP256R1())

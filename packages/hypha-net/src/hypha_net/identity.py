@@ -273,8 +273,10 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        why = f"{key} {path} cannot be read: {error.strerror or error}"
-        raise IdentityError(f"{why}; {remedy_for(key)}") from error
+        remedy = remedy_for(key)
+        if isinstance(error, PermissionError):
+            remedy = f"give it to the user that runs this node, uid {os.geteuid()} (chown)"
+        raise IdentityError(f"{key} {path} cannot be read: {error.strerror or error}; {remedy}") from error
 
 
 def remedy_for(key: str) -> str:
