@@ -65,6 +65,13 @@ def connect_idle_clients(folder: Path, stack: ExitStack) -> None:
         client.connect(f"/proc/self/fd/{opened}/worker.sock")
 
 
+def accounts_of_scheduler(network: TaskNetwork) -> list[dict[str, Any]]:
+    config = str(network.configuration("scheduler"))
+    command = [script("hypha-scheduler"), "accounts", "--config", config, "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return list(json.loads(done.stdout))
+
+
 def test_owner_follows_pauses_drains_and_accounts_a_worker(network: TaskNetwork) -> None:
     wait_until(lambda: any(network.folders.root.rglob("worker.sock")), 60, "the control socket")
     [control] = network.folders.root.rglob("worker.sock")
@@ -114,4 +121,7 @@ def test_owner_follows_pauses_drains_and_accounts_a_worker(network: TaskNetwork)
     assert 0 < rows[-1]["seconds"] < time.monotonic() - began + 100
     per_second = rows[-1]["price"] / 3600  # seconds are written to the millisecond
     assert rows[-1]["tokens"] == pytest.approx(rows[-1]["seconds"] * per_second, abs=0.001 * per_second + 1e-6)
+    paid = {entry["lease"]: entry for entry in accounts_of_scheduler(network)}
+    for entry, within in zip(rows[-2:], (LOSS, 1.0), strict=True):  # the first lease ended with the killed worker
+        assert entry["seconds"] == pytest.approx(paid[entry["lease"]]["seconds"], rel=0.01, abs=within)
     assert "Traceback" not in network.log(WORKER), network.log(WORKER)
