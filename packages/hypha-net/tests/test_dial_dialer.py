@@ -121,6 +121,23 @@ def test_all_addresses_of_a_name_are_tried(authority: Any, first: str) -> None:
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "has_ended"),
+    [(["127.0.0.2"], True), (["127.0.0.2", "127.0.0.3"], True), (["127.0.0.2", "255.255.255.255"], False)],
+)
+def test_node_has_ended_only_if_all_addresses_of_its_name_refuse(
+    authority: Any, hosts: list[str], has_ended: bool
+) -> None:
+    async def main() -> None:
+        trio.socket.set_custom_hostname_resolver(FakeResolver(*hosts))
+        async with opened(authority, "gateway", LOOPBACK, role="gateway") as one, opened(authority, "two") as two:
+            with pytest.raises(UnreachableError) as caught:
+                await two.connect(f"/dns/node.test/tcp/{one.addresses[0].split('/')[4]}")
+            assert isinstance(caught.value, NotRunningError) == has_ended
+
+    run(main)
+
+
 def test_exclusion_covers_every_notation_of_an_address() -> None:
     private = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")]
     for host in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "fd00::1%eth0"):

@@ -40,16 +40,15 @@ async def dial_tcp(
 
     Raises:
         RefusedError: one side does not accept the other's certificate, or another peer than `expected` answers.
-        NotRunningError: no process listens there.
+        NotRunningError: no process listens there, at any address of the name.
         UnreachableError: no answer.
     """
     _, kind, host, _, port = str(address).split("/")[:5]
     try:
         stream = await _connect(kind, host, int(port), is_excluded)
     except OSError as error:
-        nobody_listens = isinstance(root_cause(error), ConnectionRefusedError)
         what = f"{address}: {describe_root_cause(error)}"
-        raise (NotRunningError if nobody_listens else UnreachableError)(what) from error
+        raise (NotRunningError if _nobody_listens(error) else UnreachableError)(what) from error
     return await upgrade(swarm, RawConnection(TrioTCPStream(stream), True), expected=expected)
 
 
@@ -71,7 +70,11 @@ async def _connect(kind: str, host: str, port: int, is_excluded: Callable[[str],
 
 
 async def _connect_to_first(hosts: Sequence[str], port: int) -> trio.SocketStream:
-    """Return the first connection to one of several addresses (RFC 8305). Raises `OSError` when none answers."""
+    """Return the first connection to one of several addresses (RFC 8305).
+
+    Raises:
+        OSError: none answers; a refusal only if all of them refuse.
+    """
     opened: list[trio.SocketStream] = []
     failures: list[OSError] = []
 
@@ -93,5 +96,10 @@ async def _connect_to_first(hosts: Sequence[str], port: int) -> trio.SocketStrea
     for late in opened[1:]:
         await trio.aclose_forcefully(late)
     if not opened:
-        raise failures[0]
+        raise min(failures, key=_nobody_listens)
     return opened[0]
+
+
+def _nobody_listens(error: OSError) -> bool:
+    """Return whether the host answered that no process has the port open."""
+    return isinstance(root_cause(error), ConnectionRefusedError)
