@@ -34,8 +34,9 @@ TYPE = 'type = "diloco"\n'
 ROUNDS = "[scheduler.job.rounds]\n"
 """Begin of the planned job's table of rounds."""
 MODEL = 'path = "../start-model"'
-DATASET = 'dataset = "digits"'
 """Where the job starts in the planned scheduler configuration."""
+DATASET = 'dataset = "digits"'
+"""What it trains on."""
 
 
 def executor(name: str, code: str) -> str:

@@ -119,8 +119,9 @@ async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
     from hypha_net.errors import NetError
     from hypha_proto.health import HEALTH_CHECK, Caller, HealthRequest
 
-    process, began, twin = uuid.uuid4(), anyio.current_time(), None
+    process, began = uuid.uuid4(), anyio.current_time()
     while True:
+        twin = None
         for gateway in {peer for peer in endpoint.gateways().values() if peer is not None}:
             age = int((anyio.current_time() - began) * 1000)
             caller = Caller(process=process, age_ms=age, address=next(iter(endpoint.addresses), "unknown")[:256])
@@ -133,7 +134,6 @@ async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
             else:
                 twin = twin or answer.twin
         readiness.note_twin(twin)
-        twin = None
         await anyio.sleep(CALL_INTERVAL * (0.75 + random.random() / 2))
 
 

@@ -203,8 +203,9 @@ class MemoryEndpoint:
         self.role: str | None = None
         """Role named in its certificate; set it before the endpoint is connected."""
         self.gateway_peers: dict[str, PeerId | None] = {}
-        self.gateway_errors: dict[str, str] = {}
         """What `gateways` returns; there are none unless a test sets some."""
+        self.gateway_errors: dict[str, str] = {}
+        """What `gateway_failures` returns."""
         self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
     @property

@@ -48,6 +48,7 @@ EXECUTOR: Final = "inference/transformers"
 RESOURCES: Final = ("model", "preprocessor", "slices")
 """Names of the resources of a task. A text among its settings that equals one stands for a path."""
 _FORMAT_OF: Final = {GENERATE: JSONL}
+"""Format of the dataset that a task needs, if it needs a certain one."""
 _GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop", "chat_template")
 _U32: Final = (1 << 32) - 1
 _MAX_SECONDS: Final = 31 * 86400.0

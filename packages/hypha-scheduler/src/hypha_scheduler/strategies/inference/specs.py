@@ -27,7 +27,6 @@ from hypha_scheduler.strategies.inference.config import (
 ROLE: Final = "inference"
 _LABELS: Final = "labels"
 _SCALARS: Final = {"int": "integer", "uint": "integer", "float": "number", "bfloat": "number", "bool": "boolean"}
-"""Format of the dataset that a task needs, if it needs a certain one."""
 
 
 def role_request(job: InferenceJobConfig, count: int, minimum: int) -> RoleRequest:
