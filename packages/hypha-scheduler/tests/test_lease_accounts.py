@@ -216,6 +216,7 @@ def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
         await operator.until("acquired")
         began = anyio.current_time()
         operator.act(*(StartTask(operator.task(lease=number), SPEC) for number in range(3)))
+        lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
         await anyio.sleep(20)
         assert lab.results == []
         [error] = await lab.ended()

@@ -484,12 +484,15 @@ def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
     async def case(lab: Lab) -> None:
         for worker in lab.workers:
             worker.cores = 0
+        lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
+        lab.endpoint.gateway_errors = {"/ip4/10.0.0.1/tcp/4001": "Connection refused"}
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=2.0))
         operator.demand = (role(count=1, minimum=1),)
         operator.refresh()
         [failure] = await lab.ended()
         assert type(failure).__name__ == "AllocationError"
         assert "0 of 1 for train" in str(failure)
+        assert str(failure).endswith("; 0 of 1 gateways: /ip4/10.0.0.1/tcp/4001: Connection refused")
 
     run_jobs(monkeypatch, tmp_path, strategy, case)
 

@@ -376,6 +376,7 @@ def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
         lab.tasks.start_soon(run_waiting, lab, job)
         operator: QuietOperator = await strategy.operator()
         await operator.until("acquired")
+        lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
         began = anyio.current_time()
         job.cancel()
         await job.ended.wait()

@@ -390,9 +390,11 @@ class JobRunner:
             try:
                 with self._strategy_scope:
                     await self._run_strategy(result)
+            except JobCancelledError as error:
+                failure = error
             except JobFailedError as error:
                 outage = gateway_outage(self._endpoint)  # which may be why nobody was found
-                failure = error if outage is None else JobFailedError(f"{error}; {outage}")
+                failure = error if outage is None else type(error)(f"{error}; {outage}")
             finally:
                 self._closed = True
                 self._effects.close()
