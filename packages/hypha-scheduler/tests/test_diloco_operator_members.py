@@ -108,6 +108,15 @@ def test_what_memory_ends_is_half_of_what_the_executor_has_taken() -> None:
     simulate(case)
 
 
+async def _train_without_a(job: Job) -> None:
+    """End the round that B has begun with the updates of B and C."""
+    job.train_round(B, 1)
+    play_round(job, C)
+    assert job.state(B) == (True, "")
+    job.send(B)
+    await finish_round(job, B, C)
+
+
 def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
     async def case() -> None:
         job = begin()
@@ -124,11 +133,7 @@ def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
         assert "it was killed" in str(restarted["reason"])
         assert not job.give_slice(A)  # it has to join first
         assert isinstance(job.join(A), RetryAfter)
-        job.train_round(B, 1)
-        play_round(job, C)
-        assert job.state(B) == (True, "")
-        job.send(B)
-        await finish_round(job, B, C)
+        await _train_without_a(job)
         assert members(job, 1) == names(B, C)
         assert job.join(A) == RoundToJoin(round=2, weights=job.rounds[0]["weights"])
         play_round(job, *WORKERS)
@@ -166,11 +171,7 @@ def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counted_betw
         if counts:
             job.train_round(B, 1)
             assert isinstance(job.join(A), RetryAfter)
-            job.train_round(B, 1)
-            play_round(job, C)
-            assert job.state(B) == (True, "")
-            job.send(B)
-            await finish_round(job, B, C)
+            await _train_without_a(job)
             assert isinstance(job.join(A), RoundToJoin)
             play_round(job, *WORKERS)
             await finish_round(job, *WORKERS)
