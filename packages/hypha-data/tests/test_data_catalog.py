@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from hypha_data.catalog import MANIFEST, open_dataset
+from hypha_data.catalog import open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import CACHE
 from hypha_data.errors import DatasetError
 from hypha_data.prepare import prepare_dataset
+from hypha_proto.datasets import MANIFEST
 
 
 def source(folder: Path, samples: int = 23) -> Path:

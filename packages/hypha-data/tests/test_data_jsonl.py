@@ -16,14 +16,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypha_data.catalog import MANIFEST, open_dataset
+from hypha_data.catalog import open_dataset
 from hypha_data.cli import main
 from hypha_data.digest_cache import ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import MAX_LINE, ColumnTable, RowFile
 from hypha_data.prepare import prepare_dataset
 from hypha_proto.codec import to_json
-from hypha_proto.datasets import JSONL, Manifest, SliceEntry
+from hypha_proto.datasets import JSONL, MANIFEST, Manifest, SliceEntry
 
 ROWS = [
     '{"id": 7, "text": "Grüße \\u00e9", "score": 1}',

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from support.waiting import run, until
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
-from hypha_data.catalog import MANIFEST, open_dataset
+from hypha_data.catalog import open_dataset
 from hypha_data.config import DataConfig
 from hypha_data.digest_cache import CACHE
 from hypha_data.prepare import prepare_dataset
@@ -31,7 +31,7 @@ from hypha_net.errors import StreamResetError, TransferRefusedError
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import from_json, to_cbor
-from hypha_proto.datasets import Manifest
+from hypha_proto.datasets import MANIFEST, Manifest
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullRequest
 

@@ -17,12 +17,11 @@ from hypha_data.digest_cache import DigestCache, OnRead, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import ColumnTable, RowFile
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
+from hypha_proto.datasets import JSONL, MANIFEST, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
 
 _log = logging.getLogger(__name__)
 
-MANIFEST: Final = "manifest.json"
 MAX_MANIFEST: Final = 64 << 20
 
 

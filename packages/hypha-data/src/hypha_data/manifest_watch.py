@@ -13,10 +13,11 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_data.catalog import MANIFEST, Dataset, open_dataset, read_manifest
+from hypha_data.catalog import Dataset, open_dataset, read_manifest
 from hypha_data.digest_cache import Fingerprint
 from hypha_data.errors import DatasetError
 from hypha_data.verification import SliceVerifier
+from hypha_proto.datasets import MANIFEST
 
 _log = logging.getLogger(__name__)
 

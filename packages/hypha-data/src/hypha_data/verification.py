@@ -17,9 +17,9 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 
-from hypha_data.catalog import MANIFEST, Dataset
+from hypha_data.catalog import Dataset
 from hypha_data.digest_cache import Fingerprint
-from hypha_proto.datasets import SliceEntry
+from hypha_proto.datasets import MANIFEST, SliceEntry
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
+from hypha_proto.resources import RESOURCE_UNITS
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
@@ -24,8 +25,7 @@ LEASE_SWEEP: Final = 0.25
 
 
 _CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
-_RESOURCE_CODES: Final = ("gpu", "cpu", "memory", "storage")
-REJECTION_CODES: Final = ("price", *_RESOURCE_CODES, "executor", "busy", "not-allowed", "quota", "draining", "paused")
+REJECTION_CODES: Final = ("price", *RESOURCE_UNITS, "executor", "busy", "not-allowed", "quota", "draining", "paused")
 """Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
 the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers, or has as many as it may;
 or the worker makes none because it drains, or its owner has paused it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hypha_proto.wire_schema import Amount, Message
 
-_FIELDS = ("gpu", "cpu", "storage", "memory")
+RESOURCE_UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
+"""Units of the amounts, by name."""
 _SLACK = 1e-9  # tolerance for rounding: releasing 0.1 + 0.2 must make 0.3 available again
 
 
@@ -22,15 +25,15 @@ class Resources(Message, frozen=True):
 
     def covers(self, other: Resources) -> bool:
         """Return whether every amount is at least that of `other`."""
-        return all(getattr(self, name) + _SLACK >= getattr(other, name) for name in _FIELDS)
+        return all(getattr(self, name) + _SLACK >= getattr(other, name) for name in RESOURCE_UNITS)
 
     def lacking(self, other: Resources) -> tuple[str, ...]:
         """Return the names of the amounts that are smaller than in `other`."""
-        return tuple(name for name in _FIELDS if getattr(self, name) + _SLACK < getattr(other, name))
+        return tuple(name for name in RESOURCE_UNITS if getattr(self, name) + _SLACK < getattr(other, name))
 
     def __add__(self, other: Resources) -> Resources:
-        return Resources(**{name: getattr(self, name) + getattr(other, name) for name in _FIELDS})
+        return Resources(**{name: getattr(self, name) + getattr(other, name) for name in RESOURCE_UNITS})
 
     def __sub__(self, other: Resources) -> Resources:
         """Return the remaining amounts, each at least zero."""
-        return Resources(**{name: max(0.0, getattr(self, name) - getattr(other, name)) for name in _FIELDS})
+        return Resources(**{name: max(0.0, getattr(self, name) - getattr(other, name)) for name in RESOURCE_UNITS})

@@ -12,20 +12,19 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
-from hypha_proto.resources import Resources
+from hypha_proto.resources import RESOURCE_UNITS, Resources
 from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 
 BUSY: Final = "busy"
 """Code of a worker that has enough, but not of what is free of it."""
 TAKEN: Final = "taken"
 """Code of a peer that already has another role of this job."""
-_UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _ORDER: Final = (
     "draining",
     "paused",
     "not-allowed",
     "executor",
-    *_UNITS,
+    *RESOURCE_UNITS,
     "price",
     "quota",
     BUSY,
@@ -47,7 +46,7 @@ _WORDS: Final = {
     TAKEN: "in another role of this job",
 }
 """Codes that are no words for people."""
-_PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *_UNITS, "price", "quota")
+_PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *RESOURCE_UNITS, "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read, and their length in characters."""
@@ -99,7 +98,7 @@ class Shortage:
             return " until leases of other jobs end"
         if code not in self.largest:
             return ""
-        return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {_UNITS[code]})"
+        return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {RESOURCE_UNITS[code]})"
 
 
 Answers = Mapping[tuple[PeerId, str], tuple[Rejection, ...]]
@@ -122,7 +121,7 @@ def count_reasons(role: str, wanted: Resources, answers: Answers, held: Mapping[
         rejection = _most_important(answers.get((peer, role), ())) if peer not in held else _taken(held[peer], role)
         if rejection is not None:
             counts[rejection.code] += 1
-            if rejection.code in _UNITS and rejection.available is not None:
+            if rejection.code in RESOURCE_UNITS and rejection.available is not None:
                 largest[rejection.code] = max(largest.get(rejection.code, 0.0), rejection.available)
     return Shortage(role, len(peers) - counts.total(), len(peers), dict(counts), largest, wanted)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_net.transfer.io.integrity import ContentVerifier
-from hypha_scheduler.audit.job_directory import MANIFEST, Findings, NoAuditError, read_records, read_samples
+from hypha_proto.datasets import MANIFEST
+from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
 _TYPE: Final = "inference"

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_net.transfer.io.integrity import ContentVerifier
+from hypha_proto.datasets import MANIFEST
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 
-MANIFEST: Final = "manifest.json"
-"""Manifest of the dataset, in the job's directory."""
 _MAX_FAULTS: Final = 100
 
 

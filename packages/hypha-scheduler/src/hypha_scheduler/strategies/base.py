@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from hypha_net.transfer import PullSource
 from hypha_proto.commands import Command
-from hypha_proto.datasets import UnusableSlice
+from hypha_proto.datasets import MANIFEST, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.protocols import RpcMethod
@@ -343,7 +343,7 @@ class JobContext(Protocol):
         ...
 
     async def open_dataset(
-        self, source: str | DatasetTable, *, timeout: float, manifest: str = "manifest.json"
+        self, source: str | DatasetTable, *, timeout: float, manifest: str = MANIFEST
     ) -> DatasetView:
         """Find a dataset by its name, or fetch and serve the one of a table, and store its manifest in a file.
 

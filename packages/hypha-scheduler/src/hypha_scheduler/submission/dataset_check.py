@@ -13,6 +13,7 @@ import anyio.to_thread
 from hypha_net.dataset_directory import find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import UnreachableError
+from hypha_proto.datasets import MANIFEST
 from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import JobTable
@@ -78,7 +79,7 @@ async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
 async def _find_faults(endpoint: Endpoint, job: JobTable, name: str) -> list[str]:
     with TemporaryDirectory(prefix="hypha-") as folder:
         try:
-            dataset = await open_dataset(endpoint, name, Path(folder) / "manifest.json", timeout=0)
+            dataset = await open_dataset(endpoint, name, Path(folder) / MANIFEST, timeout=0)
         except JobFailedError:  # no data node gives the manifest now; it may when the job begins
             return []
     return job.dataset_faults(dataset)

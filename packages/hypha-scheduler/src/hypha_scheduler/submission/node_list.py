@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, Final
 
 from hypha_proto.ids import describe_peer
+from hypha_proto.resources import RESOURCE_UNITS
 from hypha_scheduler.submission.job_view import readable_seconds
 from hypha_scheduler.submission.log_client import escape_controls, is_meant
 from hypha_scheduler.submission.nearest_datasets import nearest
 
-_UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 _RECENT: Final = 2.0
 """Seconds for which a worker counts as seen now."""
 
@@ -64,7 +64,7 @@ def _worker_lines(worker: Mapping[str, Any], now: float) -> Iterator[str]:
     if (total := worker.get("total")) is not None:
         amounts = [
             f"{name} {worker['free'][name]:.4g} of {total[name]:.4g} {unit}"
-            for name, unit in _UNITS.items()
+            for name, unit in RESOURCE_UNITS.items()
             if total[name]
         ]
         yield f"    free: {', '.join(amounts) or 'nothing'}"

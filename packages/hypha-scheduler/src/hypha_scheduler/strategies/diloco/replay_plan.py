@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from hypha_proto.codec import from_json
 from hypha_proto.contributions import OPTIMIZER_RESET, Contribution, SampleRange
-from hypha_proto.datasets import Manifest, SliceEntry
+from hypha_proto.datasets import MANIFEST, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import TrainConfig, UriReference
@@ -44,7 +44,6 @@ from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
 
-MANIFEST: Final = "manifest.json"
 """File of the dataset's manifest in a job's directory."""
 PREPROCESSOR: Final = "preprocessor"
 """Directory of a preprocessor that the scheduler serves, in a job's directory."""

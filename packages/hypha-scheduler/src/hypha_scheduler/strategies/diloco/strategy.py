@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted
 from hypha_proto.contributions import AWAIT_COMMIT, STATE_CONTRIBUTION, CommitStatus, ContributionKnown
+from hypha_proto.datasets import MANIFEST
 from hypha_proto.job_membership import JOIN_ROUND, RoundToJoin
 from hypha_proto.replay_plan import ReplayPlan
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
@@ -27,8 +28,6 @@ from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, TrainingData
 from hypha_scheduler.strategies.diloco.specs import outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
-
-_MANIFEST: Final = "manifest.json"
 
 
 class DilocoStrategy:
@@ -121,7 +120,7 @@ async def _open_dataset(
     Raises:
         JobFailedError: they were not found, cannot be used, or have another manifest than in an earlier run.
     """
-    name = _MANIFEST if restored.began is None else f"new-{_MANIFEST}"
+    name = MANIFEST if restored.began is None else f"new-{MANIFEST}"
     path = context.directory / name
     timeout = job.resources.allocation_timeout
     dataset = await context.open_dataset(job.dataset, timeout=timeout, manifest=name)

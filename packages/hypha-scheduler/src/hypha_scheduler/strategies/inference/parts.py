@@ -22,14 +22,13 @@ import anyio.to_thread
 from hypha_net.errors import TransferRefusedError
 from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.codec import to_json
-from hypha_proto.datasets import JSONL, Manifest, SliceEntry
+from hypha_proto.datasets import JSONL, MANIFEST, Manifest, SliceEntry
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import sync_to_disk
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, PartCounts, check_part
 
 RESULTS: Final = "results"
 INCOMING: Final = "incoming"
-MANIFEST: Final = "manifest.json"
 _BLOCK: Final = 1 << 20
 _PART_NAME: Final = re.compile(r"part-(0|[1-9][0-9]{0,9})\.jsonl")
 

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_proto.codec import from_json
-from hypha_proto.datasets import Manifest
+from hypha_proto.datasets import MANIFEST, Manifest
 from hypha_scheduler.audit.inference import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact
@@ -33,7 +33,6 @@ from hypha_scheduler.strategies.inference.restore import (
 )
 from hypha_scheduler.strategies.inference.specs import result_columns, task_spec
 
-MANIFEST: Final = "manifest.json"
 """Name of the dataset's manifest in the job's directory."""
 _SOURCES: Final = "sources-"
 """Beginning of the name of the directory with copies of model and preprocessor."""
