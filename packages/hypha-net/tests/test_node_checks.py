@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.authority import DAY, Authority
 
-from hypha_net.node.checks import Check, check_folder, check_identity, check_listen
+from hypha_net.node.checks import Check, check_folder, check_gateways, check_identity, check_listen
 from hypha_net.node.cli import daemon_cli
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.lifecycle import Node
@@ -46,6 +46,9 @@ def test_a_certificate_outside_its_time_fails(
     [text] = failures(list(check_identity(config((cert, key, trust)), "worker")))
     assert text.startswith(f"cert_pem {cert}")
     assert told in text
+    [gateways] = check_gateways(config((cert, key, trust)), "worker", 5)
+    assert gateways.state == "warning"
+    assert "not tried" in gateways.text
 
 
 def test_a_certificate_that_expires_soon_is_a_warning(tmp_path: Path) -> None:
@@ -129,5 +132,7 @@ def test_probe_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
         setting = f'gateway_addresses=["{address}"]'
         done = CliRunner().invoke(main, ["probe", "--config", str(file), "--set", setting])
     assert done.exit_code == 1, done.output
-    [line] = [line for line in done.stdout.splitlines() if not line.startswith("ok ")]
+    *passed, line, last = done.stdout.splitlines()
+    assert all(each.startswith("ok ") for each in passed)
     assert line.startswith(f"FAILED   gateway_addresses[0] = '{address}': ")
+    assert last == f"1 of {len(passed) + 1} checks failed, 0 warned"

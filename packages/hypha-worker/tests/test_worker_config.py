@@ -298,8 +298,8 @@ def test_a_command_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
     text = LEAST + '[resources]\ncpu = 1\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "no-such-program"\n'
     [warning] = load(tmp_path, text).warnings
     assert warning == (
-        "executors[0].cmd: 'no-such-program' is not found, and its jobs would fail: install it, or write its absolute "
-        "path"
+        "executors[0], train/x: its command 'no-such-program' is not found: install it, or write its absolute path in "
+        "cmd"
     )
     program = tmp_path / "bin" / "no-such-program"
     program.parent.mkdir()
@@ -314,7 +314,9 @@ def test_checks_fail_for_a_missing_executor_and_a_missing_gpu(tmp_path: Path) ->
     found = list(check_worker(load(tmp_path, text).config, live=False))
     told = [check.text for check in found if check.state == "FAILED"]
     assert any(line.startswith("resources.devices") for line in told), told
-    assert any(line.startswith("executors[0].cmd: 'no-such-program' is not found") for line in told), told
+    assert any(line.startswith("executors[0], train/x: its command 'no-such-program' is not found") for line in told), (
+        told
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,13 @@ from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.content_cache import ContentCache
-from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, check_executor, find_runtime
+from hypha_worker.executors.runtimes import (
+    RUNTIMES,
+    ExecutorSettings,
+    check_executor,
+    command_not_found,
+    find_runtime,
+)
 from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import (
@@ -277,10 +283,7 @@ class ExecutorSection(Section):
 
 def not_installed(number: int, executor: ExecutorSection) -> str:
     """Return that the command of an executor, the table of this number, is not found."""
-    return (
-        f"executors[{number}].cmd: {executor.cmd!r} is not found, and its jobs would fail: install it, or write its "
-        "absolute path"
-    )
+    return f"executors[{number}], {executor.kind}: its command {command_not_found(str(executor.cmd))}"
 
 
 class ConnectorsSection(S3ServiceSection):

@@ -212,14 +212,20 @@ def _check_disk(what: str, free: int) -> Check:
     return warning(f"{shown}: remove files soon") if free < DISK_NEARLY_FULL else ok(shown)
 
 
-def check_gateways(config: NodeConfig, timeout: float) -> Sequence[Check]:
+def check_gateways(config: NodeConfig, role: str, timeout: float) -> Sequence[Check]:
     """Connect to all gateways at once with this node's certificate, and ask for their health.
+
+    With a certificate that fails its own check they are not tried: each would seem to fail, too.
 
     Args:
         config: names the gateways and the certificate.
+        role: of this program.
         timeout: seconds that each may take.
     """
     import anyio
+
+    if config.gateway_addresses and any(check.state == "FAILED" for check in check_identity(config, role)):
+        return [warning("gateway_addresses: not tried, since the certificate or its files failed their check")]
 
     found: dict[int, Check] = {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -396,12 +397,14 @@ Without ADDRESS and --config, tell how well this machine contains jobs."""
 def _check_all(program: _Program, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
     """Print a line for each check, those that need the network included; exit with 1 if one has failed."""
     configure_logs(level="critical")  # a failure is reported once, as a line
-    loaded, states = program.load(file, settings), set()
+    loaded, states = program.load(file, settings), Counter[str]()
     offline = program.offline_checks(loaded, live=True)
-    for found in chain(offline, check_gateways(loaded.config, timeout)):
-        states.add(found.state)
+    for found in chain(offline, check_gateways(loaded.config, program.role, timeout)):
+        states[found.state] += 1
         click.echo(json.dumps({"state": found.state, "text": found.text}) if form == "json" else str(found))
-    click.get_current_context().exit(FAILED if "FAILED" in states else DONE)
+    if form == "text":
+        click.echo(f"{states['FAILED']} of {states.total()} checks failed, {states['warning']} warned")
+    click.get_current_context().exit(FAILED if states["FAILED"] else DONE)
 
 
 def _ask(

@@ -75,7 +75,10 @@ def _sent(path: Path, request: Mapping[str, Any]) -> Iterator[tuple[socket.socke
                 connection.sendall(json.dumps(request).encode())
                 connection.shutdown(socket.SHUT_WR)
         except OSError as error:
-            raise NoWorkerError(f"no worker listens at {path}: {error.strerror or error}") from None
+            raise NoWorkerError(
+                f"no worker listens at {path}: {error.strerror or error}; start it with hypha-worker run, or ask "
+                "hypha-worker probe --config FILE what it lacks"
+            ) from None
         with connection.makefile("rb") as lines:
             yield connection, lines
 

@@ -38,9 +38,8 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _gateway(gateway: Mapping[str, Any]) -> str:
-    return (
-        f"{gateway['address']}  {gateway['peer'] or 'not connected: ' + (gateway['failure'] or 'no attempt has ended')}"
-    )
+    failure = gateway["failure"] or "no attempt has ended"
+    return f"{gateway['address']}  {gateway['peer'] or f'not connected: {failure}'}"
 
 
 def _lease(lease: Mapping[str, Any]) -> str:

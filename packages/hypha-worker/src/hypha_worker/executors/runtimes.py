@@ -103,6 +103,11 @@ RUNTIMES: Final[dict[str, RuntimeEntry]] = {
 """Every runtime by its name in the configuration."""
 
 
+def command_not_found(cmd: str) -> str:
+    """Return that a command is not found, with the remedy."""
+    return f"{cmd!r} is not found: install it, or {'correct' if '/' in cmd else 'write'} its absolute path in cmd"
+
+
 def find_runtime(name: str) -> Runtime:
     """Return a runtime; its module is imported now.
 

@@ -86,7 +86,9 @@ class CgroupLayer(Layer):
                 text = f"limits {limited} to those of the lease ({variant.title})"
                 return Finding(True, text, tuple(variant.limited))
             reasons.append(reason)
-        return Finding(False, f"{'; '.join(reasons)}: run the worker as a systemd service with Delegate=yes")
+        service = "as a systemd service with Delegate=yes"
+        remedy = service if _SYSTEMD.exists() else f"where it may write its own cgroup, as in a container, or {service}"
+        return Finding(False, f"{'; '.join(reasons)}: run the worker {remedy}")
 
     def _try(self, variant: _Variant) -> str | None:
         """Let a process join a group; return why this fails, or None."""

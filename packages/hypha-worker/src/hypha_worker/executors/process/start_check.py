@@ -19,6 +19,7 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.visible_paths import program_paths
 from hypha_worker.executors.process.environment import SOCKET_PATH, WORK_DIR
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.runtimes import command_not_found
 from hypha_worker.leasing.capacity import Allocation
 
 CHECK_TIMEOUT: Final = 120.0
@@ -41,7 +42,7 @@ async def find_fault(settings: ProcessSettings, check: Sequence[str], work_dir: 
     """
     found = shutil.which(settings.cmd, path=settings.env.get("PATH"))
     if found is None:
-        return f"its command {settings.cmd!r} is not found: install it, or write its absolute path in cmd"
+        return f"its command {command_not_found(settings.cmd)}"
     program = Path.cwd() / found
     checked = _checked(settings, program, check)
     make = partial(tempfile.mkdtemp, prefix="hypha-check-", dir=work_dir)
