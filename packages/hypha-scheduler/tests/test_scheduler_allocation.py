@@ -617,7 +617,7 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         with pytest.raises(AllocationError) as caught:
             await lab.allocator(wanted, timeout=12).allocate()
         causes = (
-            "2 busy until leases of other jobs end, 3 with too little GPU memory (24 of 40 GB), 2 above the price, "
+            "2 busy until their leases end, 3 with too little GPU memory (24 of 40 GB), 2 above the price, "
             "1 draining, 1 newer"
         )
         counted = f"train: 0 of 1 held; 0 of 9 suitable: {causes}"

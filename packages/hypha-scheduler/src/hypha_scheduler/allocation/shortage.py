@@ -95,7 +95,7 @@ class Shortage:
 
     def _amount(self, code: str) -> str:
         if code == BUSY:  # first, since these would let the job run
-            return " until leases of other jobs end"
+            return " until their leases end"
         if code not in self.largest:
             return ""
         return f" ({self.largest[code]:g} of {getattr(self.wanted, code):g} {RESOURCE_UNITS[code]})"
