@@ -80,6 +80,7 @@ class InnerOptimizer:
             betas=config.betas or _BETAS,
             eps=_EPSILON if config.epsilon is None else config.epsilon,
             weight_decay=_WEIGHT_DECAY if config.weight_decay is None else config.weight_decay,
+            fused=all(each.device.type == "cpu" for each in self.parameters) or None,  # a fifth of the time there
         )
 
     def adopt(self, adamw: torch.optim.Optimizer) -> None:
