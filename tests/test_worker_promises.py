@@ -153,7 +153,7 @@ def test_a_worker_with_64_open_files_runs_executors_and_logs_little(network: Tas
     start(network, *limited)
     found = wait_until_ready(network)
     assert (found["open_files"], found["excluded"]) == (64, [])
-    assert has_line(probe(network, *limited), "warning", "ulimit -n: 64", "raise it")
+    assert has_line(probe(network, *limited), "warning", "ulimit -n: at most 64", "ulimit -n 1024")
     assert "Traceback" not in network.log("worker-1")
     assert len(network.log("worker-1").splitlines()) < 100
 
@@ -165,4 +165,4 @@ def test_an_expired_certificate_fails_the_check_as_it_fails_the_run(network: Tas
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1
         assert "worker-1-cert.pem expired on " in done.stderr
-    assert has_line(probe(network), "FAILED", "worker-1-cert.pem expired on ", "have it renewed")
+    assert has_line(probe(network), "FAILED", "worker-1-cert.pem expired on ", "hypha-certutil renew")

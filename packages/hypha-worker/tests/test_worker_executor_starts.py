@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
         assert excluded["executor"] == "train/script"
         assert excluded["reason"].startswith("it failed 3 times in a row at its start: executor ")
-        assert "excluded  train/script: it failed 3 times" in (await site.command("status")).stdout
+        assert "not offered  train/script: it failed 3 times" in (await site.command("status")).stdout
         assert (await site.command("resume")).exit_code == 0
         assert (await why_not(site.lab, peer)).rejections == ()
 
@@ -115,8 +116,17 @@ def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it
     assert [path.name for path in (tmp_path / "work").glob("hypha-check-*")] == []
 
 
-def test_worker_that_can_offer_no_executor_is_not_ready(tmp_path: Path, make_config: Any) -> None:
-    executor = {"class": "train", "name": "script", "cmd": "no-such-program"}
+@pytest.mark.parametrize("cmd", ["no-such-program", "/no/such/program", "{plain}"])
+def test_worker_that_can_offer_no_executor_is_not_ready(cmd: str, tmp_path: Path, make_config: Any) -> None:
+    plain = tmp_path / "plain.txt"
+    plain.touch()
+    cmd = cmd.format(plain=plain)
+    faults = {
+        "no-such-program": "is not found: install it, or write its absolute path in cmd",
+        "/no/such/program": "is not found: install it, or correct its path in cmd",
+        str(plain): f"cannot be run by this worker's user: let uid {os.getuid()} execute it",
+    }
+    executor = {"class": "train", "name": "script", "cmd": cmd}
 
     async def main() -> str | None:
         async with (
@@ -126,8 +136,7 @@ def test_worker_that_can_offer_no_executor_is_not_ready(tmp_path: Path, make_con
             return worker.fault
 
     assert anyio.run(main, backend="trio") == (
-        "no executor can be offered: train/script: its command 'no-such-program' is not found: install it, or write "
-        "its absolute path in cmd"
+        f"no executor can be offered: train/script: its command {cmd!r} {faults[cmd]}"
     )
 
 

@@ -150,7 +150,7 @@ def test_texts_of_peers_are_escaped_for_a_terminal() -> None:
     assert "\x1b" not in shown
     assert shown.startswith("running, not ready: starting\n")
     assert "0.5 tokens earned" in shown
-    assert "64 open files and connections (ulimit -n), 1024 are recommended" in shown
+    assert "at most 64 open files and connections (ulimit -n), allow 1024" in shown
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume"])

@@ -318,7 +318,10 @@ def _check_time(info: CertificateInfo, path: Path) -> None:
     now = datetime.now(UTC).timestamp()
     if now > info.not_after:
         ended = datetime.fromtimestamp(info.not_after, UTC)
-        raise IdentityError(f"cert_pem {path} expired on {ended:%Y-%m-%d %H:%M} UTC: have it renewed")
+        raise IdentityError(
+            f"cert_pem {path} expired on {ended:%Y-%m-%d %H:%M} UTC, and it is now {datetime.now(UTC):%Y-%m-%d %H:%M}: "
+            "have its authority renew it (hypha-certutil renew), with the same key"
+        )
     if now < info.not_before:
         starts = datetime.fromtimestamp(info.not_before, UTC)
         raise IdentityError(f"cert_pem {path} is not valid before {starts:%Y-%m-%d %H:%M} UTC: check the clock")

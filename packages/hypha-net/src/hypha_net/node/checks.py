@@ -62,11 +62,14 @@ def failed(text: str) -> Check:
     return Check("FAILED", text)
 
 
-def check_node(config: NodeConfig, role: str) -> Iterator[Check]:
-    """Check what all daemons have, without the network: certificates and listen addresses."""
+def check_node(config: NodeConfig, role: str, *, live: bool) -> Iterator[Check]:
+    """Check what all daemons have, without the network: certificates and listen addresses.
+
+    With `live` the node may run meanwhile, and use its ports.
+    """
     yield from check_identity(config, role)
     for number, address in enumerate(config.listen_addresses):
-        yield check_listen(f"listen_addresses[{number}]", address)
+        yield check_listen(f"listen_addresses[{number}]", address, live=live)
     yield check_descriptors()
 
 
@@ -141,8 +144,8 @@ def _handshake_ended(side: ssl.SSLObject) -> bool:
     return True
 
 
-def check_listen(key: str, address: str) -> Check:
-    """Check that a listen address can be bound, by binding it for a moment."""
+def check_listen(key: str, address: str, *, live: bool = False) -> Check:
+    """Check that a listen address can be bound, by binding it for a moment; with `live` the node itself may use it."""
     _, kind, host, _, port = address.split("/")[:5]
     what = f"{key} = {address!r}"
     family = socket.AF_INET if kind == "ip4" else socket.AF_INET6
@@ -154,6 +157,8 @@ def check_listen(key: str, address: str) -> Check:
             listener.bind((host, int(port)))
             listener.listen(1)
     except OSError as error:
+        if live and error.errno == errno.EADDRINUSE:
+            return warning(f"{what}: in use: by this node if it runs, else by another program: end that one")
         return failed(f"{what}: cannot listen there: {error.strerror or error}; {_listen_remedy(error)}")
     return ok(f"{what}: {'any free port' if port == '0' else 'free'}")
 
@@ -171,9 +176,14 @@ def _listen_remedy(error: OSError) -> str:
 def check_descriptors() -> Check:
     """Warn of a low limit of open files; a daemon raises the soft limit to the hard one, which counts."""
     limit = descriptor_limit()
-    what = f"ulimit -n: {'no limit' if limit is None else limit} of open files and connections"
-    if limit is not None and limit < FEW:
-        return warning(f"{what}, {FEW} are recommended: raise it, as by LimitNOFILE= of the systemd service")
+    if limit is None:
+        return ok("ulimit -n: no limit of open files and connections")
+    what = f"ulimit -n: at most {limit} open files and connections"
+    if limit < FEW:
+        return warning(
+            f"{what}, or peers and tasks may have to wait: allow {FEW} (ulimit -n {FEW}, or LimitNOFILE={FEW} of a "
+            "systemd service), and start the node again"
+        )
     return ok(what)
 
 
@@ -225,7 +235,7 @@ def check_gateways(config: NodeConfig, role: str, timeout: float) -> Sequence[Ch
     import anyio
 
     if config.gateway_addresses and any(check.state == "FAILED" for check in check_identity(config, role)):
-        return [warning("gateway_addresses: not tried, since the certificate or its files failed their check")]
+        return [warning("gateway_addresses, and the rest of cert_pem, key_pem and trust_pem: not checked before that")]
 
     found: dict[int, Check] = {}
 
@@ -243,7 +253,7 @@ def check_gateways(config: NodeConfig, role: str, timeout: float) -> Sequence[Ch
 
 
 async def _check_gateway(config: NodeConfig, what: str, address: str, timeout: float) -> Check:
-    from hypha_net.errors import NetError, leaf_errors
+    from hypha_net.errors import NetError, NotRunningError, leaf_errors
     from hypha_net.node.probe import probe
 
     try:
@@ -253,6 +263,8 @@ async def _check_gateway(config: NodeConfig, what: str, address: str, timeout: f
         if not isinstance(error, NetError):
             raise
         reason = " ".join(str(error).split()).removeprefix(f"{address}: ")
+        if isinstance(error, NotRunningError):
+            return failed(f"{what}: {reason}: nothing listens there; correct the port, or start the gateway")
         return failed(f"{what}: {reason}; compare address and port with the gateway's, and trust_pem of both")
     if answer.role not in (None, "gateway"):
         return warning(f"{what}: reached, but it is a {answer.role}: name the address of a gateway")

@@ -246,7 +246,7 @@ class _Program:
     def offline_checks(self, loaded: Loaded[Any], *, live: bool) -> Iterable[Check]:
         """Yield the checks that need no network, and the warnings of the configuration that none of them tells."""
         told = set()
-        for found in check_node(loaded.config, self.role):
+        for found in check_node(loaded.config, self.role, live=live):
             yield found
         for found in self.checks(loaded.config, live) if self.checks is not None else ():
             told.add(found.text)

@@ -76,8 +76,8 @@ def _sent(path: Path, request: Mapping[str, Any]) -> Iterator[tuple[socket.socke
                 connection.shutdown(socket.SHUT_WR)
         except OSError as error:
             raise NoWorkerError(
-                f"no worker listens at {path}: {error.strerror or error}; start it with hypha-worker run, or ask "
-                "hypha-worker probe --config FILE what it lacks"
+                f"the worker does not run, or has not started yet: no worker listens at {path}: "
+                f"{error.strerror or error}; hypha-worker probe with its --config tells what prevents a start"
             ) from None
         with connection.makefile("rb") as lines:
             yield connection, lines

@@ -17,15 +17,15 @@ def render_status(status: Mapping[str, Any]) -> str:
 
 
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:
-    reason = "" if status["ready"] else f", not ready: {status['reason']}"
+    reason = ", ready" if status["ready"] else f", not ready: {status['reason']}"
     yield f"{status['state']}{reason}"
     yield f"peer id   {status['peer_id']}"
     yield f"free      {_amounts(status['free'])}"
     yield f"today     {status['earned_today']:.4g} tokens earned"
     if status["open_files"] is not None and status["open_files"] < FEW:
-        yield f"warning   {status['open_files']} open files and connections (ulimit -n), {FEW} are recommended"
+        yield f"warning   at most {status['open_files']} open files and connections (ulimit -n), allow {FEW}"
     for executor in status["excluded"]:
-        yield f"excluded  {executor['executor']}: {executor['reason']}"
+        yield f"not offered  {executor['executor']}: {executor['reason']}"
     yield from _section("gateways", [_gateway(each) for each in status["gateways"]])
     yield from _section("leases", [_lease(each) for each in status["leases"]])
     yield from _section("jobs", [_job(each) for each in status["jobs"]])
@@ -39,7 +39,8 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 def _gateway(gateway: Mapping[str, Any]) -> str:
     failure = gateway["failure"] or "no attempt has ended"
-    return f"{gateway['address']}  {gateway['peer'] or f'not connected: {failure}'}"
+    state = f"not connected: {failure}" if gateway["peer"] is None else f"connected, {gateway['peer']}"
+    return f"{gateway['address']}  {state}"
 
 
 def _lease(lease: Mapping[str, Any]) -> str:

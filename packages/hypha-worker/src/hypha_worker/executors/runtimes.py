@@ -9,6 +9,7 @@ purpose: a worker runs no code of third parties.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,16 @@ RUNTIMES: Final[dict[str, RuntimeEntry]] = {
 
 
 def command_not_found(cmd: str) -> str:
-    """Return that a command is not found, with the remedy."""
-    return f"{cmd!r} is not found: install it, or {'correct' if '/' in cmd else 'write'} its absolute path in cmd"
+    """Return that a command is not found, or may not be run by this user, with the remedy."""
+    if "/" not in cmd:
+        return f"{cmd!r} is not found: install it, or write its absolute path in cmd"
+    try:
+        Path(cmd).stat()
+    except PermissionError:
+        return f"{cmd!r} cannot be reached by this worker's user: let uid {os.getuid()} enter the folders on its way"
+    except OSError:
+        return f"{cmd!r} is not found: install it, or correct its path in cmd"
+    return f"{cmd!r} cannot be run by this worker's user: let uid {os.getuid()} execute it"
 
 
 def find_runtime(name: str) -> Runtime:

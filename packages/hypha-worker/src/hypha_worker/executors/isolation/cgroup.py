@@ -86,8 +86,7 @@ class CgroupLayer(Layer):
                 text = f"limits {limited} to those of the lease ({variant.title})"
                 return Finding(True, text, tuple(variant.limited))
             reasons.append(reason)
-        service = "as a systemd service with Delegate=yes"
-        remedy = service if _SYSTEMD.exists() else f"where it may write its own cgroup, as in a container, or {service}"
+        remedy = "as a systemd service with Delegate=yes" if _SYSTEMD.exists() else "where it may write its own cgroup"
         return Finding(False, f"{'; '.join(reasons)}: run the worker {remedy}")
 
     def _try(self, variant: _Variant) -> str | None:
