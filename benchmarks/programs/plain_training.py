@@ -15,24 +15,30 @@ from pathlib import Path
 import numpy
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
-WARM_UP = 50
+WARM_UP = 20
 Rows = dict[str, torch.Tensor]
 
 
 def main(model_dir: str, batch_size: str, learning_rate: str, steps: str, *slices: str) -> None:
     """Train on the slices, as often as needed."""
     torch.set_num_threads(1)
-    model = AutoModelForImageClassification.from_pretrained(model_dir).train()
+    is_text = AutoConfig.from_pretrained(model_dir).model_type == "llama"
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageClassification
+    model = kind.from_pretrained(model_dir).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(learning_rate))
-    batches = _batches([load_file(path) for path in map(Path, slices)], int(batch_size))
+    batches = _batches([_load(path) for path in map(Path, slices)], int(batch_size))
     _train(model, optimizer, batches, WARM_UP)
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.perf_counter()
     samples = _train(model, optimizer, batches, int(steps))
     print(time.perf_counter() - began, samples, flush=True)
+
+
+def _load(path: Path) -> Rows:
+    return {name: values if values.is_floating_point() else values.long() for name, values in load_file(path).items()}
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Rows], steps: int) -> int:
