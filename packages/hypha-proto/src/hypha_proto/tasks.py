@@ -26,6 +26,24 @@ MAX_OUTPUT_FILES: Final = 2000
 """Largest number of files in all outputs of one attempt at a task."""
 MAX_PATH: Final = 255
 """Largest number of bytes in the path of a file of an output."""
+MAX_SETTINGS: Final = 64 << 10
+"""Largest number of bytes in the settings of a task."""
+MAX_ENTRIES: Final = 100
+"""Largest number of resources, and of outputs, of a task."""
+MAX_FILENAMES: Final = 1000
+"""Largest number of file names in a source."""
+NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+"""Names of tasks, resources and outputs."""
+RESOURCES: Final = "resources"
+"""Folder of the work directory that holds the resources."""
+
+
+def is_inside(path: str) -> bool:
+    """Return whether a path is relative, normalized, without a way up, and of at most `MAX_PATH` bytes."""
+    if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH:
+        return False
+    return all(part not in ("", ".", "..") for part in path.split("/"))
+
 
 # ------------------------------------------------------------------------------------------------- what tasks work with
 

@@ -1,4 +1,4 @@
-"""Download of a task's output from the worker that holds it, to a file or folder. Called by `context`.
+"""Download of a task's output, which `task_reports` has checked, from the worker that holds it to a file or folder.
 
 The files are pulled beside their destination, which appears when all of them are there.
 """
@@ -30,7 +30,7 @@ from hypha_net.errors import (
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
 from hypha_proto.transfer import PullRequest
-from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES, UnusableReportError, check_output
+from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,12 @@ async def download_output(
 
     Raises:
         NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; the output
-            cannot be stored as it was announced, has more than `max_bytes`, or the disk has no room for it.
+            has more than `max_bytes`, or the disk has no room for it.
         OSError: it cannot be stored.
     """
-    size = _checked_size(output, holder, max_bytes)
+    size = sum(file.size for file in output.files)
+    if size > max_bytes:
+        raise TransferError(f"output {output.name!r} of {holder} has {size} bytes, over the limit of {max_bytes}")
     part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
     try:
         await anyio.to_thread.run_sync(_prepare, part, target, size)
@@ -65,22 +67,6 @@ async def download_output(
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(partial(shutil.rmtree, part, ignore_errors=True))
-    return size
-
-
-def _checked_size(output: StoredOutput, holder: PeerId, max_bytes: int) -> int:
-    """Return the size of an output.
-
-    Raises:
-        TransferError: it cannot be stored.
-    """
-    try:
-        check_output(output)
-    except UnusableReportError as error:
-        raise TransferError(f"{holder} has stored {error}") from None
-    size = sum(file.size for file in output.files)
-    if size > max_bytes:
-        raise TransferError(f"output {output.name!r} of {holder} has {size} bytes, over the limit of {max_bytes}")
     return size
 
 

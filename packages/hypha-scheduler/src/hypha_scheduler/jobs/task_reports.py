@@ -1,7 +1,6 @@
 """What workers report about tasks, checked: a report becomes what the operator hears of it. Pure.
 
-A worker may send anything that decodes. What contradicts the task's specification ends the attempt as failed. Called by
-`task_streams`; `context` checks the files of an output again before it fetches them.
+A worker may send anything that decodes. What contradicts the task's specification ends the attempt as failed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Final
 
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
-    MAX_PATH,
     StoredFile,
     StoredOutput,
     TaskFailed,
@@ -21,6 +19,7 @@ from hypha_proto.tasks import (
     TaskProgress,
     TaskReport,
     TaskSpec,
+    is_inside,
 )
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import (
@@ -130,16 +129,12 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
     if len({output.dataset for output in finished.outputs}) < len(made):
         raise UnusableReportError("two outputs under one name of a dataset")
     for output in finished.outputs:
-        check_output(output)
+        _check_output(output)
     return tuple(made[name] for name in wanted)
 
 
-def check_output(output: StoredOutput) -> None:
-    """Check that an output can be written as a file or folder.
-
-    Raises:
-        UnusableReportError: the name of its dataset, or a path, digest or size of a file is not acceptable.
-    """
+def _check_output(output: StoredOutput) -> None:
+    """Check that an output can be written as a file or folder."""
     what = f"the output {output.name[:80]!r}"
     if not 0 < len(output.dataset) <= _MAX_DATASET:
         raise UnusableReportError(f"{what} under a dataset's name of {len(output.dataset)} characters")
@@ -160,7 +155,7 @@ def _check_paths(what: str, paths: Iterable[str]) -> None:
     files: set[str] = set()
     folders: set[str] = set()
     for path in paths:
-        if not _is_relative(path):
+        if not is_inside(path):
             raise UnusableReportError(f"{what} with a file at {path[:80]!r}, which is no path inside it")
         if path in files:
             raise UnusableReportError(f"{what} with two files at {path[:80]!r}")
@@ -172,10 +167,3 @@ def _check_paths(what: str, paths: Iterable[str]) -> None:
 
 def _parents(path: str) -> Iterator[str]:
     return (str(parent) for parent in PurePosixPath(path).parents if parent.name)
-
-
-def _is_relative(path: str) -> bool:
-    """Return whether a path is relative, normalized, without a way up, and of at most `MAX_PATH` bytes."""
-    if not path or "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH:
-        return False
-    return not path.startswith("/") and all(part not in ("", ".", "..") for part in path.split("/"))

@@ -15,27 +15,23 @@ from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
-    MAX_PATH,
+    MAX_ENTRIES,
+    MAX_FILENAMES,
+    MAX_SETTINGS,
+    NAME,
+    RESOURCES,
     OutputPath,
     PeersSource,
     TaskDefinition,
     TaskResource,
     TaskSpec,
+    is_inside,
 )
 from hypha_worker.errors import ExecutionError
 
-MAX_SETTINGS: Final = 64 << 10
-"""Largest number of bytes in the settings of a task."""
-MAX_ENTRIES: Final = 100
-"""Largest number of resources, and of outputs, of a task."""
 MAX_TASK_NAME: Final = 80
 """Characters of a task's name; definitions with a longer one are not answered."""
-MAX_FILES: Final = 1000
-"""Largest number of file names in a source."""
-RESOURCES: Final = "resources"
-"""Folder of the work directory that holds the resources."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_TASK: Final = re.compile(_NAME.pattern + r"(\[[0-9]{1,10}\])?")
+_TASK: Final = re.compile(NAME + r"(\[[0-9]{1,10}\])?")
 _SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "s3", "dht", "slices")
 
 
@@ -81,7 +77,7 @@ def _check_names(what: str, names: list[str]) -> None:
     if len(names) > MAX_ENTRIES:
         raise DefinitionError(f"{len(names)} {what}s are over the limit of {MAX_ENTRIES}")
     for name, count in Counter(names).items():
-        if not _NAME.fullmatch(name):
+        if not re.fullmatch(NAME, name):
             raise DefinitionError(f"{what} {name[:80]!r} is no name: use 1 to 64 letters, digits and _.-")
         if count > 1:
             raise DefinitionError(f"{what} {name} is named {count} times")
@@ -104,33 +100,23 @@ def _check_peers(name: str, source: PeersSource) -> None:
     if not source.peers:
         raise DefinitionError(f"resource {name}: peers is empty")
     names = source.filenames or ()
-    if len(names) > MAX_FILES or len(set(names)) < len(names) or not all(map(is_relative, names)):
-        raise DefinitionError(f"resource {name}: filenames are up to {MAX_FILES} distinct paths inside the resource")
+    if len(names) > MAX_FILENAMES or len(set(names)) < len(names) or not all(map(is_inside, names)):
+        raise DefinitionError(
+            f"resource {name}: filenames are up to {MAX_FILENAMES} distinct paths inside the resource"
+        )
 
 
 def _check_outputs(outputs: tuple[OutputPath, ...]) -> None:
     _check_names("output", [output.name for output in outputs])
     paths: dict[PurePosixPath, str] = {PurePosixPath(RESOURCES): "the resources"}
     for output in outputs:
-        path = _relative(output)
+        if not is_inside(output.path.rstrip("/")):
+            raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} is not inside the work directory")
+        path = PurePosixPath(output.path)
         for other, owner in paths.items():
             if path == other or path in other.parents or other in path.parents:
                 raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} overlaps with {owner}")
         paths[path] = f"output {output.name}"
-
-
-def _relative(output: OutputPath) -> PurePosixPath:
-    if not is_relative(output.path):
-        raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} is not inside the work directory")
-    return PurePosixPath(output.path)
-
-
-def is_relative(text: str) -> bool:
-    """Return whether a text is a normalised relative path that stays inside its folder."""
-    path = PurePosixPath(text)
-    if "\0" in text or path.is_absolute() or ".." in path.parts or path.as_posix() != text.rstrip("/"):
-        return False
-    return bool(path.parts) and len(text.encode(errors="replace")) <= MAX_PATH
 
 
 def with_paths(settings: Any, paths: Mapping[str, str]) -> Any:

@@ -40,7 +40,7 @@ from hypha_proto.task_resources import (
     LocateResource,
     ResourceLocation,
 )
-from hypha_proto.tasks import PeersSource, TaskResource
+from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource, is_inside
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
@@ -68,7 +68,6 @@ from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.paths import check_relative, safe_name
-from hypha_worker.tasks.definition import RESOURCES, is_relative
 from hypha_worker.tasks.deliveries import Deliveries, DeliveryStalledError
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore
@@ -455,7 +454,7 @@ def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
     if len(set(paths)) < len(paths):
         raise ResourceError(name, "two of its files have the same path")
     for path in paths:
-        if not is_relative(path) and (path or len(paths) > 1):
+        if not is_inside(path) and (path or len(paths) > 1):
             raise ResourceError(name, f"the path {path[:80]!r} of a file does not stay inside it")
 
 

@@ -28,7 +28,7 @@ from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import MAX_FRAME, MAX_PATH
+from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, NAME, RESOURCES
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import SERVE, Budget, JobTable, PriceTable, Table, token_warning
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url
@@ -36,18 +36,12 @@ from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_fault
 
 MAX_INSTANCES: Final = 10_000
 """Largest number of instances of all tasks of a job."""
-_MAX_SETTINGS: Final = 64 << 10
 _MAX_TASK: Final = MAX_FRAME // 2
 """Bytes of a task, so that its definition fits into a frame."""
-_MAX_RESOURCES: Final = 100
-_MAX_OUTPUTS: Final = 100
 _MAX_AMOUNT: Final = 1e9
 _MAX_SECONDS: Final = 31 * 86400.0
 _U64: Final = (1 << 64) - 1
-_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-_DRIVER: Final = re.compile(rf"{_NAME}(/{_NAME})?")
-_RESOURCE_FOLDER: Final = "resources"
-"""Folder of the work directory in which resources are."""
+_DRIVER: Final = re.compile(rf"{NAME}(/{NAME})?")
 _SOURCES: Final = ("result", "dataset", "huggingface", "peers", "file", "uri", "s3", "dht")
 
 _Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
@@ -60,7 +54,7 @@ def _wrap(key: str) -> BeforeValidator:
 
 
 def _name(text: str) -> str:
-    if not re.fullmatch(_NAME, text):
+    if not re.fullmatch(NAME, text):
         raise ValueError("is not a name: 1 to 64 letters, digits, '.', '_' and '-', the first a letter or digit")
     return text
 
@@ -87,8 +81,8 @@ def _relative_path(text: str) -> str:
         raise ValueError("is not inside the work directory; name a relative path without .. such as out/model")
     if path.as_posix() != text.rstrip("/"):
         raise ValueError(f"is not a normal path; write {path.as_posix()!r}")
-    if path.parts[0] == _RESOURCE_FOLDER:
-        raise ValueError(f"is in the folder of the inputs, {_RESOURCE_FOLDER}; name another folder")
+    if path.parts[0] == RESOURCES:
+        raise ValueError(f"is in the folder of the inputs, {RESOURCES}; name another folder")
     if len(text.encode()) > MAX_PATH:
         raise ValueError(f"is longer than {MAX_PATH} bytes; name a shorter path")
     return path.as_posix()
@@ -129,7 +123,7 @@ class HuggingFaceTable(Table):
 
     repository: _Text = Field(description="Repository, such as owner/name.")
     filenames: Annotated[tuple[Annotated[FileName, Field(max_length=MAX_PATH)], ...], _NotEmpty] = Field(
-        max_length=1000, description="Files of the repository."
+        max_length=MAX_FILENAMES, description="Files of the repository."
     )
     revision: _Text | None = Field(default=None, description="Branch, tag or commit.")
     token: SecretStr | None = Field(
@@ -152,7 +146,7 @@ class PeersTable(Table):
     index: int = Field(default=0, ge=0, le=_U64, description="Index of the file.")
     filenames: tuple[FileName, ...] | None = Field(
         default=None,
-        max_length=1000,
+        max_length=MAX_FILENAMES,
         description="Names of the files at index, index + 1, …; the input is then a folder of them.",
     )
 
@@ -243,8 +237,8 @@ def _check_settings(name: str, settings: dict[str, Any]) -> None:
         raise ValueError(f"{name}: settings are nested too deeply; flatten them") from None
     except ValueError as error:
         raise ValueError(f"{name}: the settings cannot be sent: {error}") from None
-    if len(text.encode("utf-8", "surrogatepass")) > _MAX_SETTINGS:
-        raise ValueError(f"{name}: settings of {len(text)} bytes are over {_MAX_SETTINGS}; pass a file as a resource")
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_SETTINGS:
+        raise ValueError(f"{name}: settings of {len(text)} bytes are over {MAX_SETTINGS}; pass a file as a resource")
     try:
         json.dumps(settings, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -258,9 +252,9 @@ class TaskTable(Table):
     driver: Annotated[dict[str, dict[str, Any]], AfterValidator(_check_driver)] = Field(
         description="One executor, its name or class/name, with its settings."
     )
-    resources: tuple[ResourceTable, ...] = Field(default=(), max_length=_MAX_RESOURCES, description="Inputs.")
+    resources: tuple[ResourceTable, ...] = Field(default=(), max_length=MAX_ENTRIES, description="Inputs.")
     outputs: dict[Name, Annotated[str, AfterValidator(_relative_path)]] = Field(
-        default={}, max_length=_MAX_OUTPUTS, description="Outputs: name, and file or folder in the work directory."
+        default={}, max_length=MAX_ENTRIES, description="Outputs: name, and file or folder in the work directory."
     )
     needs: NeedsTable = Field(default=NeedsTable(), description="What a worker must have free.")
     count: int = Field(default=1, ge=1, le=MAX_INSTANCES, description="Number of instances of the task.")

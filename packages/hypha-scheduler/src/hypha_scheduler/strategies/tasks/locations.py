@@ -8,13 +8,11 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
     PUSH_OUTPUT,
     AwaitPush,
-    Gone,
     LocatedFile,
     PullFiles,
     PushedFile,
@@ -23,14 +21,6 @@ from hypha_proto.task_resources import (
 )
 from hypha_scheduler.strategies.base import SendMessage
 from hypha_scheduler.strategies.tasks.ledger import MadeOutput
-
-MAX_FILES: Final = 4000
-"""Largest number of files of a resource; the runner refuses answers with more."""
-
-
-def gone(reason: str) -> ResourceLocation:
-    """Answer that there is no such resource."""
-    return ResourceLocation(gone=Gone(reason=reason))
 
 
 def pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:

@@ -33,6 +33,7 @@ from hypha_proto.task_resources import (
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
@@ -601,14 +602,14 @@ class TasksOperator(base.Operator):
         """Say where a result is, after what the worker has found about its holders."""
         run = self._run_of(task)
         if run is None:
-            return locations.gone(_NO_RUN), ()
+            return gone(_NO_RUN), ()
         table = run.instance.task.resource(request.resource)
         if table is None or table.result is None:
-            return locations.gone(f"task {run.instance.name} uses no result under this name"), ()
+            return gone(f"task {run.instance.name} uses no result under this name"), ()
         result = (table.result.task, table.result.output)
         self._take_failures(run, request, result)
         if self._is_over:
-            return locations.gone("the job is over"), self._settle(now)
+            return gone("the job is over"), self._settle(now)
         if (checked := self._checked(result)) is not None:
             return ResourceLocation(not_yet=NotYet(task=checked, retry_ms=round(RETRY * 1000))), self._settle(now)
         if self.instances.is_complete(result):
@@ -658,10 +659,10 @@ class TasksOperator(base.Operator):
     def _deliver(self, run: RunningAttempt, resource: str, result: Result) -> ResourceLocation:
         """Answer how a worker gets a result that exists: as the job says, and the next time the other way."""
         parts = self._parts(result)
-        if (count := sum(len(part.output.files) for part in parts)) > locations.MAX_FILES:
+        if (count := sum(len(part.output.files) for part in parts)) > MAX_LOCATED_FILES:
             what = f"task {run.instance.name} uses {result[1]} of {result[0]}, which has {count} files"
-            self._fail_later(f"{what}, over the limit of {locations.MAX_FILES}; pack them into an archive")
-            return locations.gone("it has too many files")
+            self._fail_later(f"{what}, over the limit of {MAX_LOCATED_FILES}; pack them into an archive")
+            return gone("it has too many files")
         number = run.deliveries[resource]
         run.deliveries[resource] += 1
         consumer = run.task.lease.peer
