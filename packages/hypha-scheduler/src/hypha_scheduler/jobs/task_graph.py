@@ -7,7 +7,6 @@ results exist and how executors ended. DiLoCo has one aggregate task and many tr
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,30 +50,10 @@ class TaskError(Exception):
 class DependencyGraph:
     """Tasks of one job and their states."""
 
-    def __init__(self, tasks: Iterable[TaskOfLease]) -> None:
-        """Start with all tasks waiting and no results.
-
-        Raises:
-            TaskError: two tasks have the same name or lease, or the dependencies form a cycle.
-        """
-        listed = list(tasks)
-        self._tasks = {task.name: task for task in listed}
-        self._states = dict.fromkeys(self._tasks, TaskState.WAITING)
+    def __init__(self) -> None:
+        self._tasks: dict[str, TaskOfLease] = {}
+        self._states: dict[str, TaskState] = {}
         self._results: set[str] = set()
-        if len(self._tasks) != len(listed) or len({task.lease for task in listed}) != len(listed):
-            raise TaskError("two tasks have one name or one lease")
-        self._check_order(listed)
-
-    def _check_order(self, tasks: list[TaskOfLease]) -> None:
-        made_here = frozenset().union(*(task.outputs for task in tasks))
-        known: frozenset[str] = frozenset()
-        left = tasks
-        while left:
-            ready = [task for task in left if task.inputs & made_here <= known]
-            if not ready:
-                raise TaskError(f"tasks wait for each other: {', '.join(sorted(task.name for task in left))}")
-            known = known.union(*(task.outputs for task in ready))
-            left = [task for task in left if task not in ready]
 
     def add(self, task: TaskOfLease) -> None:
         """Add a waiting task; a lease takes another one when that before has ended.
@@ -87,15 +66,6 @@ class DependencyGraph:
             raise TaskError(f"task {task.name}: two tasks have one name or one lease")
         self._tasks[task.name] = task
         self._states[task.name] = TaskState.WAITING
-
-    @property
-    def tasks(self) -> tuple[TaskOfLease, ...]:
-        """All tasks."""
-        return tuple(self._tasks.values())
-
-    def state(self, name: str) -> TaskState:
-        """Return the state of a task."""
-        return self._states[name]
 
     def find(self, name: str) -> TaskOfLease:
         """Return the task of a name.
@@ -152,8 +122,3 @@ class DependencyGraph:
     def running(self) -> tuple[TaskOfLease, ...]:
         """Return the tasks that are running."""
         return tuple(task for name, task in self._tasks.items() if self._states[name] is TaskState.RUNNING)
-
-    @property
-    def over(self) -> bool:
-        """Whether every task has ended."""
-        return all(state.over for state in self._states.values())

@@ -61,7 +61,7 @@ class RunningJob:
     barrier: StartBarrier
     slots: Slots
     worker_list: WorkerList
-    graph: DependencyGraph = field(default_factory=lambda: DependencyGraph(()))
+    graph: DependencyGraph = field(default_factory=DependencyGraph)
     tasks: dict[str, TaskRef] = field(default_factory=dict)
     """By their names in `graph`."""
     restarts: Restarts = field(default_factory=Restarts)

@@ -1,7 +1,7 @@
 """Faults between the tasks of a job: names, results that nobody makes, cycles. Pure; reads what a user wrote.
 
 The tasks need not be valid by themselves: whatever is wrong with one of them is reported by its own model, and what
-cannot be read is skipped here. Called by `config`.
+cannot be read is skipped here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
 
 from pydantic import BaseModel
 
 Place = tuple[str | int, ...]
+
+_MAX_CYCLES: Final = 20
+"""Cycles that are reported at once; each takes a search through all tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,40 +114,23 @@ def _too_many(entries: list[Any], limit: int) -> Iterator[Fault]:
 
 
 def _cycles(by_name: dict[str, _Outline]) -> Iterator[Fault]:
-    """Yield a fault for each cycle that a search from every task meets; each task is in one of them at most."""
-    edges = {
-        name: [(number, task) for number, task, _ in outline.results if isinstance(task, str) and task in by_name]
+    """Yield a fault for each of up to `_MAX_CYCLES` cycles that have no task in common."""
+    makers = {
+        name: {task: number for number, task, _ in reversed(outline.results) if isinstance(task, str)}
         for name, outline in by_name.items()
     }
-    done: set[str] = set()
-    for start in edges:
-        if start not in done:
-            yield from _cycles_from(start, edges, by_name, done)
-
-
-def _cycles_from(
-    start: str, edges: Mapping[str, list[tuple[int, str]]], by_name: Mapping[str, _Outline], done: set[str]
-) -> Iterator[Fault]:
-    """Search depth first, without recursion: chains may be thousands of tasks long."""
-    path = [start]
-    on_path = {start: 0}
-    rests = [iter(edges[start])]
-    in_cycle: set[str] = set()
-    while path:
-        number, maker = next(rests[-1], (-1, ""))
-        if number < 0:
-            rests.pop()
-            done.add(last := path.pop())
-            del on_path[last]
-        elif maker in on_path:
-            cycle = path[on_path[maker] :]
-            if in_cycle.isdisjoint(cycle):
-                in_cycle |= set(cycle)
-                yield Fault((by_name[path[-1]].index, "resources", number, "result", "task"), _describe_cycle(cycle))
-        elif maker not in done:
-            on_path[maker] = len(path)
-            path.append(maker)
-            rests.append(iter(edges[maker]))
+    for _ in range(_MAX_CYCLES):
+        try:
+            TopologicalSorter(makers).prepare()
+        except CycleError as error:
+            first, *rest = error.args[1][::-1]  # each uses a result of the next; the last is the first again
+            last = rest[-2] if len(rest) > 1 else first
+            place = (by_name[last].index, "resources", makers[last][first], "result", "task")
+            yield Fault(place, _describe_cycle([first, *rest[:-1]]))
+            for name in rest:
+                makers[name] = {}
+        else:
+            return
 
 
 def _describe_cycle(cycle: list[str]) -> str:

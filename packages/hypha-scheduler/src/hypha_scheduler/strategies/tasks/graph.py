@@ -1,7 +1,7 @@
 """Graph of the tasks of a job: instances, what they use of each other, and the leases that they need. Never changes.
 
 Instances of one task depend on all instances of another, so that dependencies are kept between tasks and not between
-instances. Called by `operator`.
+instances.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any, Final
 
 from hypha_proto.ids import PeerId
@@ -184,17 +185,13 @@ class _Roles:
 def _in_order(tables: tuple[TaskTable, ...]) -> Iterator[TaskTable]:
     """Yield tasks after those whose results they use, otherwise in the user's order. There are no cycles."""
     by_name = {table.name: index for index, table in enumerate(tables)}
-    makers = [{by_name[found.task] for found in _results(table)} for table in tables]
-    users: defaultdict[int, list[int]] = defaultdict(list)
-    for index, found in enumerate(makers):
-        for maker in found:
-            users[maker].append(index)
-    waits = [len(found) for found in makers]
-    ready = [index for index, count in enumerate(waits) if not count]
-    while ready:
-        index = heapq.heappop(ready)
-        yield tables[index]
-        for user in users[index]:
-            waits[user] -= 1
-            if not waits[user]:
-                heapq.heappush(ready, user)
+    sorter = TopologicalSorter(
+        {index: {by_name[found.task] for found in _results(table)} for index, table in enumerate(tables)}
+    )
+    sorter.prepare()
+    ready: list[int] = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, index)
+        yield tables[index := heapq.heappop(ready)]
+        sorter.done(index)
