@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import settings
 
@@ -36,6 +39,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             timeout = item.get_closest_marker("timeout")
             seconds = timeout.args[0] if timeout else config.getini("timeout")
             item.add_marker(pytest.mark.timeout(seconds, func_only=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an ``async def`` test under trio, with the mark `virtual_clock` as `hypha_net.testing.simulate` does."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    test = partial(
+        pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    )
+    if pyfuncitem.get_closest_marker("virtual_clock") is None:
+        anyio.run(test, backend="trio")
+    else:
+        from hypha_net.testing import simulate  # not needed by every test
+
+        simulate(test)
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.waiting import run
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.addresses import split_peer
@@ -62,10 +61,7 @@ def test_an_address_with_a_zone_index_is_refused() -> None:
         NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", gateway_addresses=["/ip6/fe80::1%eth0/tcp/4001"])
 
 
-def test_dialling_an_invalid_host_name_is_an_address_error(authority: Any) -> None:
-    async def main() -> None:
-        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
-            with pytest.raises(AddressError, match="my_host"):
-                await node.connect("/dns4/my_host/tcp/4001")
-
-    run(main)
+async def test_dialling_an_invalid_host_name_is_an_address_error(authority: Any) -> None:
+    async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+        with pytest.raises(AddressError, match="my_host"):
+            await node.connect("/dns4/my_host/tcp/4001")

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from support.waiting import run, until
+from support.waiting import until
 
 import hypha_proto
 from hypha_net import EndpointSettings, open_endpoint, rpc
@@ -88,141 +88,114 @@ async def ask_for_renewal(asking: Endpoint, asked: Endpoint) -> None:
         (None, True, False),
     ],
 )
-def test_a_request_is_accepted_only_from_its_role(
+async def test_a_request_is_accepted_only_from_its_role(
     authority: Any, role: str | None, required: bool, taken: bool
 ) -> None:
-    async def main() -> None:
-        async with opened(authority, role, "worker", require_roles=required) as (_, asking, worker):
-            with worker.events.follow(PeerRejected) as events:
-                if taken:
-                    await ask_for_renewal(asking, worker)
-                    return
-                with pytest.raises((RequestError, UnreachableError)):
-                    await ask_for_renewal(asking, worker)
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
-            assert (refused.peer, refused.reason) == (asking.peer_id, "role")
-            assert "RenewLease may be sent by a scheduler only" in refused.detail
-            assert (role or "no role") in refused.detail
-
-    run(main)
+    async with opened(authority, role, "worker", require_roles=required) as (_, asking, worker):
+        with worker.events.follow(PeerRejected) as events:
+            if taken:
+                await ask_for_renewal(asking, worker)
+                return
+            with pytest.raises((RequestError, UnreachableError)):
+                await ask_for_renewal(asking, worker)
+            refused = await anext(events)
+        assert isinstance(refused, PeerRejected)
+        assert (refused.peer, refused.reason) == (asking.peer_id, "role")
+        assert "RenewLease may be sent by a scheduler only" in refused.detail
+        assert (role or "no role") in refused.detail
 
 
 @pytest.mark.parametrize(("role", "taken"), [("scheduler", True), ("worker", False), (None, True)])
-def test_memory_endpoints_check_roles(role: str | None, taken: bool) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("asking") as asking, network.endpoint("asked") as asked:
-            asking.role = role
-            if taken:
+async def test_memory_endpoints_check_roles(role: str | None, taken: bool) -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("asking") as asking, network.endpoint("asked") as asked:
+        asking.role = role
+        if taken:
+            await ask_for_renewal(asking, asked)
+        else:
+            with pytest.raises(RequestError):
                 await ask_for_renewal(asking, asked)
-            else:
-                with pytest.raises(RequestError):
-                    await ask_for_renewal(asking, asked)
-
-    run(main)
 
 
 @pytest.mark.parametrize(("role", "taken"), [("worker", True), ("scheduler", True), ("data", False), (None, True)])
-def test_a_push_is_accepted_from_roles_that_train(authority: Any, role: str | None, taken: bool) -> None:
-    async def main() -> None:
-        async with opened(authority, role, "worker") as (_, sending, worker):
+async def test_a_push_is_accepted_from_roles_that_train(authority: Any, role: str | None, taken: bool) -> None:
+    async with opened(authority, role, "worker") as (_, sending, worker):
 
-            async def take(stream: Stream) -> None:
-                await stream.send_all(await stream.receive_some())
+        async def take(stream: Stream) -> None:
+            await stream.send_all(await stream.receive_some())
 
-            worker.handle(PUSH, take)
+        worker.handle(PUSH, take)
 
-            async def push() -> None:
-                stream = await sending.open_stream(worker.peer_id, [PUSH])
-                await stream.send_all(b"file")
-                assert await stream.receive_some() == b"file"
+        async def push() -> None:
+            stream = await sending.open_stream(worker.peer_id, [PUSH])
+            await stream.send_all(b"file")
+            assert await stream.receive_some() == b"file"
 
-            if taken:
-                await push()
-                return
-            with pytest.raises((StreamResetError, UnreachableError)):
-                await push()
-
-    run(main)
+        if taken:
+            await push()
+            return
+        with pytest.raises((StreamResetError, UnreachableError)):
+            await push()
 
 
 @pytest.mark.parametrize(("role", "taken"), [("gateway", True), ("worker", False), (None, True)])
-def test_a_circuit_is_accepted_only_from_a_gateway(authority: Any, role: str | None, taken: bool) -> None:
-    async def main() -> None:
-        async with opened(authority, role, "worker") as (_, relay, worker):
+async def test_a_circuit_is_accepted_only_from_a_gateway(authority: Any, role: str | None, taken: bool) -> None:
+    async with opened(authority, role, "worker") as (_, relay, worker):
 
-            async def take(stream: Stream) -> None:
-                await stream.send_all(b"taken")
+        async def take(stream: Stream) -> None:
+            await stream.send_all(b"taken")
 
-            worker.handle(CIRCUIT_OFFER, take)
-            with pytest.raises((StreamResetError, UnreachableError)) if not taken else nullcontext():
-                stream = await relay.open_stream(worker.peer_id, [CIRCUIT_OFFER])
-                assert await stream.receive_some() == b"taken"
-
-    run(main)
+        worker.handle(CIRCUIT_OFFER, take)
+        with pytest.raises((StreamResetError, UnreachableError)) if not taken else nullcontext():
+            stream = await relay.open_stream(worker.peer_id, [CIRCUIT_OFFER])
+            assert await stream.receive_some() == b"taken"
 
 
-def test_a_gateway_forwards_advertisements_of_schedulers_only(authority: Any) -> None:
-    async def main() -> None:
-        async with opened(authority, "worker", "scheduler", "worker") as nodes:
-            gateway, rogue, scheduler, worker = nodes
-            async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
-                for node in (rogue, scheduler):
-                    await until(lambda node=node: bool(node.topic_peers(WORKER_REQUESTS_TOPIC)))  # type: ignore[misc]
-                await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
-                with gateway.events.follow(GossipDropped) as lost:
-                    await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
-                    dropped = await anext(lost)
-                assert isinstance(dropped, GossipDropped)
-                assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
-                await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
-                message = await anext(heard)
-                assert (message.source, message.data) == (scheduler.peer_id, b"real")
-
-    run(main)
+async def test_a_gateway_forwards_advertisements_of_schedulers_only(authority: Any) -> None:
+    async with opened(authority, "worker", "scheduler", "worker") as nodes:
+        gateway, rogue, scheduler, worker = nodes
+        async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
+            for node in (rogue, scheduler):
+                await until(lambda node=node: bool(node.topic_peers(WORKER_REQUESTS_TOPIC)))  # type: ignore[misc]
+            await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+            with gateway.events.follow(GossipDropped) as lost:
+                await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
+                dropped = await anext(lost)
+            assert isinstance(dropped, GossipDropped)
+            assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
+            await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+            message = await anext(heard)
+            assert (message.source, message.data) == (scheduler.peer_id, b"real")
 
 
-def test_gossip_is_forwarded_by_the_gateway_where_roles_are_required(authority: Any) -> None:
-    async def main() -> None:
-        async with opened(authority, "scheduler", "worker", require_roles=True) as nodes:
-            gateway, scheduler, worker = nodes
-            async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
-                await until(lambda: gateway.peer_id in scheduler.topic_peers(WORKER_REQUESTS_TOPIC))
-                await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
-                assert scheduler.peer_id not in worker.connected_peers()
-                await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
-                assert (await anext(heard)).data == b"real"
-
-    run(main)
+async def test_gossip_is_forwarded_by_the_gateway_where_roles_are_required(authority: Any) -> None:
+    async with opened(authority, "scheduler", "worker", require_roles=True) as nodes:
+        gateway, scheduler, worker = nodes
+        async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
+            await until(lambda: gateway.peer_id in scheduler.topic_peers(WORKER_REQUESTS_TOPIC))
+            await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+            assert scheduler.peer_id not in worker.connected_peers()
+            await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+            assert (await anext(heard)).data == b"real"
 
 
 @pytest.mark.parametrize(("role", "kept"), [("data", True), ("worker", False), (None, True)])
-def test_datasets_are_accepted_only_from_data_nodes(authority: Any, role: str | None, kept: bool) -> None:
-    async def main() -> None:
-        async with opened(authority, role, "scheduler") as (_, publisher, asking):
-            await publisher.put_record(b"digits", b"{}")
-            found = await asking.find_records(b"digits")
-            assert [record.publisher for record in found] == ([publisher.peer_id] if kept else [])
-
-    run(main)
+async def test_datasets_are_accepted_only_from_data_nodes(authority: Any, role: str | None, kept: bool) -> None:
+    async with opened(authority, role, "scheduler") as (_, publisher, asking):
+        await publisher.put_record(b"digits", b"{}")
+        found = await asking.find_records(b"digits")
+        assert [record.publisher for record in found] == ([publisher.peer_id] if kept else [])
 
 
-def test_any_role_gets_a_relay_reservation(authority: Any) -> None:
-    async def main() -> None:
-        async with opened(authority, "worker", "data", "scheduler", require_roles=True) as nodes:
-            for node in nodes[1:]:
-                await until(lambda node=node: "p2p-circuit" in node.addresses[-1])  # type: ignore[misc]
-
-    run(main)
+async def test_any_role_gets_a_relay_reservation(authority: Any) -> None:
+    async with opened(authority, "worker", "data", "scheduler", require_roles=True) as nodes:
+        for node in nodes[1:]:
+            await until(lambda node=node: "p2p-circuit" in node.addresses[-1])  # type: ignore[misc]
 
 
-def test_a_gateway_address_of_another_role_is_logged(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
-        async with opened(authority, "worker") as (gateway, worker):
-            settings = EndpointSettings(gateway_addresses=(worker.addresses[0], gateway.addresses[0]))
-            async with open_endpoint(authority.identity("asking"), settings):
-                await until(lambda: "has the role worker; list gateways only" in caplog.text)
-        assert caplog.text.count("list gateways only") == 1
-
-    run(main)
+async def test_a_gateway_address_of_another_role_is_logged(authority: Any, caplog: Any) -> None:
+    async with opened(authority, "worker") as (gateway, worker):
+        settings = EndpointSettings(gateway_addresses=(worker.addresses[0], gateway.addresses[0]))
+        async with open_endpoint(authority.identity("asking"), settings):
+            await until(lambda: "has the role worker; list gateways only" in caplog.text)
+    assert caplog.text.count("list gateways only") == 1

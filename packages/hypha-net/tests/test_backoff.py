@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import anyio
 import pytest
-import trio.testing
-from support.waiting import run
 
 from hypha_net.backoff import retry
 from hypha_net.errors import NetError, TransferRefusedError, UnreachableError
@@ -31,33 +29,25 @@ class Operation:
             raise error
 
 
-def test_an_operation_is_repeated_after_each_pause_until_it_succeeds() -> None:
-    async def main() -> None:
-        first, second = UnreachableError("one"), UnreachableError("two")
-        operation = Operation(first, second)
-        began = anyio.current_time()
-        assert await retry(operation.attempt, (5.0, 10.0, 60.0), operation.on_failure) == 3
-        assert anyio.current_time() - began == pytest.approx(15)
-        assert operation.reported == [(first, 5.0), (second, 10.0)]
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+@pytest.mark.virtual_clock
+async def test_an_operation_is_repeated_after_each_pause_until_it_succeeds() -> None:
+    first, second = UnreachableError("one"), UnreachableError("two")
+    operation = Operation(first, second)
+    began = anyio.current_time()
+    assert await retry(operation.attempt, (5.0, 10.0, 60.0), operation.on_failure) == 3
+    assert anyio.current_time() - began == pytest.approx(15)
+    assert operation.reported == [(first, 5.0), (second, 10.0)]
 
 
-def test_the_error_of_the_last_attempt_is_raised() -> None:
-    async def main() -> None:
-        operation = Operation(*(UnreachableError(str(number)) for number in range(5)))
-        with pytest.raises(UnreachableError, match="2"):
-            await retry(operation.attempt, (0.0, 0.0), operation.on_failure)
-        assert operation.calls == 3
-
-    run(main)
+async def test_the_error_of_the_last_attempt_is_raised() -> None:
+    operation = Operation(*(UnreachableError(str(number)) for number in range(5)))
+    with pytest.raises(UnreachableError, match="2"):
+        await retry(operation.attempt, (0.0, 0.0), operation.on_failure)
+    assert operation.calls == 3
 
 
-def test_an_error_that_on_failure_raises_ends_the_attempts() -> None:
-    async def main() -> None:
-        operation = Operation(UnreachableError("one"), TransferRefusedError("no"))
-        with pytest.raises(TransferRefusedError):
-            await retry(operation.attempt, (0.0,) * 5, operation.on_failure)
-        assert operation.calls == 2
-
-    run(main)
+async def test_an_error_that_on_failure_raises_ends_the_attempts() -> None:
+    operation = Operation(UnreachableError("one"), TransferRefusedError("no"))
+    with pytest.raises(TransferRefusedError):
+        await retry(operation.attempt, (0.0,) * 5, operation.on_failure)
+    assert operation.calls == 2

@@ -13,9 +13,8 @@ from unittest.mock import Mock
 
 import anyio
 import pytest
-import trio.testing
 from support.endpoint_helpers import echo_at_once
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -42,8 +41,8 @@ async def opened(identity: Identity, *gateways: str, **changes: Any) -> AsyncIte
 # ------------------------------------------------------------------------------------------------------------ reloading
 
 
-def test_a_renewed_certificate_is_presented_without_a_restart(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
+async def test_a_renewed_certificate_is_presented_without_a_restart(authority: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
         gateway = authority.identity("gateway", "gateway")
         async with opened(gateway, role="gateway") as one, opened(authority.identity("leaf")) as two:
             await two.connect(one.addresses[0])
@@ -59,34 +58,27 @@ def test_a_renewed_certificate_is_presented_without_a_restart(authority: Any, ca
             assert after is not None
             assert after - before > 20 * 86400
 
-    with caplog.at_level(logging.INFO):
-        run(main)
 
-
-def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(
+async def test_files_of_another_key_are_refused_with_a_remedy_in_the_log(
     authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = Mock(wraps=certificate_monitor.file_state)
     monkeypatch.setattr(certificate_monitor, "file_state", looks)
-
-    async def main() -> None:
-        async with opened(authority.identity("gateway"), role="gateway") as one:
-            authority.files("gateway")
-            await until(lambda: "are not reloaded" in caplog.text)
-            assert "another key" in caplog.text
-            assert "restart the node" in caplog.text
-            async with opened(authority.identity("leaf")) as two:
-                assert await two.connect(one.addresses[0]) == one.peer_id
-            seen = looks.call_count
-            await until(lambda: looks.call_count > seen + 4)
-        assert caplog.text.count("are not reloaded") == 1
-
-    run(main)
+    async with opened(authority.identity("gateway"), role="gateway") as one:
+        authority.files("gateway")
+        await until(lambda: "are not reloaded" in caplog.text)
+        assert "another key" in caplog.text
+        assert "restart the node" in caplog.text
+        async with opened(authority.identity("leaf")) as two:
+            assert await two.connect(one.addresses[0]) == one.peer_id
+        seen = looks.call_count
+        await until(lambda: looks.call_count > seen + 4)
+    assert caplog.text.count("are not reloaded") == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"-----BEGIN CERTIFICATE-----\nMIIB", None], ids=["empty", "cut", "gone"])
-def test_unusable_files_leave_the_identity_unchanged(authority: Any, caplog: Any, damage: bytes | None) -> None:
-    async def main() -> None:
+async def test_unusable_files_leave_the_identity_unchanged(authority: Any, caplog: Any, damage: bytes | None) -> None:
+    with caplog.at_level(logging.INFO):
         identity = authority.identity("gateway")
         whole = identity.trust_pem.read_bytes()
         async with opened(identity, role="gateway") as one, opened(authority.identity("leaf")) as two:
@@ -100,12 +92,10 @@ def test_unusable_files_leave_the_identity_unchanged(authority: Any, caplog: Any
             identity.trust_pem.write_bytes(whole)
             await until(lambda: "certificates reloaded" in caplog.text)
 
+
+@pytest.mark.virtual_clock
+async def test_a_file_is_read_after_it_has_been_written_completely(authority: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
-        run(main)
-
-
-def test_a_file_is_read_after_it_has_been_written_completely(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
         identity = authority.identity("gateway")
         whole = identity.cert_pem.read_bytes()
         async with opened(identity, role="gateway"):
@@ -117,38 +107,32 @@ def test_a_file_is_read_after_it_has_been_written_completely(authority: Any, cap
                 await anyio.sleep(QUICK)
         assert "are not reloaded" not in caplog.text
 
-    with caplog.at_level(logging.INFO):
-        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_connections_are_checked_against_a_bundle_without_root(authority: Any, lists: bool) -> None:
+async def test_connections_are_checked_against_a_bundle_without_root(authority: Any, lists: bool) -> None:
     def org_only(name: str, crls: Any = None) -> Identity:
         cert, key, trust = authority.files(name)
         trust.write_bytes(cert.read_bytes())  # as the Rust tool writes it: the node's own and the organisation's
         return load_identity(cert, key, trust, crls)
 
-    async def main() -> None:
-        crls = authority.revocations() if lists else None
-        leaf = org_only("leaf", crls)
-        async with opened(org_only("gateway", crls), role="gateway") as one, opened(leaf) as two:
-            with two.events.follow(Disconnected) as ended:
-                await two.connect(one.addresses[0])
-                with anyio.move_on_after(10 * QUICK):
-                    await anext(ended)
-                    raise AssertionError("a good connection was ended")
-            if lists:
-                with one.events.follow(PeerRejected) as refused:
-                    authority.revocations(leaf.certificate.serial)
-                    told = await anext(refused)
-                assert isinstance(told, PeerRejected)
-                assert told.reason == "revoked"
-
-    run(main)
+    crls = authority.revocations() if lists else None
+    leaf = org_only("leaf", crls)
+    async with opened(org_only("gateway", crls), role="gateway") as one, opened(leaf) as two:
+        with two.events.follow(Disconnected) as ended:
+            await two.connect(one.addresses[0])
+            with anyio.move_on_after(10 * QUICK):
+                await anext(ended)
+                raise AssertionError("a good connection was ended")
+        if lists:
+            with one.events.follow(PeerRejected) as refused:
+                authority.revocations(leaf.certificate.serial)
+                told = await anext(refused)
+            assert isinstance(told, PeerRejected)
+            assert told.reason == "revoked"
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["readable", "not readable"])
-def test_files_that_change_during_a_reload_are_read_again(
+async def test_files_that_change_during_a_reload_are_read_again(
     authority: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     identity = authority.identity("gateway")
@@ -164,7 +148,7 @@ def test_files_that_change_during_a_reload_are_read_again(
             if len(calls) == 1:
                 identity.trust_pem.write_bytes(whole)
 
-    async def main() -> None:
+    with caplog.at_level(logging.INFO):
         async with opened(identity, role="gateway"):
             name = "TlsContexts" if readable else "reload_identity"
             monkeypatch.setattr(certificate_monitor, name, meddle)
@@ -172,137 +156,118 @@ def test_files_that_change_during_a_reload_are_read_again(
             await until(lambda: "certificates reloaded" in caplog.text)
         assert len(calls) == 2
 
-    with caplog.at_level(logging.INFO):
-        run(main)
-
 
 # ------------------------------------------------------------------------------------------------------- losing trust
 
 
-def test_a_peer_revoked_while_connected_is_disconnected(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
-        crls = authority.revocations()
-        bad = authority.identity("bad")
-        gateway = load_identity(*authority.files("gateway"), crls)
-        async with (
-            opened(gateway, role="gateway") as one,
-            opened(authority.identity("good")) as good,
-            opened(bad, one.addresses[0]) as two,
-        ):
-            one.handle(ECHO, echo_at_once)
-            await good.connect(one.addresses[0])
+async def test_a_peer_revoked_while_connected_is_disconnected(authority: Any, caplog: Any) -> None:
+    crls = authority.revocations()
+    bad = authority.identity("bad")
+    gateway = load_identity(*authority.files("gateway"), crls)
+    async with (
+        opened(gateway, role="gateway") as one,
+        opened(authority.identity("good")) as good,
+        opened(bad, one.addresses[0]) as two,
+    ):
+        one.handle(ECHO, echo_at_once)
+        await good.connect(one.addresses[0])
+        await two.wait_for_gateway()
+        await until(lambda: bool(two.addresses) and "p2p-circuit" in two.addresses[-1])
+        stream = await two.open_stream(one.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        assert await stream.receive_some() == b"x"
+        with one.events.follow(PeerRejected) as events:
+            authority.revocations(bad.certificate.serial)
+            refused = await anext(events)
+        assert isinstance(refused, PeerRejected)
+        assert (refused.peer, refused.reason) == (bad.peer_id, "revoked")
+        assert "acme org" in refused.detail
+        with pytest.raises(StreamResetError):
+            await stream.receive_some()
+        await until(lambda: bad.peer_id not in one.connected_peers())
+        assert one._relay_server is not None
+        assert not one._relay_server.has_reservation(bad.peer_id)
+        assert good.peer_id in one.connected_peers()
+        # it reconnects by itself, and is refused with the reason
+        await until(lambda: "ours is revoked: ask the organisation" in caplog.text)
+        assert bad.peer_id not in one.connected_peers()
+
+
+async def test_a_revoked_peer_is_disconnected_from_circuits(authority: Any) -> None:
+    crls = authority.revocations()
+    bad = authority.identity("bad")
+    settings = {"exclude_cidr": ("0.0.0.0/0",)}
+    async with opened(authority.identity("gateway"), role="gateway") as hub:
+        judge = load_identity(*authority.files("judge"), crls)
+        async with opened(judge, hub.addresses[0], **settings) as one, opened(bad, hub.addresses[0]) as two:
             await two.wait_for_gateway()
-            await until(lambda: bool(two.addresses) and "p2p-circuit" in two.addresses[-1])
-            stream = await two.open_stream(one.peer_id, [ECHO])
-            await stream.send_all(b"x")
-            assert await stream.receive_some() == b"x"
-            with one.events.follow(PeerRejected) as events:
-                authority.revocations(bad.certificate.serial)
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
-            assert (refused.peer, refused.reason) == (bad.peer_id, "revoked")
-            assert "acme org" in refused.detail
-            with pytest.raises(StreamResetError):
-                await stream.receive_some()
-            await until(lambda: bad.peer_id not in one.connected_peers())
-            assert one._relay_server is not None
-            assert not one._relay_server.has_reservation(bad.peer_id)
-            assert good.peer_id in one.connected_peers()
-            # it reconnects by itself, and is refused with the reason
-            await until(lambda: "ours is revoked: ask the organisation" in caplog.text)
-            assert bad.peer_id not in one.connected_peers()
-
-    run(main)
+            await until(lambda: "p2p-circuit" in two.addresses[-1])
+            one.handle(ECHO, echo_at_once)
+            two.handle(ECHO, echo_at_once)
+            await one.wait_for_gateway()
+            await one.open_stream(two.peer_id, [ECHO])
+            assert not one.is_direct(two.peer_id)
+            authority.revocations(bad.certificate.serial)
+            await until(lambda: two.peer_id not in one.connected_peers())
+            with pytest.raises(UnreachableError):
+                await one.open_stream(two.peer_id, [ECHO], timeout=5)
+            assert two.peer_id in hub.connected_peers(), "the gateway has no lists and keeps it"
 
 
-def test_a_revoked_peer_is_disconnected_from_circuits(authority: Any) -> None:
-    async def main() -> None:
-        crls = authority.revocations()
-        bad = authority.identity("bad")
-        settings = {"exclude_cidr": ("0.0.0.0/0",)}
-        async with opened(authority.identity("gateway"), role="gateway") as hub:
-            judge = load_identity(*authority.files("judge"), crls)
-            async with opened(judge, hub.addresses[0], **settings) as one, opened(bad, hub.addresses[0]) as two:
-                await two.wait_for_gateway()
-                await until(lambda: "p2p-circuit" in two.addresses[-1])
-                one.handle(ECHO, echo_at_once)
-                two.handle(ECHO, echo_at_once)
-                await one.wait_for_gateway()
-                await one.open_stream(two.peer_id, [ECHO])
-                assert not one.is_direct(two.peer_id)
-                authority.revocations(bad.certificate.serial)
-                await until(lambda: two.peer_id not in one.connected_peers())
-                with pytest.raises(UnreachableError):
-                    await one.open_stream(two.peer_id, [ECHO], timeout=5)
-                assert two.peer_id in hub.connected_peers(), "the gateway has no lists and keeps it"
-
-    run(main)
-
-
-def test_a_peer_whose_certificate_expires_while_connected_is_disconnected(authority: Any) -> None:
-    async def main() -> None:
-        identity = load_identity(*authority.files("brief", valid=(-DAY, DAY)))
-        async with opened(authority.identity("gateway"), role="gateway") as one, opened(identity) as two:
-            await two.connect(one.addresses[0])
-            with one.events.follow(PeerRejected) as events:
-                one._certificates._clock = lambda: identity.certificate.not_after + 1
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
-            assert (refused.peer, refused.reason) == (identity.peer_id, "expired")
-            await until(lambda: not one.connected_peers())
-
-    run(main)
+async def test_a_peer_whose_certificate_expires_while_connected_is_disconnected(authority: Any) -> None:
+    identity = load_identity(*authority.files("brief", valid=(-DAY, DAY)))
+    async with opened(authority.identity("gateway"), role="gateway") as one, opened(identity) as two:
+        await two.connect(one.addresses[0])
+        with one.events.follow(PeerRejected) as events:
+            one._certificates._clock = lambda: identity.certificate.not_after + 1
+            refused = await anext(events)
+        assert isinstance(refused, PeerRejected)
+        assert (refused.peer, refused.reason) == (identity.peer_id, "expired")
+        await until(lambda: not one.connected_peers())
 
 
 @pytest.mark.nightly
-def test_a_certificate_that_expires_by_the_real_clock_ends_its_connections(authority: Any) -> None:
-    async def main() -> None:
-        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
-        async with (
-            opened(authority.identity("gateway"), role="gateway") as one,
-            opened(brief) as two,
-        ):
+async def test_a_certificate_that_expires_by_the_real_clock_ends_its_connections(authority: Any) -> None:
+    brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
+    async with (
+        opened(authority.identity("gateway"), role="gateway") as one,
+        opened(brief) as two,
+    ):
+        await two.connect(one.addresses[0])
+        with one.events.follow(PeerRejected) as events:
+            refused = await anext(events)
+        assert isinstance(refused, PeerRejected)
+        assert (refused.peer, refused.reason) == (brief.peer_id, "expired")
+        await until(lambda: not one.connected_peers())
+        with pytest.raises(RefusedError, match="ours has expired"):
             await two.connect(one.addresses[0])
-            with one.events.follow(PeerRejected) as events:
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
-            assert (refused.peer, refused.reason) == (brief.peer_id, "expired")
-            await until(lambda: not one.connected_peers())
-            with pytest.raises(RefusedError, match="ours has expired"):
-                await two.connect(one.addresses[0])
-
-    run(main)
 
 
-def test_peers_of_a_ca_removed_from_the_trust_bundle_are_disconnected(authority: Any, foreign_authority: Any) -> None:
-    async def main() -> None:
-        gateway, leaf = authority.identity("gateway"), authority.identity("leaf")
-        stranger = foreign_authority.identity("stranger")
-        both = authority.org.pem() + authority.root.pem() + foreign_authority.org.pem() + foreign_authority.root.pem()
-        for identity in (gateway, stranger):
-            identity.trust_pem.write_bytes(both)
-        gateway = load_identity(gateway.cert_pem, gateway.key_pem, gateway.trust_pem)
-        stranger = load_identity(stranger.cert_pem, stranger.key_pem, stranger.trust_pem)
-        async with opened(gateway, role="gateway") as one, opened(stranger) as two, opened(leaf) as three:
-            for node in (two, three):
-                await node.connect(one.addresses[0])
-            gateway.trust_pem.write_bytes(authority.org.pem() + authority.root.pem())
-            await until(lambda: two.peer_id not in one.connected_peers())
-            assert three.peer_id in one.connected_peers()
+async def test_peers_of_a_ca_removed_from_the_trust_bundle_are_disconnected(
+    authority: Any, foreign_authority: Any
+) -> None:
+    gateway, leaf = authority.identity("gateway"), authority.identity("leaf")
+    stranger = foreign_authority.identity("stranger")
+    both = authority.org.pem() + authority.root.pem() + foreign_authority.org.pem() + foreign_authority.root.pem()
+    for identity in (gateway, stranger):
+        identity.trust_pem.write_bytes(both)
+    gateway = load_identity(gateway.cert_pem, gateway.key_pem, gateway.trust_pem)
+    stranger = load_identity(stranger.cert_pem, stranger.key_pem, stranger.trust_pem)
+    async with opened(gateway, role="gateway") as one, opened(stranger) as two, opened(leaf) as three:
+        for node in (two, three):
+            await node.connect(one.addresses[0])
+        gateway.trust_pem.write_bytes(authority.org.pem() + authority.root.pem())
+        await until(lambda: two.peer_id not in one.connected_peers())
+        assert three.peer_id in one.connected_peers()
 
-    run(main)
 
-
-def test_a_node_logs_that_its_own_certificate_is_revoked(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
-        crls = authority.revocations()
-        own = load_identity(*authority.files("gateway"), crls)
-        async with opened(own, role="gateway"):
-            authority.revocations(own.certificate.serial)
-            await until(lambda: "peers refuse this node" in caplog.text)
-        assert "have a new certificate issued for its key" in caplog.text
-
-    run(main)
+async def test_a_node_logs_that_its_own_certificate_is_revoked(authority: Any, caplog: Any) -> None:
+    crls = authority.revocations()
+    own = load_identity(*authority.files("gateway"), crls)
+    async with opened(own, role="gateway"):
+        authority.revocations(own.certificate.serial)
+        await until(lambda: "peers refuse this node" in caplog.text)
+    assert "have a new certificate issued for its key" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- chain checks

@@ -12,7 +12,7 @@ import pytest
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 from support.endpoint_helpers import echo_at_once
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import connection_pruning
@@ -130,31 +130,28 @@ def in_mesh(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> bool:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.nightly)])
-def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
+async def test_both_ends_keep_the_connection_that_the_smaller_id_dialled(
     authority: Any, short_grace: None, times: int
 ) -> None:
-    async def main() -> None:
-        async with pair(authority) as (smaller, larger):
-            await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
-            traffic = Traffic(smaller, larger)
-            async with traffic.running():
-                await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
-                await until(lambda: connection_count(larger, smaller) == 2)
-                for node, peer in ((smaller, larger), (larger, smaller)):
-                    used = node._dialer.connection(peer.peer_id)
-                    assert used is not None
-                    assert used.muxed_conn.is_initiator is (node is smaller), "from the first stream on"
+    async with pair(authority) as (smaller, larger):
+        await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
+        traffic = Traffic(smaller, larger)
+        async with traffic.running():
+            await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
+            await until(lambda: connection_count(larger, smaller) == 2)
+            for node, peer in ((smaller, larger), (larger, smaller)):
+                used = node._dialer.connection(peer.peer_id)
+                assert used is not None
+                assert used.muxed_conn.is_initiator is (node is smaller), "from the first stream on"
+            await wait_for_one_connection_dialled_by_smaller(smaller, larger)
+            for _ in range(1, times):
+                kept = smaller._dialer.connection(larger.peer_id)
+                await dial_each_other(smaller, larger, 3)
                 await wait_for_one_connection_dialled_by_smaller(smaller, larger)
-                for _ in range(1, times):
-                    kept = smaller._dialer.connection(larger.peer_id)
-                    await dial_each_other(smaller, larger, 3)
-                    await wait_for_one_connection_dialled_by_smaller(smaller, larger)
-                    assert smaller._dialer.connection(larger.peer_id) is not kept, "the newest"
-                before = traffic.answered
-                await until(lambda: traffic.answered > before + 10 and traffic.sent.total() > 10 * times, 60)
-            assert traffic.received == traffic.sent, "each message once, none lost"
-
-    run(main, 100)
+                assert smaller._dialer.connection(larger.peer_id) is not kept, "the newest"
+            before = traffic.answered
+            await until(lambda: traffic.answered > before + 10 and traffic.sent.total() > 10 * times, 60)
+        assert traffic.received == traffic.sent, "each message once, none lost"
 
 
 async def wait_for_one_connection_dialled_by_smaller(smaller: Libp2pEndpoint, larger: Libp2pEndpoint) -> None:
@@ -163,62 +160,53 @@ async def wait_for_one_connection_dialled_by_smaller(smaller: Libp2pEndpoint, la
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.nightly)])
-def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace: None, times: int) -> None:
-    async def main() -> None:
-        simultaneous = 0
-        async with pair(authority) as (one, two):
-            for _ in range(times):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(one.connect, two.addresses[0])
-                    tasks.start_soon(two.connect, one.addresses[0])
-                simultaneous += connection_count(one, two) == 2
-                async with anyio.create_task_group() as tasks:
-                    for node, peer in ((one, two), (two, one)):
-                        for _ in range(5):
-                            tasks.start_soon(check_echo, node, peer)
-                await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
-                await check_echo(one, two)
-                await check_echo(two, one)
-                await one.disconnect(two.peer_id)
-                await until(lambda: not one.connected_peers() and not two.connected_peers())
-        assert simultaneous, "there never were two connections: the test has shown nothing"
-
-    run(main, 100)
+async def test_simultaneous_dials_end_with_one_connection(authority: Any, short_grace: None, times: int) -> None:
+    simultaneous = 0
+    async with pair(authority) as (one, two):
+        for _ in range(times):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.connect, two.addresses[0])
+                tasks.start_soon(two.connect, one.addresses[0])
+            simultaneous += connection_count(one, two) == 2
+            async with anyio.create_task_group() as tasks:
+                for node, peer in ((one, two), (two, one)):
+                    for _ in range(5):
+                        tasks.start_soon(check_echo, node, peer)
+            await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
+            await check_echo(one, two)
+            await check_echo(two, one)
+            await one.disconnect(two.peer_id)
+            await until(lambda: not one.connected_peers() and not two.connected_peers())
+    assert simultaneous, "there never were two connections: the test has shown nothing"
 
 
-def test_open_streams_keep_a_surplus_connection(authority: Any, short_grace: None) -> None:
-    async def main() -> None:
-        async with pair(authority) as (smaller, larger):
-            await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
-            await until(lambda: connection_count(smaller, larger) == 1)
-            streams = [
-                await larger.open_stream(smaller.peer_id, [ECHO]),
-                await smaller.open_stream(larger.peer_id, [ECHO]),
-            ]
-            await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
-            await anyio.sleep(3 * connection_pruning.GRACE)
-            for stream in streams:
-                assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
-                await stream.send_all(b"still there")
-                assert await stream.receive_some() == b"still there"
-                await stream.aclose()
-            await wait_for_one_connection_dialled_by_smaller(smaller, larger)
-
-    run(main)
-
-
-def test_only_the_dialling_side_closes_a_connection(authority: Any, short_grace: None) -> None:
-    async def main() -> None:
-        async with pair(authority) as (smaller, larger):
-            # like an implementation that keeps every connection
-            larger._pruner._can_close = lambda *_: False  # type: ignore[method-assign]
-            await dial_each_other(smaller, larger)
-            await anyio.sleep(3 * connection_pruning.GRACE)
+async def test_open_streams_keep_a_surplus_connection(authority: Any, short_grace: None) -> None:
+    async with pair(authority) as (smaller, larger):
+        await dial_tcp(larger._swarm, without_peer(smaller.addresses[0]), smaller.peer_id)
+        await until(lambda: connection_count(smaller, larger) == 1)
+        streams = [
+            await larger.open_stream(smaller.peer_id, [ECHO]),
+            await smaller.open_stream(larger.peer_id, [ECHO]),
+        ]
+        await dial_tcp(smaller._swarm, without_peer(larger.addresses[0]), larger.peer_id)
+        await anyio.sleep(3 * connection_pruning.GRACE)
+        for stream in streams:
             assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
-            await check_echo(smaller, larger)
-            await check_echo(larger, smaller)
+            await stream.send_all(b"still there")
+            assert await stream.receive_some() == b"still there"
+            await stream.aclose()
+        await wait_for_one_connection_dialled_by_smaller(smaller, larger)
 
-    run(main)
+
+async def test_only_the_dialling_side_closes_a_connection(authority: Any, short_grace: None) -> None:
+    async with pair(authority) as (smaller, larger):
+        # like an implementation that keeps every connection
+        larger._pruner._can_close = lambda *_: False  # type: ignore[method-assign]
+        await dial_each_other(smaller, larger)
+        await anyio.sleep(3 * connection_pruning.GRACE)
+        assert connection_count(smaller, larger) == connection_count(larger, smaller) == 2
+        await check_echo(smaller, larger)
+        await check_echo(larger, smaller)
 
 
 # ---------------------------------------------------------------------------------------------------- relays
@@ -240,79 +228,70 @@ async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, 
             yield gateway, one, two
 
 
-def test_reservation_moves_before_its_connection_is_closed(authority: Any, short_grace: None) -> None:
-    async def main() -> None:
-        async with behind_gateway(authority) as (gateway, leaf, other):
-            hop = gateway._relay_server
-            assert hop is not None
-            [first] = gateway._dialer.connections(leaf.peer_id)
-            await dial_tcp(leaf._swarm, without_peer(gateway.addresses[0]), gateway.peer_id)
-            await until(lambda: connection_count(gateway, leaf) == 2)
-            assert hop.depends_on_connection(leaf.peer_id, first)
-            await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
-            assert connection_count(gateway, leaf) == connection_count(leaf, gateway) == 1
-            assert hop.has_reservation(leaf.peer_id)
-            [circuit] = [address for address in leaf.addresses if "p2p-circuit" in address]
-            assert await other.connect(circuit) == leaf.peer_id
-
-    run(main)
+async def test_reservation_moves_before_its_connection_is_closed(authority: Any, short_grace: None) -> None:
+    async with behind_gateway(authority) as (gateway, leaf, other):
+        hop = gateway._relay_server
+        assert hop is not None
+        [first] = gateway._dialer.connections(leaf.peer_id)
+        await dial_tcp(leaf._swarm, without_peer(gateway.addresses[0]), gateway.peer_id)
+        await until(lambda: connection_count(gateway, leaf) == 2)
+        assert hop.depends_on_connection(leaf.peer_id, first)
+        await until(lambda: first not in gateway._dialer.connections(leaf.peer_id))
+        assert connection_count(gateway, leaf) == connection_count(leaf, gateway) == 1
+        assert hop.has_reservation(leaf.peer_id)
+        [circuit] = [address for address in leaf.addresses if "p2p-circuit" in address]
+        assert await other.connect(circuit) == leaf.peer_id
 
 
-def test_connection_stays_when_its_reservation_cannot_be_moved(authority: Any, short_grace: None) -> None:
-    async def main() -> None:
-        async with behind_gateway(authority) as (gateway, leaf, _other):
-            hop = gateway._relay_server
-            assert hop is not None
-            [first] = gateway._dialer.connections(leaf.peer_id)
-            hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
-            for node, peer in ((leaf, gateway), (gateway, leaf)):
-                await dial_tcp(node._swarm, without_peer(peer.addresses[0]), peer.peer_id)
-            await until(lambda: connection_count(gateway, leaf) == connection_count(leaf, gateway) == 3)
-            of_gateway = gateway._dialer.connections(leaf.peer_id)
-            assert [hop.depends_on_connection(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
-            await anyio.sleep(3 * connection_pruning.GRACE)
-            assert first in gateway._dialer.connections(leaf.peer_id)
-            assert hop.has_reservation(leaf.peer_id)
-
-    run(main)
+async def test_connection_stays_when_its_reservation_cannot_be_moved(authority: Any, short_grace: None) -> None:
+    async with behind_gateway(authority) as (gateway, leaf, _other):
+        hop = gateway._relay_server
+        assert hop is not None
+        [first] = gateway._dialer.connections(leaf.peer_id)
+        hop._reserve = lambda _peer: HopMessage(type=HopKind.STATUS, status=Status.RESERVATION_REFUSED)  # type: ignore[method-assign]
+        for node, peer in ((leaf, gateway), (gateway, leaf)):
+            await dial_tcp(node._swarm, without_peer(peer.addresses[0]), peer.peer_id)
+        await until(lambda: connection_count(gateway, leaf) == connection_count(leaf, gateway) == 3)
+        of_gateway = gateway._dialer.connections(leaf.peer_id)
+        assert [hop.depends_on_connection(leaf.peer_id, each) for each in of_gateway] == [True, False, False]
+        await anyio.sleep(3 * connection_pruning.GRACE)
+        assert first in gateway._dialer.connections(leaf.peer_id)
+        assert hop.has_reservation(leaf.peer_id)
 
 
-def test_direct_connection_replaces_the_circuit(authority: Any, short_grace: None) -> None:
-    async def main() -> None:
-        async with behind_gateway(authority) as (gateway, one, two):
-            punch = two._puncher.punch
-            two._puncher.punch = do_not_punch  # type: ignore[method-assign]
-            [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
-            await one.connect(circuit)
-            await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
-            hop = gateway._relay_server
-            assert hop is not None
-            assert hop._circuits.total() == 1
-            traffic = Traffic(one, two)
-            with gateway.events.follow(CircuitEnded) as ended:
-                async with traffic.running():
-                    held = await one.open_stream(two.peer_id, [ECHO])
-                    assert not one.is_direct(two.peer_id)
-                    await punch(one.peer_id)
-                    await until(lambda: one.is_direct(two.peer_id) and two.is_direct(one.peer_id))
-                    await anyio.sleep(3 * connection_pruning.GRACE)
-                    assert hop._circuits.total() == 1, "a stream is open on it"
-                    await held.send_all(b"through the gateway")
-                    assert await held.receive_some() == b"through the gateway"
-                    await held.aclose()
-                    event = await anext(aiter(ended))
-                    assert isinstance(event, CircuitEnded)
-                    assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "done")
-                    await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
-                    assert hop._circuits.total() == 0
-                    before = traffic.answered
-                    await until(lambda: traffic.answered > before + 10)
-            assert traffic.received == traffic.sent, "each message once, none lost"
-            assert one.is_direct(two.peer_id)
-            assert two.is_direct(one.peer_id)
-            assert len(one.addresses) == len(two.addresses) == 2, "both kept their reservations"
-
-    run(main)
+async def test_direct_connection_replaces_the_circuit(authority: Any, short_grace: None) -> None:
+    async with behind_gateway(authority) as (gateway, one, two):
+        punch = two._puncher.punch
+        two._puncher.punch = do_not_punch  # type: ignore[method-assign]
+        [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+        await one.connect(circuit)
+        await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
+        hop = gateway._relay_server
+        assert hop is not None
+        assert hop._circuits.total() == 1
+        traffic = Traffic(one, two)
+        with gateway.events.follow(CircuitEnded) as ended:
+            async with traffic.running():
+                held = await one.open_stream(two.peer_id, [ECHO])
+                assert not one.is_direct(two.peer_id)
+                await punch(one.peer_id)
+                await until(lambda: one.is_direct(two.peer_id) and two.is_direct(one.peer_id))
+                await anyio.sleep(3 * connection_pruning.GRACE)
+                assert hop._circuits.total() == 1, "a stream is open on it"
+                await held.send_all(b"through the gateway")
+                assert await held.receive_some() == b"through the gateway"
+                await held.aclose()
+                event = await anext(aiter(ended))
+                assert isinstance(event, CircuitEnded)
+                assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "done")
+                await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
+                assert hop._circuits.total() == 0
+                before = traffic.answered
+                await until(lambda: traffic.answered > before + 10)
+        assert traffic.received == traffic.sent, "each message once, none lost"
+        assert one.is_direct(two.peer_id)
+        assert two.is_direct(one.peer_id)
+        assert len(one.addresses) == len(two.addresses) == 2, "both kept their reservations"
 
 
 async def do_not_punch(_peer: PeerId) -> None:

@@ -18,7 +18,7 @@ from multiaddr import Multiaddr
 from pydantic import ValidationError
 from support.endpoint_helpers import echo_at_once
 from support.loopback_ports import free_port
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import dnsaddr
@@ -112,113 +112,99 @@ def test_dnsaddr_without_port_is_valid_in_a_configuration() -> None:
         NodeConfig(cert_pem="c", key_pem="k", trust_pem="t", listen_addresses=["/dnsaddr/gw.example"])
 
 
-def test_dnsaddr_is_refused_as_listen_address(authority: Any) -> None:
-    async def main() -> None:
-        with pytest.raises(AddressError, match="listen_addresses /dnsaddr/"):
-            async with open_endpoint(authority.identity("node"), EndpointSettings(("/dnsaddr/gw.example",))):
-                pass
-
-    run(main)
+async def test_dnsaddr_is_refused_as_listen_address(authority: Any) -> None:
+    with pytest.raises(AddressError, match="listen_addresses /dnsaddr/"):
+        async with open_endpoint(authority.identity("node"), EndpointSettings(("/dnsaddr/gw.example",))):
+            pass
 
 
 # ----------------------------------------------------------------------------------------------------------- records
 
 
-def test_records_are_followed_and_filtered_by_suffix() -> None:
+async def test_records_are_followed_and_filtered_by_suffix() -> None:
     one, two = some_peer(1), some_peer(2)
-
-    async def main() -> None:
-        async with name_server() as server:
-            server.records = {
-                "all.example": [
-                    f"dnsaddr=/ip4/192.0.2.1/tcp/4001/p2p/{one}",
-                    f"dnsaddr=/dns4/two.example/tcp/4002/p2p/{two}",
-                    f"dnsaddr=/dnsaddr/more.example/p2p/{one}",
-                    f"dnsaddr=/ip4/192.0.2.1/udp/4001/quic-v1/p2p/{one}",
-                    "dnsaddr=rubbish",
-                    "v=spf1 -all",
-                ],
-                "more.example": [
-                    f"dnsaddr=/ip6/2001:db8::1/tcp/4001/p2p/{one}",
-                    f"dnsaddr=/ip4/192.0.2.9/tcp/4001/p2p/{two}",  # matches queries for the other peer only
-                    "dnsaddr=/ip4/192.0.2.8/tcp/4001",
-                ],
-            }
-            first, named = (
-                ResolvedAddress("/ip4/192.0.2.1/tcp/4001", one),
-                ResolvedAddress("/dns4/two.example/tcp/4002", two),
-            )
-            further = ResolvedAddress("/ip6/2001:db8::1/tcp/4001", one)
-            for address, expected in (
-                ("/dnsaddr/all.example", {first, named, further}),
-                (f"/dnsaddr/all.example/p2p/{one}", {first, further}),
-                (f"/dnsaddr/all.example/p2p/{two}", {named}),
-                ("/dnsaddr/all.example/tcp/4002", {named}),
-                (f"/dnsaddr/all.example/tcp/4001/p2p/{one}", {first}),
-            ):
-                assert set(await server.find(address)) == expected, address
-            assert str(Multiaddr("/dnsaddr/all.example")) == "/dnsaddr/all.example"  # as in an identify message
-
-    run(main)
+    async with name_server() as server:
+        server.records = {
+            "all.example": [
+                f"dnsaddr=/ip4/192.0.2.1/tcp/4001/p2p/{one}",
+                f"dnsaddr=/dns4/two.example/tcp/4002/p2p/{two}",
+                f"dnsaddr=/dnsaddr/more.example/p2p/{one}",
+                f"dnsaddr=/ip4/192.0.2.1/udp/4001/quic-v1/p2p/{one}",
+                "dnsaddr=rubbish",
+                "v=spf1 -all",
+            ],
+            "more.example": [
+                f"dnsaddr=/ip6/2001:db8::1/tcp/4001/p2p/{one}",
+                f"dnsaddr=/ip4/192.0.2.9/tcp/4001/p2p/{two}",  # matches queries for the other peer only
+                "dnsaddr=/ip4/192.0.2.8/tcp/4001",
+            ],
+        }
+        first, named = (
+            ResolvedAddress("/ip4/192.0.2.1/tcp/4001", one),
+            ResolvedAddress("/dns4/two.example/tcp/4002", two),
+        )
+        further = ResolvedAddress("/ip6/2001:db8::1/tcp/4001", one)
+        for address, expected in (
+            ("/dnsaddr/all.example", {first, named, further}),
+            (f"/dnsaddr/all.example/p2p/{one}", {first, further}),
+            (f"/dnsaddr/all.example/p2p/{two}", {named}),
+            ("/dnsaddr/all.example/tcp/4002", {named}),
+            (f"/dnsaddr/all.example/tcp/4001/p2p/{one}", {first}),
+        ):
+            assert set(await server.find(address)) == expected, address
+        assert str(Multiaddr("/dnsaddr/all.example")) == "/dnsaddr/all.example"  # as in an identify message
 
 
-def test_missing_records_are_explained() -> None:
-    async def main() -> None:
-        async with name_server() as server:
-            server.records = {
-                "empty.example": [],
-                "other.example": ["v=spf1 -all"],
-                "quic.example": ["dnsaddr=/ip4/192.0.2.1/udp/1/quic-v1"],
-                "one.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/4001/p2p/{some_peer(1)}"],
-                "dead.example": ["dnsaddr=/dnsaddr/gone.example"],
-            }
-            for name in ("gone", "empty", "other"):
-                with pytest.raises(UnreachableError, match=rf"no TXT record dnsaddr=.* at _dnsaddr\.{name}\.example"):
-                    await server.find(f"/dnsaddr/{name}.example")
-            with pytest.raises(UnreachableError, match=r"_dnsaddr\.quic\.example leads to a TCP address"):
-                await server.find("/dnsaddr/quic.example")
-            wanted = some_peer(2)
-            with pytest.raises(UnreachableError, match=rf"asked for those that end in /p2p/{wanted}"):
-                await server.find(f"/dnsaddr/one.example/p2p/{wanted}")
-            with pytest.raises(UnreachableError, match=r"at _dnsaddr\.gone\.example"):
-                await server.find("/dnsaddr/dead.example")
-            with pytest.raises(UnreachableError, match="TXT records of"):
-                await server.find(f"/dnsaddr/{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 60}.example")
-
-    run(main)
+async def test_missing_records_are_explained() -> None:
+    async with name_server() as server:
+        server.records = {
+            "empty.example": [],
+            "other.example": ["v=spf1 -all"],
+            "quic.example": ["dnsaddr=/ip4/192.0.2.1/udp/1/quic-v1"],
+            "one.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/4001/p2p/{some_peer(1)}"],
+            "dead.example": ["dnsaddr=/dnsaddr/gone.example"],
+        }
+        for name in ("gone", "empty", "other"):
+            with pytest.raises(UnreachableError, match=rf"no TXT record dnsaddr=.* at _dnsaddr\.{name}\.example"):
+                await server.find(f"/dnsaddr/{name}.example")
+        with pytest.raises(UnreachableError, match=r"_dnsaddr\.quic\.example leads to a TCP address"):
+            await server.find("/dnsaddr/quic.example")
+        wanted = some_peer(2)
+        with pytest.raises(UnreachableError, match=rf"asked for those that end in /p2p/{wanted}"):
+            await server.find(f"/dnsaddr/one.example/p2p/{wanted}")
+        with pytest.raises(UnreachableError, match=r"at _dnsaddr\.gone\.example"):
+            await server.find("/dnsaddr/dead.example")
+        with pytest.raises(UnreachableError, match="TXT records of"):
+            await server.find(f"/dnsaddr/{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 60}.example")
 
 
-def test_queries_are_bounded_in_number_depth_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queries_are_bounded_in_number_depth_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dnsaddr, "TIMEOUT", 0.5)
-
-    async def main() -> None:
-        async with name_server() as server:
-            server.records = {
-                "loop.example": ["dnsaddr=/dnsaddr/loop.example", "dnsaddr=/ip4/192.0.2.1/tcp/1"],
-                "many.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/{port}" for port in range(1, 60)],
-                "wide.example": [f"dnsaddr=/dnsaddr/wide{n}.example" for n in range(16)],
-                **{f"wide{n}.example": [f"dnsaddr=/dnsaddr/wide{n}-{m}.example" for m in range(16)] for n in range(16)},
-                **{f"deep{n}.example": [f"dnsaddr=/dnsaddr/deep{n + 1}.example"] for n in range(10)},
-                "late.example": ["dnsaddr=/ip4/192.0.2.1/tcp/1", "dnsaddr=/dnsaddr/silent.example"],
-            }
-            server.silent = {"silent.example"}
-            assert await server.find("/dnsaddr/loop.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
-            assert server.asked["loop.example"] == 1
-            assert len(await server.find("/dnsaddr/many.example")) == 16
-            server.asked.clear()
-            with pytest.raises(UnreachableError):
-                await server.find("/dnsaddr/wide.example")
-            assert server.asked.total() == 16
-            server.asked.clear()
-            with pytest.raises(UnreachableError, match="more than 4 names"):
-                await server.find("/dnsaddr/deep0.example")
-            assert list(server.asked) == [f"deep{n}.example" for n in range(4)]
-            with anyio.fail_after(5 * dnsaddr.TIMEOUT):
-                with pytest.raises(UnreachableError, match=r"silent\.example"):
-                    await server.find("/dnsaddr/silent.example")
-                assert await server.find("/dnsaddr/late.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
-
-    run(main)
+    async with name_server() as server:
+        server.records = {
+            "loop.example": ["dnsaddr=/dnsaddr/loop.example", "dnsaddr=/ip4/192.0.2.1/tcp/1"],
+            "many.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/{port}" for port in range(1, 60)],
+            "wide.example": [f"dnsaddr=/dnsaddr/wide{n}.example" for n in range(16)],
+            **{f"wide{n}.example": [f"dnsaddr=/dnsaddr/wide{n}-{m}.example" for m in range(16)] for n in range(16)},
+            **{f"deep{n}.example": [f"dnsaddr=/dnsaddr/deep{n + 1}.example"] for n in range(10)},
+            "late.example": ["dnsaddr=/ip4/192.0.2.1/tcp/1", "dnsaddr=/dnsaddr/silent.example"],
+        }
+        server.silent = {"silent.example"}
+        assert await server.find("/dnsaddr/loop.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
+        assert server.asked["loop.example"] == 1
+        assert len(await server.find("/dnsaddr/many.example")) == 16
+        server.asked.clear()
+        with pytest.raises(UnreachableError):
+            await server.find("/dnsaddr/wide.example")
+        assert server.asked.total() == 16
+        server.asked.clear()
+        with pytest.raises(UnreachableError, match="more than 4 names"):
+            await server.find("/dnsaddr/deep0.example")
+        assert list(server.asked) == [f"deep{n}.example" for n in range(4)]
+        with anyio.fail_after(5 * dnsaddr.TIMEOUT):
+            with pytest.raises(UnreachableError, match=r"silent\.example"):
+                await server.find("/dnsaddr/silent.example")
+            assert await server.find("/dnsaddr/late.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
 
 
 # ----------------------------------------------------------------------------------------------------------- dialling
@@ -239,96 +225,84 @@ async def opened(authority: Any, name: str, server: NameServer, **changes: Any) 
         yield node
 
 
-def test_gateway_is_found_by_its_records_and_again_after_they_change(authority: Any) -> None:
-    async def main() -> None:
-        async with name_server() as server:
-            identity = authority.identity("gateway", "gateway")
-            leaf = {"gateway_addresses": ("/dnsaddr/gw.example",)}
-            async with opened(authority, "leaf", server, **leaf) as node:
-                with node.events.follow(DialFinished) as dials:
-                    told = await anext(aiter(dials))
-                assert isinstance(told, DialFinished)
-                assert (told.address, told.outcome) == ("/dnsaddr/gw.example", "unreachable")
-                assert "no TXT record" in told.reason
-                for _ in range(2):
-                    async with open_endpoint(identity, EndpointSettings((LOOPBACK,), role="gateway")) as gateway:
-                        dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{gateway.peer_id}"
-                        server.records["gw.example"] = [f"dnsaddr={dead}", f"dnsaddr={gateway.addresses[0]}"]
-                        await until(lambda: bool(node._gateways.connected()), 20)
-                        assert node._gateways.connected() == [gateway.peer_id]
-                    await until(lambda: not node._gateways.connected())
-
-    run(main, 60)
+async def test_gateway_is_found_by_its_records_and_again_after_they_change(authority: Any) -> None:
+    async with name_server() as server:
+        identity = authority.identity("gateway", "gateway")
+        leaf = {"gateway_addresses": ("/dnsaddr/gw.example",)}
+        async with opened(authority, "leaf", server, **leaf) as node:
+            with node.events.follow(DialFinished) as dials:
+                told = await anext(aiter(dials))
+            assert isinstance(told, DialFinished)
+            assert (told.address, told.outcome) == ("/dnsaddr/gw.example", "unreachable")
+            assert "no TXT record" in told.reason
+            for _ in range(2):
+                async with open_endpoint(identity, EndpointSettings((LOOPBACK,), role="gateway")) as gateway:
+                    dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{gateway.peer_id}"
+                    server.records["gw.example"] = [f"dnsaddr={dead}", f"dnsaddr={gateway.addresses[0]}"]
+                    await until(lambda: bool(node._gateways.connected()), 20)
+                    assert node._gateways.connected() == [gateway.peer_id]
+                await until(lambda: not node._gateways.connected())
 
 
-def test_named_peer_is_dialled_among_several_behind_a_name(authority: Any) -> None:
-    async def main() -> None:
-        async with name_server() as server:
-            listening = {"listen_addresses": (LOOPBACK,)}
-            async with (
-                opened(authority, "one", server, **listening) as one,
-                opened(authority, "two", server, **listening) as two,
-                opened(authority, "asking", server) as asking,
-            ):
-                server.records["all.example"] = [f"dnsaddr={node.addresses[0]}" for node in (one, two)]
-                with asking.events.follow(DialFinished) as dials:
-                    assert await asking.connect(f"/dnsaddr/all.example/p2p/{two.peer_id}") == two.peer_id
-                    told = await anext(aiter(dials))
-                assert isinstance(told, DialFinished)
-                assert told.outcome == "connected"
-                assert list(asking.connected_peers()) == [two.peer_id]
-                await check_echo(asking, two.peer_id)
-                assert await asking.connect("/dnsaddr/all.example") in (one.peer_id, two.peer_id)
-                # another peer is at the address of the record
-                impostor = f"{one.addresses[0].partition('/p2p/')[0]}/p2p/{some_peer(1)}"
-                server.records["wrong.example"] = [f"dnsaddr={impostor}"]
-                with pytest.raises(RefusedError, match="answers where"):
-                    await asking.connect(f"/dnsaddr/wrong.example/p2p/{some_peer(1)}")
-
-    run(main)
+async def test_named_peer_is_dialled_among_several_behind_a_name(authority: Any) -> None:
+    async with name_server() as server:
+        listening = {"listen_addresses": (LOOPBACK,)}
+        async with (
+            opened(authority, "one", server, **listening) as one,
+            opened(authority, "two", server, **listening) as two,
+            opened(authority, "asking", server) as asking,
+        ):
+            server.records["all.example"] = [f"dnsaddr={node.addresses[0]}" for node in (one, two)]
+            with asking.events.follow(DialFinished) as dials:
+                assert await asking.connect(f"/dnsaddr/all.example/p2p/{two.peer_id}") == two.peer_id
+                told = await anext(aiter(dials))
+            assert isinstance(told, DialFinished)
+            assert told.outcome == "connected"
+            assert list(asking.connected_peers()) == [two.peer_id]
+            await check_echo(asking, two.peer_id)
+            assert await asking.connect("/dnsaddr/all.example") in (one.peer_id, two.peer_id)
+            # another peer is at the address of the record
+            impostor = f"{one.addresses[0].partition('/p2p/')[0]}/p2p/{some_peer(1)}"
+            server.records["wrong.example"] = [f"dnsaddr={impostor}"]
+            with pytest.raises(RefusedError, match="answers where"):
+                await asking.connect(f"/dnsaddr/wrong.example/p2p/{some_peer(1)}")
 
 
 @pytest.mark.parametrize("kind", ["ip4/127.0.0.1", "dns4/localhost"])
-def test_exclude_cidr_applies_to_resolved_addresses(authority: Any, kind: str) -> None:
-    async def main() -> None:
-        async with (
-            name_server() as server,
-            opened(authority, "one", server, listen_addresses=(LOOPBACK,)) as one,
-            opened(authority, "careful", server, exclude_cidr=("127.0.0.0/8",)) as careful,
-            opened(authority, "careless", server, exclude_cidr=("10.0.0.0/8",)) as careless,
-        ):
-            port = one.addresses[0].split("/")[4]
-            server.records["in.example"] = [f"dnsaddr=/{kind}/tcp/{port}/p2p/{one.peer_id}"]
-            for address in ("/dnsaddr/in.example", f"/dnsaddr/in.example/p2p/{one.peer_id}"):
-                with pytest.raises(UnreachableError, match="exclude_cidr"):
-                    await careful.connect(address)
-                assert await careless.connect(address) == one.peer_id
-                await careless.disconnect(one.peer_id)
-
-    run(main)
+async def test_exclude_cidr_applies_to_resolved_addresses(authority: Any, kind: str) -> None:
+    async with (
+        name_server() as server,
+        opened(authority, "one", server, listen_addresses=(LOOPBACK,)) as one,
+        opened(authority, "careful", server, exclude_cidr=("127.0.0.0/8",)) as careful,
+        opened(authority, "careless", server, exclude_cidr=("10.0.0.0/8",)) as careless,
+    ):
+        port = one.addresses[0].split("/")[4]
+        server.records["in.example"] = [f"dnsaddr=/{kind}/tcp/{port}/p2p/{one.peer_id}"]
+        for address in ("/dnsaddr/in.example", f"/dnsaddr/in.example/p2p/{one.peer_id}"):
+            with pytest.raises(UnreachableError, match="exclude_cidr"):
+                await careful.connect(address)
+            assert await careless.connect(address) == one.peer_id
+            await careless.disconnect(one.peer_id)
 
 
-def test_peer_may_advertise_a_dnsaddr(authority: Any) -> None:
-    async def main() -> None:
-        async with name_server() as server:
-            port = free_port()
-            listening = EndpointSettings((LOOPBACK,), role="gateway")
-            async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
-                joined = {"gateway_addresses": (gateway.addresses[0],), "relay_circuit": False}
-                own = {
-                    "listen_addresses": (f"/ip4/127.0.0.1/tcp/{port}",),
-                    "external_addresses": ("/dnsaddr/me.example",),
-                }
-                async with (
-                    opened(authority, "named", server, **own, **joined) as target,
-                    opened(authority, "asking", server, **joined) as asking,
-                ):
-                    server.records["me.example"] = [f"dnsaddr=/ip4/127.0.0.1/tcp/{port}/p2p/{target.peer_id}"]
-                    target._swarm.listeners.clear()  # type: ignore[union-attr]  # so that it advertises nothing else
-                    assert target.addresses == (f"/dnsaddr/me.example/p2p/{target.peer_id}",)
-                    for node in (target, asking):
-                        await node.wait_for_gateway(10)
-                    await check_echo(asking, target.peer_id)
-                    assert server.asked["me.example"]
-
-    run(main)
+async def test_peer_may_advertise_a_dnsaddr(authority: Any) -> None:
+    async with name_server() as server:
+        port = free_port()
+        listening = EndpointSettings((LOOPBACK,), role="gateway")
+        async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+            joined = {"gateway_addresses": (gateway.addresses[0],), "relay_circuit": False}
+            own = {
+                "listen_addresses": (f"/ip4/127.0.0.1/tcp/{port}",),
+                "external_addresses": ("/dnsaddr/me.example",),
+            }
+            async with (
+                opened(authority, "named", server, **own, **joined) as target,
+                opened(authority, "asking", server, **joined) as asking,
+            ):
+                server.records["me.example"] = [f"dnsaddr=/ip4/127.0.0.1/tcp/{port}/p2p/{target.peer_id}"]
+                target._swarm.listeners.clear()  # type: ignore[union-attr]  # so that it advertises nothing else
+                assert target.addresses == (f"/dnsaddr/me.example/p2p/{target.peer_id}",)
+                for node in (target, asking):
+                    await node.wait_for_gateway(10)
+                await check_echo(asking, target.peer_id)
+                assert server.asked["me.example"]

@@ -5,13 +5,13 @@ The fixture `opener` (see conftest) opens N endpoints; the first is the gateway 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
 from support.endpoint_helpers import read_all
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net.endpoint import Endpoint, GossipMessage, Stream
 from hypha_net.errors import (
@@ -31,20 +31,12 @@ OTHER = "/test/other/1"
 TOPIC = "test/topic"
 
 
-def play(opener: Opener, count: int, case: Callable[[list[Endpoint]], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with opener(count) as nodes:
-            await case(nodes)
-
-    run(main)
-
-
 async def echo(stream: Stream) -> None:
     await stream.send_all(str(stream.peer).encode() + b":" + await read_all(stream))
 
 
-def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
         stream = await leaf.open_stream(gateway.peer_id, [ECHO])
@@ -62,11 +54,9 @@ def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) -> Non
         with pytest.raises(StreamClosedError):
             await stream.receive_some()
 
-    play(opener, 2, case)
 
-
-def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
         for last in (b"two", bytes(3 << 20)):
@@ -81,11 +71,9 @@ def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) -> Non
             assert await read_all(stream) == f"{leaf.peer_id}:one ".encode() + last
             await stream.aclose()
 
-    play(opener, 2, case)
 
-
-def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
+    async with opener(3) as nodes:
         _, one, two = nodes
         one.handle(ECHO, echo)
         stream = await two.open_stream(one.peer_id, [ECHO])
@@ -94,11 +82,9 @@ def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
         assert one.peer_id in two.connected_peers()
         await stream.aclose()
 
-    play(opener, 3, case)
 
-
-def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         arrived: list[int] = []
 
@@ -115,11 +101,9 @@ def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opene
         await stream.aclose()
         assert leaf.traffic.sent >= 12 << 20
 
-    play(opener, 2, case)
 
-
-def test_many_streams_at_once(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_many_streams_at_once(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
         answers: set[bytes] = set()
@@ -136,11 +120,9 @@ def test_many_streams_at_once(opener: Opener) -> None:
                 tasks.start_soon(ask, index)
         assert len(answers) == 300
 
-    play(opener, 2, case)
 
-
-def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         seen: list[str] = []
 
@@ -162,11 +144,9 @@ def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
         await until(lambda: bool(seen))
         assert seen == ["reset"]
 
-    play(opener, 2, case)
 
-
-def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
 
         async def handler(stream: Stream) -> None:
@@ -185,11 +165,9 @@ def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
         assert await read_all(again)
         await again.aclose()
 
-    play(opener, 2, case)
 
-
-def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         gateway.handle(ECHO, echo)
         stream = await leaf.open_stream(gateway.peer_id, [OTHER, ECHO])
@@ -202,19 +180,15 @@ def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Opener) -
         with pytest.raises(UnsupportedProtocolError):
             await leaf.open_stream(gateway.peer_id, [ECHO])
 
-    play(opener, 2, case)
 
-
-def test_an_unknown_peer_is_unreachable(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_an_unknown_peer_is_unreachable(opener: Opener) -> None:
+    async with opener(2) as nodes:
         with pytest.raises(UnreachableError):
             await nodes[1].open_stream(PeerId.from_public_key(bytes(range(32))), [ECHO], timeout=5)
 
-    play(opener, 2, case)
 
-
-def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
+    async with opener(3) as nodes:
         gateway, leaf, other = nodes
         transport = other.addresses[0].partition("/p2p/")[0]
         with pytest.raises(RefusedError, match=str(other.peer_id)):
@@ -224,11 +198,9 @@ def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
         with pytest.raises(AddressError):
             await leaf.connect("/nonsense/1")
 
-    play(opener, 3, case)
 
-
-def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
+    async with opener(3) as nodes:
         gateway, one, two = nodes
         async with gateway.subscribe(TOPIC) as hub, one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
             await until(lambda: all(gateway.peer_id in leaf.topic_peers(TOPIC) for leaf in (one, two)))
@@ -256,11 +228,9 @@ def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
         }
         await until(lambda: not gateway.topic_peers(TOPIC))
 
-    play(opener, 3, case)
 
-
-def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
         async with gateway.subscribe(TOPIC) as first:
             async with gateway.subscribe(TOPIC) as second:
@@ -272,11 +242,9 @@ def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> Non
             with anyio.fail_after(15):
                 assert (await anext(first)).data == b"one"
 
-    play(opener, 2, case)
 
-
-def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opener) -> None:
+    async with opener(3) as nodes:
         _, one, two = nodes
         assert await two.find_records(b"mnist") == []
         await one.put_record(b"mnist", b'{"num_slices": 3}')
@@ -285,11 +253,9 @@ def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opener) -> 
         await one.put_record(b"mnist", b'{"num_slices": 4}')
         assert (await two.find_records(b"mnist"))[0].value == b'{"num_slices": 4}'
 
-    play(opener, 3, case)
 
-
-def test_disconnect_resets_streams_on_both_sides_and_a_later_stream_reconnects(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_disconnect_resets_streams_on_both_sides_and_a_later_stream_reconnects(opener: Opener) -> None:
+    async with opener(3) as nodes:
         _, one, two = nodes
         served: list[Stream] = []
         ends: list[str] = []
@@ -319,41 +285,36 @@ def test_disconnect_resets_streams_on_both_sides_and_a_later_stream_reconnects(o
         assert await read_all(again)
         await again.aclose()
 
-    play(opener, 3, case)
+
+async def test_a_closed_endpoint_resets_its_streams_and_opens_no_more(opener: Opener) -> None:
+    begun: list[bytes] = []
+    ends: list[str] = []
+
+    async def hold(stream: Stream) -> None:
+        begun.append(await stream.receive_some())
+        try:
+            ends.append(repr(await read_all(stream)))
+        except (StreamResetError, StreamClosedError):
+            ends.append("broken")
+            raise
+
+    async with opener(2) as (gateway, leaf):
+        gateway.handle(ECHO, hold)
+        stream = await leaf.open_stream(gateway.peer_id, [ECHO])
+        await stream.send_all(b"x")
+        await until(lambda: begun)
+    with pytest.raises((StreamResetError, StreamClosedError)):
+        await stream.receive_some()
+    with pytest.raises((StreamResetError, StreamClosedError)):
+        await stream.send_all(b"y")
+    await stream.aclose()
+    assert set(ends) <= {"broken"}  # or the handler was cancelled, which is an end of no stream either
+    with pytest.raises((StreamClosedError, UnreachableError)):
+        await leaf.open_stream(gateway.peer_id, [ECHO], timeout=5)
 
 
-def test_a_closed_endpoint_resets_its_streams_and_opens_no_more(opener: Opener) -> None:
-    async def main() -> None:
-        begun: list[bytes] = []
-        ends: list[str] = []
-
-        async def hold(stream: Stream) -> None:
-            begun.append(await stream.receive_some())
-            try:
-                ends.append(repr(await read_all(stream)))
-            except (StreamResetError, StreamClosedError):
-                ends.append("broken")
-                raise
-
-        async with opener(2) as (gateway, leaf):
-            gateway.handle(ECHO, hold)
-            stream = await leaf.open_stream(gateway.peer_id, [ECHO])
-            await stream.send_all(b"x")
-            await until(lambda: begun)
-        with pytest.raises((StreamResetError, StreamClosedError)):
-            await stream.receive_some()
-        with pytest.raises((StreamResetError, StreamClosedError)):
-            await stream.send_all(b"y")
-        await stream.aclose()
-        assert set(ends) <= {"broken"}  # or the handler was cancelled, which is an end of no stream either
-        with pytest.raises((StreamClosedError, UnreachableError)):
-            await leaf.open_stream(gateway.peer_id, [ECHO], timeout=5)
-
-    run(main)
-
-
-def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) -> None:
+    async with opener(2) as nodes:
         gateway, leaf = nodes
 
         async def refuse(stream: Stream) -> None:
@@ -367,11 +328,9 @@ def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) -> Non
                 await stream.send_all(bytes(1 << 20))
         await stream.aclose()
 
-    play(opener, 2, case)
 
-
-def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
+    async with opener(3) as nodes:
         _, one, two = nodes
         one.handle(ECHO, echo)
         with one.events.follow(Connected, Disconnected) as at_one, two.events.follow(Connected, Disconnected) as at_two:
@@ -385,22 +344,18 @@ def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
                 assert isinstance(event, Disconnected)
                 assert event.peer == peer
 
-    play(opener, 3, case)
 
-
-def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -> None:
+    async with opener(3) as nodes:
         _, one, two = nodes
         assert two.peer_id not in one.connected_peers()
         found = await one.find_peers()
         assert two.peer_id in found
         assert one.peer_id not in found
 
-    play(opener, 3, case)
 
-
-def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> None:
-    async def case(nodes: list[Endpoint]) -> None:
+async def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> None:
+    async with opener(3) as nodes:
         gateway, first, second = nodes
         assert first.round_trip_time(second.peer_id) is None
         began = anyio.current_time()
@@ -416,13 +371,10 @@ def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> Non
         assert first.round_trip_time(stranger) is None
         assert gateway.round_trip_time(stranger) is None
 
-    play(opener, 3, case)
 
-
-def test_subscribers_can_be_connected_before_the_first_message(opener: Opener) -> None:
+async def test_subscribers_can_be_connected_before_the_first_message(opener: Opener) -> None:
     """The gateway here is in no topic: over libp2p it forwards nothing."""
-
-    async def case(nodes: list[Endpoint]) -> None:
+    async with opener(3) as nodes:
         _, publisher, subscriber = nodes
         async with subscriber.subscribe("topic") as heard:
             await publisher.connect_subscribers("topic", timeout=10)
@@ -431,5 +383,3 @@ def test_subscribers_can_be_connected_before_the_first_message(opener: Opener) -
             with anyio.fail_after(10):
                 assert await anext(heard) == GossipMessage(publisher.peer_id, b"first")
         await publisher.connect_subscribers("nobody is here", timeout=1)
-
-    play(opener, 3, case)

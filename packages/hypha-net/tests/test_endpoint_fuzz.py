@@ -144,9 +144,7 @@ async def opened(authority: Any, folder: Path) -> AsyncIterator[Target]:
     command = [sys.executable, fuzz_target.__file__, *files, str(folder)]
     errors = folder / "errors"
     with errors.open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         address = await anyio.to_thread.run_sync(first_line, process, 20, errors)
         peer = PeerId.parse(address.rsplit("/", 1)[1])

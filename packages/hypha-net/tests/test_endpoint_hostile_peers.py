@@ -123,26 +123,22 @@ async def dial_yamux(gateway: Gateway, context: ssl.SSLContext) -> trio.SSLStrea
     ],
     ids=["noise", "plaintext", "http", "bare tls", "length", "rubbish in tls", "silence"],
 )
-def test_connection_without_mutual_tls_is_closed(
+async def test_connection_without_mutual_tls_is_closed(
     authority: Any, monkeypatch: pytest.MonkeyPatch, wire: bytes, answer: bytes | None
 ) -> None:
     monkeypatch.setattr(upgrade, "UPGRADE_TIMEOUT", 0.5)
-
-    async def main() -> None:
-        async with open_gateway(authority) as gateway:
-            stream = await dial_raw(gateway)
-            if wire:
-                await stream.send_all(wire)
-            with anyio.fail_after(15):
-                received = await read_to_end(stream)
-            if answer is not None:
-                assert received == answer
-            assert not gateway.connected_peers()
-            await until(lambda: inbound_tokens(gateway) == 0)
-            monkeypatch.undo()
-            await check_serves(gateway, authority)
-
-    run(main, 40)
+    async with open_gateway(authority) as gateway:
+        stream = await dial_raw(gateway)
+        if wire:
+            await stream.send_all(wire)
+        with anyio.fail_after(15):
+            received = await read_to_end(stream)
+        if answer is not None:
+            assert received == answer
+        assert not gateway.connected_peers()
+        await until(lambda: inbound_tokens(gateway) == 0)
+        monkeypatch.undo()
+        await check_serves(gateway, authority)
 
 
 def issue_ecdsa(authority: Any, folder: Path) -> ssl.SSLContext:
@@ -191,10 +187,10 @@ def without_certificate(authority: Any, _folder: Path) -> ssl.SSLContext:
     [(expired, "has expired: its owner"), (issue_ecdsa, "Ed25519"), (without_certificate, "showed no certificate")],
     ids=["expired", "ecdsa", "no certificate"],
 )
-def test_bad_certificates_are_refused_with_the_reason(
+async def test_bad_certificates_are_refused_with_the_reason(
     authority: Any, tmp_path: Path, make: Callable[[Any, Path], ssl.SSLContext], reason: str, caplog: Any
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         async with open_gateway(authority) as gateway:
             secured = await dial_tls(gateway, make(authority, tmp_path))
             with anyio.fail_after(15):
@@ -203,16 +199,13 @@ def test_bad_certificates_are_refused_with_the_reason(
             assert not gateway.connected_peers()
             await until(lambda: inbound_tokens(gateway) == 0)
             await check_serves(gateway, authority)
-
-    with caplog.at_level(logging.WARNING):
-        run(main, 40)
     assert "Traceback" not in caplog.text
 
 
-def test_both_sides_of_different_authorities_name_the_remedy(
+async def test_both_sides_of_different_authorities_name_the_remedy(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         cert, key, trust = foreign_authority.files("stranger")
         trust.write_bytes(trust.read_bytes() + authority.org.pem() + authority.root.pem())
         async with (
@@ -222,9 +215,6 @@ def test_both_sides_of_different_authorities_name_the_remedy(
             with pytest.raises(RefusedError, match="compare trust_pem of both nodes"):
                 await stranger.connect(gateway.addresses[0])
             await until(lambda: "is refused here" in caplog.text)
-
-    with caplog.at_level(logging.WARNING):
-        run(main, 40)
     assert "compare trust_pem of both nodes" in caplog.text
 
 
@@ -242,20 +232,19 @@ def test_both_sides_of_different_authorities_name_the_remedy(
     ],
     ids=["noise", "length", "long line", "open twice", "truncated line", "go away", "not UTF-8"],
 )
-def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(authority: Any, wire: bytes, caplog: Any) -> None:
-    async def main() -> None:
-        async with open_gateway(authority) as gateway:
-            context = authority.identity("rubbish").client_context()
-            secured = await dial_yamux(gateway, context)
-            await until(lambda: len(gateway.connected_peers()) == 1)
-            await secured.send_all(wire)
-            await check_serves(gateway, authority)
-            await secured.transport_stream.aclose()
-            await until(lambda: not gateway.connected_peers())
-            await check_serves(gateway, authority)
-            await until(lambda: inbound_tokens(gateway) == 0)
-
-    run(main, 40)
+async def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(
+    authority: Any, wire: bytes, caplog: Any
+) -> None:
+    async with open_gateway(authority) as gateway:
+        context = authority.identity("rubbish").client_context()
+        secured = await dial_yamux(gateway, context)
+        await until(lambda: len(gateway.connected_peers()) == 1)
+        await secured.send_all(wire)
+        await check_serves(gateway, authority)
+        await secured.transport_stream.aclose()
+        await until(lambda: not gateway.connected_peers())
+        await check_serves(gateway, authority)
+        await until(lambda: inbound_tokens(gateway) == 0)
     assert "Traceback" not in caplog.text
 
 
@@ -285,7 +274,9 @@ def test_hundred_connections_in_turn_leak_no_tokens(authority: Any) -> None:
     run(lambda: connect_repeatedly(authority, 100), 60)
 
 
-def test_reconnects_to_a_gateway_that_drops_peers_back_off(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconnects_to_a_gateway_that_drops_peers_back_off(
+    authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[object, int]] = []
 
     def pause(pauses: tuple[float, ...], failures: int) -> float:
@@ -293,17 +284,13 @@ def test_reconnects_to_a_gateway_that_drops_peers_back_off(authority: Any, monke
         return 0.0
 
     monkeypatch.setattr(gateways, "jittered", pause)
-
-    async def main() -> None:
-        async with open_gateway(authority) as gateway:
-            settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-            async with open_endpoint(authority.identity("leaf", "worker"), settings):
-                while len(asked) < 5:
-                    for peer in gateway.connected_peers():
-                        await gateway.disconnect(peer)
-                    await anyio.sleep(0.01)
-
-    run(main, 40)
+    async with open_gateway(authority) as gateway:
+        settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+        async with open_endpoint(authority.identity("leaf", "worker"), settings):
+            while len(asked) < 5:
+                for peer in gateway.connected_peers():
+                    await gateway.disconnect(peer)
+                await anyio.sleep(0.01)
     assert asked[:5] == [(gateways.BACKOFF, failures) for failures in range(5)]
 
 
@@ -318,56 +305,50 @@ async def stable_count(count: Callable[[], int]) -> int:
                 return before
 
 
-def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> None:
-    async def main() -> None:
-        async with libp2p_opener(2) as nodes:
-            gateway, leaf = cast(list[Gateway], nodes)
+async def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> None:
+    async with libp2p_opener(2) as nodes:
+        gateway, leaf = cast(list[Gateway], nodes)
 
-            async def never(_stream: Stream) -> None:
-                await anyio.sleep_forever()
+        async def never(_stream: Stream) -> None:
+            await anyio.sleep_forever()
 
-            async def wrong(stream: Stream) -> None:
-                await stream.send_all(b"\xff")
+        async def wrong(stream: Stream) -> None:
+            await stream.send_all(b"\xff")
 
-            def open_streams() -> int:
-                pair = ((gateway, leaf.peer_id), (leaf, gateway.peer_id))
-                found = [node._dialer.connection(peer) for node, peer in pair]
-                return sum(len(cast(Any, connection).muxed_conn._streams) for connection in found)
+        def open_streams() -> int:
+            pair = ((gateway, leaf.peer_id), (leaf, gateway.peer_id))
+            found = [node._dialer.connection(peer) for node, peer in pair]
+            return sum(len(cast(Any, connection).muxed_conn._streams) for connection in found)
 
-            before = await stable_count(open_streams)
-            gateway.handle(HEALTH, never)
-            for _ in range(20):
-                with pytest.raises(RequestTimeoutError):
-                    await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.02)
-            gateway.handle(HEALTH, wrong)
-            for _ in range(20):
-                with pytest.raises(RequestError):
-                    await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
-            gateway.unhandle(HEALTH)
-            for _ in range(20):
-                with pytest.raises(Exception, match="speaks none of"):
-                    await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
-            await until(lambda: open_streams() <= before)
-
-    run(main, 40)
+        before = await stable_count(open_streams)
+        gateway.handle(HEALTH, never)
+        for _ in range(20):
+            with pytest.raises(RequestTimeoutError):
+                await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.02)
+        gateway.handle(HEALTH, wrong)
+        for _ in range(20):
+            with pytest.raises(RequestError):
+                await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
+        gateway.unhandle(HEALTH)
+        for _ in range(20):
+            with pytest.raises(Exception, match="speaks none of"):
+                await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
+        await until(lambda: open_streams() <= before)
 
 
-def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -> None:
-    async def main() -> None:
-        async with libp2p_opener(2) as nodes:
-            gateway, leaf = nodes
+async def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -> None:
+    async with libp2p_opener(2) as nodes:
+        gateway, leaf = nodes
 
-            async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
-                raise AssertionError("a hostile header must not get here")
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            raise AssertionError("a hostile header must not get here")
 
-            transfer.serve_pulls(gateway, resolve)
-            stream = await leaf.open_stream(gateway.peer_id, [PULL])
-            await stream.send_all((1 << 62).to_bytes(8, "little") + bytes(1000))
-            with anyio.fail_after(15), pytest.raises(StreamResetError):
-                await stream.receive_some()
-            await stream.aclose()
-
-    run(main, 40)
+        transfer.serve_pulls(gateway, resolve)
+        stream = await leaf.open_stream(gateway.peer_id, [PULL])
+        await stream.send_all((1 << 62).to_bytes(8, "little") + bytes(1000))
+        with anyio.fail_after(15), pytest.raises(StreamResetError):
+            await stream.receive_some()
+        await stream.aclose()
 
 
 # ------------------------------------------------------------------------------------------------------------ crashes
@@ -402,7 +383,7 @@ async def child_node(authority: Any, gateway: Gateway, slices: Path) -> AsyncIte
     identity = authority.identity("child", "worker")
     files = [str(path) for path in (identity.cert_pem, identity.cert_pem.with_name("child-key.pem"))]
     arguments = [*files, str(identity.trust_pem), gateway.addresses[0], str(slices)]
-    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments])  # noqa: ASYNC220 - starting it does not block
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments])
     try:
         yield process.pid, identity.peer_id
     finally:
@@ -410,7 +391,7 @@ async def child_node(authority: Any, gateway: Gateway, slices: Path) -> AsyncIte
         process.wait()
 
 
-def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
+async def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.1,))
@@ -422,42 +403,38 @@ def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
     target = tmp_path / "landing" / "target"
     target.parent.mkdir()
     ends: list[str] = []
+    opened = anyio.Event()
 
-    async def main() -> None:
-        opened = anyio.Event()
+    async def hold(stream: Stream) -> None:
+        assert await stream.receive_some() == b"here"
+        opened.set()
+        try:
+            ends.append(repr(await stream.receive_some()))
+        except StreamResetError:
+            ends.append("reset")
 
-        async def hold(stream: Stream) -> None:
-            assert await stream.receive_some() == b"here"
-            opened.set()
-            try:
-                ends.append(repr(await stream.receive_some()))
-            except StreamResetError:
-                ends.append("reset")
+    async with open_gateway(authority) as gateway:
+        gateway.handle(ECHO, hold)
+        async with child_node(authority, gateway, slices) as (pid, peer):
+            await opened.wait()
+            failures: list[TransferError] = []
 
-        async with open_gateway(authority) as gateway:
-            gateway.handle(ECHO, hold)
-            async with child_node(authority, gateway, slices) as (pid, peer):
-                await opened.wait()
-                failures: list[TransferError] = []
+            async def pull() -> None:
+                with pytest.raises(TransferError, match="broke off") as caught:
+                    await transfer.pull(gateway, peer, PullRequest(dataset="d", index=0), target)
+                failures.append(caught.value)
 
-                async def pull() -> None:
-                    with pytest.raises(TransferError, match="broke off") as caught:
-                        await transfer.pull(gateway, peer, PullRequest(dataset="d", index=0), target)
-                    failures.append(caught.value)
-
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pull)
-                    await until(lambda: gateway.traffic.received > 4 << 20)
-                    os.kill(pid, signal.SIGKILL)
-                    await until(lambda: bool(ends) and peer not in gateway.connected_peers(), 60)
-                    await until(lambda: bool(failures), 60)
-                with pytest.raises(UnreachableError):
-                    await gateway.open_stream(peer, [ECHO], timeout=5)
-            assert ends == ["reset"]
-            assert not target.exists()  # a partial file has another name
-            await until(lambda: inbound_tokens(gateway) == 0)
-
-    run(main, 90)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pull)
+                await until(lambda: gateway.traffic.received > 4 << 20)
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: bool(ends) and peer not in gateway.connected_peers(), 60)
+                await until(lambda: bool(failures), 60)
+            with pytest.raises(UnreachableError):
+                await gateway.open_stream(peer, [ECHO], timeout=5)
+        assert ends == ["reset"]
+        assert not target.exists()  # a partial file has another name
+        await until(lambda: inbound_tokens(gateway) == 0)
 
 
 GATEWAY = """
@@ -486,39 +463,35 @@ def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[su
 
 
 @pytest.mark.nightly
-def test_nodes_recover_after_their_gateway_was_killed_and_restarted(authority: Any, tmp_path: Path) -> None:
+async def test_nodes_recover_after_their_gateway_was_killed_and_restarted(authority: Any, tmp_path: Path) -> None:
     files = authority.files("gateway", "gateway")
     state = tmp_path / "state"
     state.mkdir()
-
-    async def main() -> None:
-        process, address = await anyio.to_thread.run_sync(start_gateway, files, LOOPBACK, state)
-        settings = EndpointSettings(gateway_addresses=(address,))
-        try:
-            async with (
-                open_endpoint(authority.identity("one", "data"), settings) as one,
-                open_endpoint(authority.identity("two", "worker"), settings) as two,
-                one.subscribe("t"),
-                two.subscribe("t") as heard,
-            ):
-                for node in (one, two):
-                    await node.wait_for_gateway(10)
-                await one.put_record(b"digits", b"{}")
-                process.kill()
-                await until(lambda: not one.connected_peers() and not two.connected_peers())
-                with pytest.raises(UnreachableError):
-                    await two.find_records(b"digits")
-                process.wait()
-                process, _ = await anyio.to_thread.run_sync(start_gateway, files, address.split("/p2p/")[0], state)
-                await until(lambda: bool(one.topic_peers("t") and two.topic_peers("t")), 20)
-                (record,) = await two.find_records(b"digits")
-                assert record.publisher == one.peer_id
-                await until(lambda: bool(one.addresses and two.addresses))  # they have reservations again
-                two.handle(ECHO, echo_at_once)
-                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-                await publish_until_heard(one, "t", b"as before", heard)
-        finally:
+    process, address = await anyio.to_thread.run_sync(start_gateway, files, LOOPBACK, state)
+    settings = EndpointSettings(gateway_addresses=(address,))
+    try:
+        async with (
+            open_endpoint(authority.identity("one", "data"), settings) as one,
+            open_endpoint(authority.identity("two", "worker"), settings) as two,
+            one.subscribe("t"),
+            two.subscribe("t") as heard,
+        ):
+            for node in (one, two):
+                await node.wait_for_gateway(10)
+            await one.put_record(b"digits", b"{}")
             process.kill()
+            await until(lambda: not one.connected_peers() and not two.connected_peers())
+            with pytest.raises(UnreachableError):
+                await two.find_records(b"digits")
             process.wait()
-
-    run(main, 90)
+            process, _ = await anyio.to_thread.run_sync(start_gateway, files, address.split("/p2p/")[0], state)
+            await until(lambda: bool(one.topic_peers("t") and two.topic_peers("t")), 20)
+            (record,) = await two.find_records(b"digits")
+            assert record.publisher == one.peer_id
+            await until(lambda: bool(one.addresses and two.addresses))  # they have reservations again
+            two.handle(ECHO, echo_at_once)
+            await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+            await publish_until_heard(one, "t", b"as before", heard)
+    finally:
+        process.kill()
+        process.wait()

@@ -28,7 +28,7 @@ from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
 from support.loopback_ports import free_port
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint, Stream
@@ -54,231 +54,187 @@ async def check_refusal(server: Any, client: Any, caplog: pytest.LogCaptureFixtu
     return caught.value
 
 
-def test_a_certificate_of_another_ca_is_refused_with_a_clear_error_on_both_sides(
+async def test_a_certificate_of_another_ca_is_refused_with_a_clear_error_on_both_sides(
     authority: Any, foreign_authority: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         gateway, foreign = authority.identity("gateway"), foreign_authority.identity("stranger")
         error = await check_refusal(gateway, foreign, caplog)
         assert "gateway" in str(error)
         assert "acme org" in str(error)
 
-    with caplog.at_level(logging.WARNING):
-        run(main)
 
-
-def test_a_peer_that_trusts_us_is_still_refused_when_we_do_not_trust_it(
+async def test_a_peer_that_trusts_us_is_still_refused_when_we_do_not_trust_it(
     authority: Any, foreign_authority: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         cert, key, trust = foreign_authority.files("stranger")
         trust.write_bytes(trust.read_bytes() + authority.org.pem() + authority.root.pem())
         error = await check_refusal(authority.identity("gateway"), load_identity(cert, key, trust), caplog)
         assert "the peer refused this node's certificate" in str(error)
         assert "does not trust the CA" in str(error)
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
     (line,) = [record.getMessage() for record in caplog.records if "from 127.0.0.1" in record.getMessage()]
     assert "stranger" in line
     assert "other org" in line
     assert "12D3KooW" in line
 
 
-def test_a_revoked_certificate_is_refused(authority: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+async def test_a_revoked_certificate_is_refused(authority: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         revoked = authority.identity("revoked")
         crls = authority.revocations(revoked.certificate.serial)
         gateway = load_identity(*authority.files("gateway"), crls)
         error = await check_refusal(gateway, revoked, caplog)
         assert "revoked" in str(error)
 
-    with caplog.at_level(logging.WARNING):
-        run(main)
 
-
-def test_peers_that_are_not_revoked_are_accepted_with_revocation_lists(authority: Any) -> None:
-    async def main() -> None:
-        crls = authority.revocations(4711)
-        gateway = load_identity(*authority.files("gateway"), crls)
-        leaf = load_identity(*authority.files("leaf"), crls)
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with open_endpoint(gateway, settings) as one, open_endpoint(leaf, EndpointSettings()) as two:
-            assert await two.connect(one.addresses[0]) == one.peer_id
-
-    run(main)
+async def test_peers_that_are_not_revoked_are_accepted_with_revocation_lists(authority: Any) -> None:
+    crls = authority.revocations(4711)
+    gateway = load_identity(*authority.files("gateway"), crls)
+    leaf = load_identity(*authority.files("leaf"), crls)
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(gateway, settings) as one, open_endpoint(leaf, EndpointSettings()) as two:
+        assert await two.connect(one.addresses[0]) == one.peer_id
 
 
 @pytest.mark.parametrize("revoked", [None, False, True], ids=["no lists", "lists", "revoked"])
-def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: bool | None) -> None:
+async def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoked: bool | None) -> None:
     def org_only(name: str, crls: Any = None) -> Any:
         cert, key, trust = authority.files(name)
         cert.write_bytes(cert.read_bytes().replace(authority.org.pem(), b""))  # the node's certificate only
         trust.write_bytes(authority.org.pem())
         return load_identity(cert, key, trust, crls)
 
-    async def main() -> None:
-        leaf = org_only("leaf")
-        crls = None if revoked is None else authority.revocations(leaf.certificate.serial if revoked else 4711)
-        gateway = org_only("gateway", crls)
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with open_endpoint(gateway, settings) as one, open_endpoint(leaf, EndpointSettings()) as two:
-            if revoked:
-                with pytest.raises(RefusedError, match="revoked"):
-                    await two.connect(one.addresses[0])
-            else:
-                assert await two.connect(one.addresses[0]) == one.peer_id
-
-    run(main)
+    leaf = org_only("leaf")
+    crls = None if revoked is None else authority.revocations(leaf.certificate.serial if revoked else 4711)
+    gateway = org_only("gateway", crls)
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(gateway, settings) as one, open_endpoint(leaf, EndpointSettings()) as two:
+        if revoked:
+            with pytest.raises(RefusedError, match="revoked"):
+                await two.connect(one.addresses[0])
+        else:
+            assert await two.connect(one.addresses[0]) == one.peer_id
 
 
 @pytest.mark.parametrize("kind", ["dns", "dns4"])
-def test_host_names_are_resolved_by_the_system(authority: Any, kind: str) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway"), settings) as one,
-            open_endpoint(authority.identity("leaf"), EndpointSettings()) as two,
-        ):
-            port = one.addresses[0].split("/")[4]
-            with pytest.raises(UnreachableError, match=r"nowhere\.invalid"):
-                await two.connect(f"/{kind}/nowhere.invalid/tcp/{port}")
-            assert await two.connect(f"/{kind}/localhost/tcp/{port}") == one.peer_id
-
-    run(main)
+async def test_host_names_are_resolved_by_the_system(authority: Any, kind: str) -> None:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway"), settings) as one,
+        open_endpoint(authority.identity("leaf"), EndpointSettings()) as two,
+    ):
+        port = one.addresses[0].split("/")[4]
+        with pytest.raises(UnreachableError, match=r"nowhere\.invalid"):
+            await two.connect(f"/{kind}/nowhere.invalid/tcp/{port}")
+        assert await two.connect(f"/{kind}/localhost/tcp/{port}") == one.peer_id
 
 
-def test_an_address_without_listener_is_unreachable(authority: Any) -> None:
-    async def main() -> None:
-        async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
-            with pytest.raises(UnreachableError):
-                await leaf.connect(f"/ip4/127.0.0.1/tcp/{free_port()}")
-
-    run(main)
+async def test_an_address_without_listener_is_unreachable(authority: Any) -> None:
+    async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
+        with pytest.raises(UnreachableError):
+            await leaf.connect(f"/ip4/127.0.0.1/tcp/{free_port()}")
 
 
-def test_connected_peers_hear_of_protocols_that_are_added_and_removed(libp2p_opener: Opener) -> None:
+async def test_connected_peers_hear_of_protocols_that_are_added_and_removed(libp2p_opener: Opener) -> None:
     """A node that starts is dialled before its services have registered their handlers."""
-
-    async def main() -> None:
-        async with libp2p_opener(2) as (gateway, leaf):
-            await until(lambda: bool(gateway.connected_peers()[leaf.peer_id].protocols))
-            assert ECHO not in gateway.connected_peers()[leaf.peer_id].protocols
-            leaf.handle(ECHO, Stream.aclose)
-            await until(lambda: ECHO in gateway.connected_peers()[leaf.peer_id].protocols)
-            leaf.unhandle(ECHO)
-            await until(lambda: ECHO not in gateway.connected_peers()[leaf.peer_id].protocols)
-
-    run(main)
+    async with libp2p_opener(2) as (gateway, leaf):
+        await until(lambda: bool(gateway.connected_peers()[leaf.peer_id].protocols))
+        assert ECHO not in gateway.connected_peers()[leaf.peer_id].protocols
+        leaf.handle(ECHO, Stream.aclose)
+        await until(lambda: ECHO in gateway.connected_peers()[leaf.peer_id].protocols)
+        leaf.unhandle(ECHO)
+        await until(lambda: ECHO not in gateway.connected_peers()[leaf.peer_id].protocols)
 
 
-def test_peer_info_contains_identify_and_certificate_data(libp2p_opener: Opener) -> None:
-    async def main() -> None:
-        async with libp2p_opener(2) as (gateway, leaf):
-            await until(lambda: bool(leaf.connected_peers()[gateway.peer_id].agent))
-            info = leaf.connected_peers()[gateway.peer_id]
-            assert info.agent.startswith("hypha-python/")
-            assert info.role == "gateway"
-            assert info.certificate_not_after is not None
-            assert known_name(gateway.peer_id) == info.certificate_name == "gateway"
-            assert "/ipfs/kad/1.0.0" in info.protocols
-            assert gateway.addresses[0].startswith(info.addresses[0])
-            assert identify.PROTOCOL_VERSION == "/hypha-identify/0.0.1"
-            assert leaf.traffic.sent > 0
-            assert leaf.traffic.received > 0
-
-    run(main)
+async def test_peer_info_contains_identify_and_certificate_data(libp2p_opener: Opener) -> None:
+    async with libp2p_opener(2) as (gateway, leaf):
+        await until(lambda: bool(leaf.connected_peers()[gateway.peer_id].agent))
+        info = leaf.connected_peers()[gateway.peer_id]
+        assert info.agent.startswith("hypha-python/")
+        assert info.role == "gateway"
+        assert info.certificate_not_after is not None
+        assert known_name(gateway.peer_id) == info.certificate_name == "gateway"
+        assert "/ipfs/kad/1.0.0" in info.protocols
+        assert gateway.addresses[0].startswith(info.addresses[0])
+        assert identify.PROTOCOL_VERSION == "/hypha-identify/0.0.1"
+        assert leaf.traffic.sent > 0
+        assert leaf.traffic.received > 0
 
 
-def test_a_port_in_use_is_an_error_that_names_it(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",))
-        async with open_endpoint(authority.identity("one"), settings):
-            with pytest.raises(NetError, match=settings.listen_addresses[0]):
-                async with open_endpoint(authority.identity("two"), settings):
-                    pass
-
-    run(main)
+async def test_a_port_in_use_is_an_error_that_names_it(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",))
+    async with open_endpoint(authority.identity("one"), settings):
+        with pytest.raises(NetError, match=settings.listen_addresses[0]):
+            async with open_endpoint(authority.identity("two"), settings):
+                pass
 
 
-def test_nodes_restore_records_and_topics_after_a_gateway_restart(authority: Any) -> None:
-    async def main() -> None:
-        gateway = authority.identity("gateway", "gateway")
-        settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
-        node = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=settings.listen_addresses)
-        async with (
-            open_endpoint(authority.identity("one"), node) as one,
-            open_endpoint(authority.identity("two"), node) as two,
-            one.subscribe("t") as heard,
-        ):
-            for value in (b"first", b"second"):
-                async with open_endpoint(gateway, settings) as hub, hub.subscribe("t"):
-                    for leaf in (one, two):
-                        await leaf.wait_for_gateway(15)
-                    await one.put_record(b"key", value)
-                    assert [record.value for record in await two.find_records(b"key")] == [value]
-                    await until(lambda: hub.peer_id in two.topic_peers("t"))
-                    await until(lambda: one.peer_id in hub.topic_peers("t"))
-                    await two.publish("t", value)
-                    with anyio.fail_after(15):
-                        assert (await anext(heard)).data == value
-                await until(lambda: not one.connected_peers().keys() & {gateway.peer_id})
-
-    run(main)
+async def test_nodes_restore_records_and_topics_after_a_gateway_restart(authority: Any) -> None:
+    gateway = authority.identity("gateway", "gateway")
+    settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
+    node = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=settings.listen_addresses)
+    async with (
+        open_endpoint(authority.identity("one"), node) as one,
+        open_endpoint(authority.identity("two"), node) as two,
+        one.subscribe("t") as heard,
+    ):
+        for value in (b"first", b"second"):
+            async with open_endpoint(gateway, settings) as hub, hub.subscribe("t"):
+                for leaf in (one, two):
+                    await leaf.wait_for_gateway(15)
+                await one.put_record(b"key", value)
+                assert [record.value for record in await two.find_records(b"key")] == [value]
+                await until(lambda: hub.peer_id in two.topic_peers("t"))
+                await until(lambda: one.peer_id in hub.topic_peers("t"))
+                await two.publish("t", value)
+                with anyio.fail_after(15):
+                    assert (await anext(heard)).data == value
+            await until(lambda: not one.connected_peers().keys() & {gateway.peer_id})
 
 
-def test_an_endpoint_tells_which_of_its_gateways_is_connected(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
-        [address], silent = settings.listen_addresses, f"/ip4/127.0.0.1/tcp/{free_port()}"
-        node = EndpointSettings(gateway_addresses=(silent, address))
-        async with open_endpoint(authority.identity("one"), node) as one:
-            assert one.gateways() == {silent: None, address: None}
-            async with open_endpoint(authority.identity("gateway", "gateway"), settings) as hub:
-                assert hub.gateways() == {}
-                await until(lambda: one.gateways() == {silent: None, address: hub.peer_id}, 15)
-            await until(lambda: one.gateways() == {silent: None, address: None}, 15)
-
-    run(main)
+async def test_an_endpoint_tells_which_of_its_gateways_is_connected(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
+    [address], silent = settings.listen_addresses, f"/ip4/127.0.0.1/tcp/{free_port()}"
+    node = EndpointSettings(gateway_addresses=(silent, address))
+    async with open_endpoint(authority.identity("one"), node) as one:
+        assert one.gateways() == {silent: None, address: None}
+        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as hub:
+            assert hub.gateways() == {}
+            await until(lambda: one.gateways() == {silent: None, address: hub.peer_id}, 15)
+        await until(lambda: one.gateways() == {silent: None, address: None}, 15)
 
 
-def test_records_are_published_again_to_a_restarted_gateway(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
-        node = EndpointSettings(gateway_addresses=settings.listen_addresses)
-        gateway = authority.identity("gateway", "gateway")
-        async with open_endpoint(authority.identity("one"), node) as one:
-            async with open_endpoint(gateway, settings):
-                await one.wait_for_gateway(15)
-                await one.put_record(b"key", b"value")
-            async with open_endpoint(gateway, settings) as again:
-                await until(lambda: again.find_records(b"key"), 15)
-
-    run(main)
+async def test_records_are_published_again_to_a_restarted_gateway(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
+    node = EndpointSettings(gateway_addresses=settings.listen_addresses)
+    gateway = authority.identity("gateway", "gateway")
+    async with open_endpoint(authority.identity("one"), node) as one:
+        async with open_endpoint(gateway, settings):
+            await one.wait_for_gateway(15)
+            await one.put_record(b"key", b"value")
+        async with open_endpoint(gateway, settings) as again:
+            await until(lambda: again.find_records(b"key"), 15)
 
 
-def test_closing_ends_the_handlers_of_open_streams(libp2p_opener: Opener) -> None:
+async def test_closing_ends_the_handlers_of_open_streams(libp2p_opener: Opener) -> None:
     held: set[Stream] = set()
+    async with libp2p_opener(3) as nodes:
+        gateway = nodes[0]
 
-    async def main() -> None:
-        async with libp2p_opener(3) as nodes:
-            gateway = nodes[0]
+        async def hold(stream: Stream) -> None:
+            held.add(stream)
+            try:
+                await anyio.sleep_forever()
+            finally:
+                held.remove(stream)
 
-            async def hold(stream: Stream) -> None:
-                held.add(stream)
-                try:
-                    await anyio.sleep_forever()
-                finally:
-                    held.remove(stream)
-
-            gateway.handle(ECHO, hold)
-            for leaf in nodes[1:]:
-                for _ in range(10):
-                    await (await leaf.open_stream(gateway.peer_id, [ECHO])).send_all(b"x")
-            await until(lambda: len(held) == 20)
-        assert not held
-
-    run(main)
+        gateway.handle(ECHO, hold)
+        for leaf in nodes[1:]:
+            for _ in range(10):
+                await (await leaf.open_stream(gateway.peer_id, [ECHO])).send_all(b"x")
+        await until(lambda: len(held) == 20)
+    assert not held
 
 
 # functions of py-libp2p 0.8.1 that are replaced or relied on: if one changes, review it before updating its hash
@@ -369,34 +325,28 @@ def test_patched_functions_of_the_library_have_not_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("service", ["pubsub", "router", "swarm"])
-def test_a_failed_library_service_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
+async def test_a_failed_library_service_ends_the_endpoint_with_an_error(authority: Any, service: str) -> None:
     async def fail() -> None:
         raise RuntimeError("a fault of its own")
 
-    async def main() -> None:
+    with pytest.raises(NetError, match=r"the network engine failed: RuntimeError.'a fault of its own'"):
         async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
             pubsub, router = node._gossip
             {"pubsub": pubsub, "router": router, "swarm": node._swarm}[service].manager.run_task(fail)
             await anyio.sleep_forever()
 
-    with pytest.raises(NetError, match=r"the network engine failed: RuntimeError.'a fault of its own'"):
-        run(main)
 
+async def test_a_node_can_have_more_peers_than_the_librarys_task_limit(authority: Any) -> None:
+    async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+        manager = node._gossip[0].manager
 
-def test_a_node_can_have_more_peers_than_the_librarys_task_limit(authority: Any) -> None:
-    async def main() -> None:
-        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
-            manager = node._gossip[0].manager
+        async def begin_many() -> None:
+            for _ in range(MAX_CHILDREN_TASKS + 10):
+                manager.run_task(anyio.sleep_forever)
+            begun.set()
 
-            async def begin_many() -> None:
-                for _ in range(MAX_CHILDREN_TASKS + 10):
-                    manager.run_task(anyio.sleep_forever)
-                begun.set()
-
-            begun = anyio.Event()
-            manager.run_task(begin_many)
-            await begun.wait()
-            await anyio.sleep(0.1)
-            assert manager.is_running
-
-    run(main)
+        begun = anyio.Event()
+        manager.run_task(begin_many)
+        await begun.wait()
+        await anyio.sleep(0.1)
+        assert manager.is_running

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import trio
 from support.process_ready import first_line
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -144,84 +144,72 @@ async def leaves(stack: AsyncExitStack, authority: Any, gateway: Gateway, count:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(180)
-def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(authority: Any) -> None:
-    async def main() -> None:
-        async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
-            (leaf,) = await leaves(stack, authority, gateway, 1)
-            await until(lambda: bool(leaf.addresses), 15)
-            with leaf.events.follow(Disconnected) as events:
-                gateway.process.send_signal(signal.SIGSTOP)
-                stopped = anyio.current_time()
-                with anyio.fail_after(SILENT + 10):
-                    ended = await anext(events)
-            assert isinstance(ended, Disconnected)
-            assert (ended.peer, ended.reason) == (gateway.peer, "the peer is silent")
-            assert not leaf.addresses
-            await anyio.sleep(max(0.0, stopped + 50 - anyio.current_time()))
+async def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resumes(authority: Any) -> None:
+    async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
+        (leaf,) = await leaves(stack, authority, gateway, 1)
+        await until(lambda: bool(leaf.addresses), 15)
+        with leaf.events.follow(Disconnected) as events:
+            gateway.process.send_signal(signal.SIGSTOP)
+            stopped = anyio.current_time()
+            with anyio.fail_after(SILENT + 10):
+                ended = await anext(events)
+        assert isinstance(ended, Disconnected)
+        assert (ended.peer, ended.reason) == (gateway.peer, "the peer is silent")
+        assert not leaf.addresses
+        await anyio.sleep(max(0.0, stopped + 50 - anyio.current_time()))
+        gateway.process.send_signal(signal.SIGCONT)
+        await until(lambda: bool(leaf.addresses), BUSY * BACK)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+async def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: Any) -> None:
+    async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
+        nodes = await leaves(stack, authority, gateway, 3)
+        await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
+        with ExitStack() as events_of:
+            followed = [events_of.enter_context(node.events.follow(Disconnected)) for node in nodes]
+            gateway.process.send_signal(signal.SIGSTOP)
+            await anyio.sleep(20)
             gateway.process.send_signal(signal.SIGCONT)
-            await until(lambda: bool(leaf.addresses), BUSY * BACK)
-
-    run(main, 170)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(120)
-def test_connections_survive_a_gateway_suspended_for_twenty_seconds(authority: Any) -> None:
-    async def main() -> None:
-        async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
-            nodes = await leaves(stack, authority, gateway, 3)
-            await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
-            with ExitStack() as events_of:
-                followed = [events_of.enter_context(node.events.follow(Disconnected)) for node in nodes]
-                gateway.process.send_signal(signal.SIGSTOP)
-                await anyio.sleep(20)
-                gateway.process.send_signal(signal.SIGCONT)
-                for node in nodes:
-                    await echo_once(node, gateway)
-                await anyio.sleep(16)  # past the next ping of either side
-                for node, events in zip(nodes, followed, strict=True):
-                    await echo_once(node, gateway)
-                    with anyio.move_on_after(0.1) as scope:
-                        await anext(events)
-                    assert scope.cancelled_caught, "a connection was given up"
-
-    run(main, 100)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(120)
-def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(authority: Any) -> None:
-    async def main() -> None:
-        async with gateway_process(authority, "stops") as gateway, AsyncExitStack() as stack:
-            (node,) = await leaves(stack, authority, gateway, 1)
-            process = psutil.Process(gateway.process.pid)
-            await until(lambda: process.status() == psutil.STATUS_STOPPED, 10)
-            with node.events.follow(Disconnected) as events:
-                await anyio.sleep(20)
-                gateway.process.send_signal(signal.SIGCONT)
+            for node in nodes:
                 await echo_once(node, gateway)
-                await until(lambda: bool(node.addresses), BUSY * BACK)  # requests of the meantime are repeated
+            await anyio.sleep(16)  # past the next ping of either side
+            for node, events in zip(nodes, followed, strict=True):
+                await echo_once(node, gateway)
                 with anyio.move_on_after(0.1) as scope:
                     await anext(events)
-                assert scope.cancelled_caught, "the connection was given up"
+                assert scope.cancelled_caught, "a connection was given up"
 
-    run(main, 100)
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+async def test_a_gateway_suspended_while_it_accepts_a_node_keeps_the_connection(authority: Any) -> None:
+    async with gateway_process(authority, "stops") as gateway, AsyncExitStack() as stack:
+        (node,) = await leaves(stack, authority, gateway, 1)
+        process = psutil.Process(gateway.process.pid)
+        await until(lambda: process.status() == psutil.STATUS_STOPPED, 10)
+        with node.events.follow(Disconnected) as events:
+            await anyio.sleep(20)
+            gateway.process.send_signal(signal.SIGCONT)
+            await echo_once(node, gateway)
+            await until(lambda: bool(node.addresses), BUSY * BACK)  # requests of the meantime are repeated
+            with anyio.move_on_after(0.1) as scope:
+                await anext(events)
+            assert scope.cancelled_caught, "the connection was given up"
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(150)
-def test_thirty_nodes_reconnect_within_five_seconds_of_their_gateways_return(authority: Any) -> None:
-    async def main() -> None:
-        async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
-            nodes = await leaves(stack, authority, gateway, 30)
-            await gateway.kill()
-            await until(lambda: not any(node.connected_peers() for node in nodes), BUSY * KILLED)
-            await anyio.sleep(15)  # until the pauses between attempts have their full length
-            await gateway.start()
-            await until(lambda: all(node.connected_peers() for node in nodes), BUSY * BACK)
-            await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
-
-    run(main, 140)
+async def test_thirty_nodes_reconnect_within_five_seconds_of_their_gateways_return(authority: Any) -> None:
+    async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
+        nodes = await leaves(stack, authority, gateway, 30)
+        await gateway.kill()
+        await until(lambda: not any(node.connected_peers() for node in nodes), BUSY * KILLED)
+        await anyio.sleep(15)  # until the pauses between attempts have their full length
+        await gateway.start()
+        await until(lambda: all(node.connected_peers() for node in nodes), BUSY * BACK)
+        await until(lambda: all(node.addresses for node in nodes), BUSY * BACK)
 
 
 async def state_of(node: Libp2pEndpoint, gateway: Gateway) -> dict[str, int]:
@@ -264,31 +252,27 @@ async def come_and_go(node: Libp2pEndpoint, gateway: Gateway, times: int) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.timeout(420)
-def test_a_thousand_connections_leak_no_memory_descriptors_or_tasks(
+async def test_a_thousand_connections_leak_no_memory_descriptors_or_tasks(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # pytest keeps every log record of py-libp2p with its traceback and locals, which would be measured
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
-
-    async def main() -> None:
-        async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
-            nodes = [
-                await stack.enter_async_context(open_endpoint(authority.identity(f"n{index}"), EndpointSettings()))
-                for index in range(5)
-            ]
-            watcher = nodes.pop()
-            await watcher.connect(gateway.address)
-            states = []
-            for times in (25, 250):  # by each of four nodes: a hundred to warm up, then a thousand
-                async with anyio.create_task_group() as tasks:
-                    for node in nodes:
-                        tasks.start_soon(come_and_go, node, gateway, times)
-                await anyio.sleep(2)
-                states.append((await state_of(watcher, gateway), own_state()))
-            for before, after in zip(*states, strict=True):
-                assert after["files"] <= before["files"] + 2, states
-                assert after["tasks"] <= before["tasks"] + 4, states
-                assert after["memory"] <= before["memory"] + (16 << 20), states
-            await come_and_go(nodes[0], gateway, 1)
-
-    run(main, 400)
+    async with gateway_process(authority) as gateway, AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(open_endpoint(authority.identity(f"n{index}"), EndpointSettings()))
+            for index in range(5)
+        ]
+        watcher = nodes.pop()
+        await watcher.connect(gateway.address)
+        states = []
+        for times in (25, 250):  # by each of four nodes: a hundred to warm up, then a thousand
+            async with anyio.create_task_group() as tasks:
+                for node in nodes:
+                    tasks.start_soon(come_and_go, node, gateway, times)
+            await anyio.sleep(2)
+            states.append((await state_of(watcher, gateway), own_state()))
+        for before, after in zip(*states, strict=True):
+            assert after["files"] <= before["files"] + 2, states
+            assert after["tasks"] <= before["tasks"] + 4, states
+            assert after["memory"] <= before["memory"] + (16 << 20), states
+        await come_and_go(nodes[0], gateway, 1)

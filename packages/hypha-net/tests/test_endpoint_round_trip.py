@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import trio.testing
-from support.waiting import run, until
+from support.waiting import until
 from support.wire_peer import dial, speak
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -45,66 +45,55 @@ def test_a_peer_that_answers_no_ping_counts_as_connected_after_a_timeout_and_the
     trio.run(main, clock=clock)
 
 
-def test_the_round_trip_of_a_connection_that_replaces_another_is_awaited(
+async def test_the_round_trip_of_a_connection_that_replaces_another_is_awaited(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "ROUND_TRIP_TIMEOUT", 3600.0)
+    identity = authority.identity("peer", "scheduler")
+    peer = identity.peer_id
+    async with opened_leaf(authority) as leaf, anyio.create_task_group() as tasks:
 
-    async def main() -> None:
-        identity = authority.identity("peer", "scheduler")
-        peer = identity.peer_id
-        async with opened_leaf(authority) as leaf, anyio.create_task_group() as tasks:
-
-            async def connect() -> None:
-                await leaf.connect_peer(peer, timeout=3600)
-                assert leaf.round_trip_time(peer) is not None
-                tasks.cancel_scope.cancel()
-
-            async with speak(await dial(leaf.addresses[0]), identity, answers_pings=False) as first:
-                await until(lambda: peer in leaf.connected_peers())
-                tasks.start_soon(connect)
-                await anyio.wait_all_tasks_blocked()
-                async with speak(await dial(leaf.addresses[0]), identity):
-                    await until(lambda: len(leaf._dialer.connections(peer)) == 2)
-                    await first.drop()
-                    await anyio.sleep_forever()
-
-    run(main)
-
-
-def test_the_round_trip_is_known_while_a_new_connection_is_not_measured_yet(
-    authority: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint, "ROUND_TRIP_TIMEOUT", 3600.0)
-
-    async def main() -> None:
-        identity = authority.identity("peer", "scheduler")
-        peer = identity.peer_id
-        async with opened_leaf(authority) as leaf, speak(await dial(leaf.addresses[0]), identity):
-            await until(lambda: leaf.round_trip_time(peer) is not None)
-            async with speak(await dial(leaf.addresses[0]), identity, answers_pings=False):
-                await until(lambda: len(leaf._dialer.connections(peer)) == 2)
-                assert leaf.round_trip_time(peer) is not None
-                await leaf.connect_peer(peer, timeout=3600)
-            await until(lambda: len(leaf._dialer.connections(peer)) == 1)
+        async def connect() -> None:
+            await leaf.connect_peer(peer, timeout=3600)
             assert leaf.round_trip_time(peer) is not None
+            tasks.cancel_scope.cancel()
 
-    run(main)
+        async with speak(await dial(leaf.addresses[0]), identity, answers_pings=False) as first:
+            await until(lambda: peer in leaf.connected_peers())
+            tasks.start_soon(connect)
+            await anyio.wait_all_tasks_blocked()
+            async with speak(await dial(leaf.addresses[0]), identity):
+                await until(lambda: len(leaf._dialer.connections(peer)) == 2)
+                await first.drop()
+                await anyio.sleep_forever()
 
 
-def test_the_round_trip_of_a_relayed_connection_is_measured_end_to_end(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
-            settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))  # reachable by the relay only
-            async with (
-                open_endpoint(authority.identity("one", "worker"), settings) as one,
-                open_endpoint(authority.identity("two", "worker"), settings) as two,
-            ):
-                await until(lambda: one.addresses and two.addresses)
-                await one.connect_peer(two.peer_id)
-                assert not one.is_direct(two.peer_id)
-                assert one.round_trip_time(two.peer_id) is not None
-                await until(lambda: two.round_trip_time(one.peer_id) is not None)
+async def test_the_round_trip_is_known_while_a_new_connection_is_not_measured_yet(
+    authority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "ROUND_TRIP_TIMEOUT", 3600.0)
+    identity = authority.identity("peer", "scheduler")
+    peer = identity.peer_id
+    async with opened_leaf(authority) as leaf, speak(await dial(leaf.addresses[0]), identity):
+        await until(lambda: leaf.round_trip_time(peer) is not None)
+        async with speak(await dial(leaf.addresses[0]), identity, answers_pings=False):
+            await until(lambda: len(leaf._dialer.connections(peer)) == 2)
+            assert leaf.round_trip_time(peer) is not None
+            await leaf.connect_peer(peer, timeout=3600)
+        await until(lambda: len(leaf._dialer.connections(peer)) == 1)
+        assert leaf.round_trip_time(peer) is not None
 
-    run(main)
+
+async def test_the_round_trip_of_a_relayed_connection_is_measured_end_to_end(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))  # reachable by the relay only
+        async with (
+            open_endpoint(authority.identity("one", "worker"), settings) as one,
+            open_endpoint(authority.identity("two", "worker"), settings) as two,
+        ):
+            await until(lambda: one.addresses and two.addresses)
+            await one.connect_peer(two.peer_id)
+            assert not one.is_direct(two.peer_id)
+            assert one.round_trip_time(two.peer_id) is not None
+            await until(lambda: two.round_trip_time(one.peer_id) is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,7 +19,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.rpc_queue import RpcQueue
 from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint, pubsub
 from hypha_net._libp2p.dial.tcp import dial_tcp
@@ -82,7 +82,7 @@ class Star:
 
 
 @asynccontextmanager
-async def star(authority: Any) -> AsyncIterator[Star]:
+async def open_star(authority: Any) -> AsyncIterator[Star]:
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
         leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
@@ -115,20 +115,11 @@ async def _hear(messages: AsyncIterator[GossipMessage], into: list[GossipMessage
         into.append(await anext(messages))
 
 
-def play(authority: Any, case: Callable[[Star], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with star(authority) as made:
-            await case(made)
-
-    run(main)
-
-
-def test_messages_over_a_publishers_rate_are_dropped_and_counted_and_others_accepted(
+async def test_messages_over_a_publishers_rate_are_dropped_and_counted_and_others_accepted(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "ORIGIN_RATE", 0.001)
-
-    async def case(star: Star) -> None:
+    async with open_star(authority) as star:
         await star.say(star.message())
         await until(lambda: [message.source for message in star.heard] == [star.evil.peer_id])
         for _ in range(20):
@@ -137,11 +128,9 @@ def test_messages_over_a_publishers_rate_are_dropped_and_counted_and_others_acce
         await until(lambda: star.lost["rate"] == 2001 - ORIGIN_BURST, 30)
         assert sum(message.source == star.evil.peer_id for message in star.heard) == ORIGIN_BURST
 
-    play(authority, case)
 
-
-def test_forged_messages_are_dropped_without_counting_against_the_publisher(authority: Any, caplog: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_forged_messages_are_dropped_without_counting_against_the_publisher(authority: Any, caplog: Any) -> None:
+    async with open_star(authority) as star:
         unsigned = star.message(b"unsigned")
         unsigned.ClearField("signature")
         forged = star.message(b"forged", from_id=star.good.peer_id.raw)
@@ -155,14 +144,12 @@ def test_forged_messages_are_dropped_without_counting_against_the_publisher(auth
         await star.check_serves()
         await until(lambda: star.lost["unsigned"] == 5 + 2 * ORIGIN_BURST)
         assert {message.source for message in star.heard} == {star.good.peer_id}
-
-    play(authority, case)
     told = [record.getMessage() for record in caplog.records if "unsigned" in record.getMessage()]
     assert len(told) == 4  # the 1st, 10th, 100th and 1000th
 
 
-def test_malformed_messages_are_dropped(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_malformed_messages_are_dropped(authority: Any) -> None:
+    async with open_star(authority) as star:
         await star.say(
             star.message(seqno=bytes(1000)),
             star.message(topicIDs=[TOPIC, "another"]),
@@ -177,11 +164,9 @@ def test_malformed_messages_are_dropped(authority: Any) -> None:
         assert len([message for message in star.heard if message.source == star.evil.peer_id]) == 1
         assert star.lost == {"other": 3}
 
-    play(authority, case)
 
-
-def test_oversize_messages_are_dropped_and_an_oversize_rpc_resets_the_stream(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_oversize_messages_are_dropped_and_an_oversize_rpc_resets_the_stream(authority: Any) -> None:
+    async with open_star(authority) as star:
         await star.say(star.message(bytes(MAX_DATA)), star.message(bytes(MAX_DATA + 1)))
         await until(lambda: star.lost["oversize"] == 1 and len(star.heard) == 1)
         control = rpc_pb2.RPC()
@@ -196,14 +181,12 @@ def test_oversize_messages_are_dropped_and_an_oversize_rpc_resets_the_stream(aut
             await star.good.publish(TOPIC, bytes(MAX_DATA + 1))
         assert MAX_RPC < 1 << 28
 
-    play(authority, case)
-
 
 @pytest.mark.parametrize(
     "rubbish", [b"\x05\xff\xff\xff\xff\xff", b"\xff" * 11, os.urandom(600)], ids=["pb", "len", "?"]
 )
-def test_undecodable_gossip_resets_only_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_undecodable_gossip_resets_only_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async with open_star(authority) as star:
         await star.stream.send_all(rubbish)
         await star.stream.send_eof()
         await star.check_serves()
@@ -211,13 +194,11 @@ def test_undecodable_gossip_resets_only_its_stream(authority: Any, rubbish: byte
         await write_message(again, rpc_pb2.RPC(publish=[star.message(b"again")]))
         await until(lambda: any(message.data == b"again" for message in star.heard))
         await again.aclose()
-
-    play(authority, case)
     assert "Traceback" not in caplog.text
 
 
-def test_arbitrary_control_messages_do_no_harm(authority: Any, caplog: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_arbitrary_control_messages_do_no_harm(authority: Any, caplog: Any) -> None:
+    async with open_star(authority) as star:
         rpc = rpc_pb2.RPC()
         for text in ("", "no such topic", "\0" * 5000):
             rpc.subscriptions.add(subscribe=True, topicid=text)
@@ -228,38 +209,32 @@ def test_arbitrary_control_messages_do_no_harm(authority: Any, caplog: Any) -> N
             rpc.control.idontwant.add(messageIDs=[b"", b"zz"])
         await write_message(star.stream, rpc)
         await star.check_serves()
-
-    play(authority, case)
     assert "Traceback" not in caplog.text
 
 
-def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority: Any) -> None:
+async def test_gossip_continues_on_a_second_connection_when_the_first_closes(authority: Any) -> None:
     """As after a long suspension of a gateway: its leaves reconnect before it notices that they had left."""
-
-    async def case(star: Star) -> None:
-        async with star.good.subscribe(TOPIC) as back:
-            old = star.good._dialer.connections(star.gateway.peer_id)
-            assert len(old) == 1
-            await dial_tcp(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
-            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
-            await anyio.wait_all_tasks_blocked()
-            await old[0].close()
-            await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
-            await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
-            await until(lambda: star.good.peer_id in star.gateway.topic_peers(TOPIC))
-            await publish_until_heard(star.gateway, TOPIC, b"to the leaf", back)
-            before = len(star.heard)
-            with anyio.fail_after(10):
-                while not any(message.data == b"to the gateway" for message in star.heard[before:]):
-                    await star.good.publish(TOPIC, b"to the gateway")
-                    await anyio.sleep(0.2)
-
-    play(authority, case)
+    async with open_star(authority) as star, star.good.subscribe(TOPIC) as back:
+        old = star.good._dialer.connections(star.gateway.peer_id)
+        assert len(old) == 1
+        await dial_tcp(star.good._swarm, Multiaddr(star.gateway.addresses[0].partition("/p2p/")[0]), None)
+        await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 2)
+        await anyio.wait_all_tasks_blocked()
+        await old[0].close()
+        await until(lambda: len(star.gateway._dialer.connections(star.good.peer_id)) == 1)
+        await until(lambda: star.gateway.peer_id in star.good.topic_peers(TOPIC))
+        await until(lambda: star.good.peer_id in star.gateway.topic_peers(TOPIC))
+        await publish_until_heard(star.gateway, TOPIC, b"to the leaf", back)
+        before = len(star.heard)
+        with anyio.fail_after(10):
+            while not any(message.data == b"to the gateway" for message in star.heard[before:]):
+                await star.good.publish(TOPIC, b"to the gateway")
+                await anyio.sleep(0.2)
 
 
 @pytest.mark.nightly
-def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatch: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatch: Any) -> None:
+    async with open_star(authority) as star:
         router = star.gateway._gossip[0]
         leaf = ID(star.good.peer_id.raw)
         async with star.good.subscribe(TOPIC) as back:
@@ -278,44 +253,39 @@ def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatch: Any
             router.handle_subscription(leaf, rpc_pb2.RPC.SubOpts(subscribe=True, topicid=TOPIC))
             await said_back(star, back, b"after a failure")
 
-    play(authority, case)
 
+async def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority: Any, monkeypatch: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+        open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
+        anyio.create_task_group() as tasks,
+    ):
+        router = gateway._gossip[0]
+        open_stream, joined = router.host.new_stream, anyio.Event()
 
-def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority: Any, monkeypatch: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
-            open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
-            anyio.create_task_group() as tasks,
-        ):
-            router = gateway._gossip[0]
-            open_stream, joined = router.host.new_stream, anyio.Event()
+        async def hear() -> None:
+            async with gateway.subscribe(TOPIC) as messages:
+                joined.set()
+                await anext(messages)
 
-            async def hear() -> None:
-                async with gateway.subscribe(TOPIC) as messages:
-                    joined.set()
-                    await anext(messages)
+        async def slowly(peer: ID, protocols: Any) -> Any:
+            stream = await open_stream(peer, protocols)
+            write = stream.write
 
-            async def slowly(peer: ID, protocols: Any) -> Any:
-                stream = await open_stream(peer, protocols)
-                write = stream.write
+            async def write_later(data: bytes) -> None:
+                tasks.start_soon(hear)  # the list of topics was made before this one
+                await joined.wait()
+                await write(data)
+                monkeypatch.setattr(stream, "write", write)
 
-                async def write_later(data: bytes) -> None:
-                    tasks.start_soon(hear)  # the list of topics was made before this one
-                    await joined.wait()
-                    await write(data)
-                    monkeypatch.setattr(stream, "write", write)
+            monkeypatch.setattr(stream, "write", write_later)
+            return stream
 
-                monkeypatch.setattr(stream, "write", write_later)
-                return stream
-
-            monkeypatch.setattr(router.host, "new_stream", slowly)
-            await leaf.connect(gateway.addresses[0])
-            await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
-            tasks.cancel_scope.cancel()
-
-    run(main)
+        monkeypatch.setattr(router.host, "new_stream", slowly)
+        await leaf.connect(gateway.addresses[0])
+        await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
+        tasks.cancel_scope.cancel()
 
 
 async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes) -> None:
@@ -326,38 +296,32 @@ async def said_back(star: Star, heard: AsyncIterator[GossipMessage], text: bytes
     await publish_until_heard(star.gateway, TOPIC, text, heard)
 
 
-def test_messages_of_invented_publishers_count_against_the_forwarder(
+async def test_messages_of_invented_publishers_count_against_the_forwarder(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
     monkeypatch.setattr(validation, "FORWARDER_RATE", 0.001)
-
-    async def case(star: Star) -> None:
+    async with open_star(authority) as star:
         await star.say(*(made_up(n) for n in range(100)))
         await until(lambda: star.lost["rate"] == 80)
         await star.check_serves()
         assert sum(message.data == b"made up" for message in star.heard) == 20
 
-    play(authority, case)
 
-
-def test_forged_messages_count_against_the_forwarder_and_over_its_rate_are_not_verified(
+async def test_forged_messages_count_against_the_forwarder_and_over_its_rate_are_not_verified(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "FORWARDER_BURST", 20.0)
     monkeypatch.setattr(validation, "FORWARDER_RATE", 0.001)
-
-    async def case(star: Star) -> None:
+    async with open_star(authority) as star:
         await star.say(*(star.message(from_id=star.good.peer_id.raw) for _ in range(100)))
         await until(lambda: star.lost.total() >= 100)
         assert star.lost["unsigned"] == 20
         await star.check_serves()
 
-    play(authority, case)
 
-
-def test_unknown_topics_are_not_remembered(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_unknown_topics_are_not_remembered(authority: Any) -> None:
+    async with open_star(authority) as star:
         rpc = rpc_pb2.RPC()
         for number in range(1000):
             rpc.control.prune.add(topicID=f"made up {number}", backoff=1 << 60)
@@ -372,13 +336,10 @@ def test_unknown_topics_are_not_remembered(authority: Any) -> None:
         await until(lambda: star.lost["other"] == 1)
         assert "made up" not in star.topics
 
-    play(authority, case)
 
-
-def test_peers_suggested_in_a_prune_are_not_dialled(authority: Any) -> None:
+async def test_peers_suggested_in_a_prune_are_not_dialled(authority: Any) -> None:
     """Their addresses would bypass `exclude_cidr`; peers are found through the DHT."""
-
-    async def case(star: Star) -> None:
+    async with open_star(authority) as star:
         dialled: list[Any] = []
 
         async def dial(found: Any) -> None:
@@ -394,8 +355,6 @@ def test_peers_suggested_in_a_prune_are_not_dialled(authority: Any) -> None:
         await until(lambda: any(message.data == b"after" for message in star.heard))
         assert not dialled
 
-    play(authority, case)
-
 
 def made_up(number: int) -> Any:
     key = Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
@@ -405,34 +364,28 @@ def made_up(number: int) -> Any:
     return made
 
 
-def test_an_undecodable_message_emits_an_event() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("a") as a, network.endpoint("b") as b:
-            with b.events.follow(GossipDropped) as lost:
-                async with pubsub.subscribe(b, WORKER_REQUESTS) as requests, anyio.create_task_group() as tasks:
-                    tasks.start_soon(anext, requests)
-                    await a.publish(WORKER_REQUESTS.name, b"rubbish")
-                    with anyio.fail_after(15):
-                        event = await anext(aiter(lost))
-                    tasks.cancel_scope.cancel()
-        assert event == GossipDropped(WORKER_REQUESTS.name, "undecodable", a.peer_id)
-
-    run(main)
+async def test_an_undecodable_message_emits_an_event() -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        with b.events.follow(GossipDropped) as lost:
+            async with pubsub.subscribe(b, WORKER_REQUESTS) as requests, anyio.create_task_group() as tasks:
+                tasks.start_soon(anext, requests)
+                await a.publish(WORKER_REQUESTS.name, b"rubbish")
+                with anyio.fail_after(15):
+                    event = await anext(aiter(lost))
+                tasks.cancel_scope.cancel()
+    assert event == GossipDropped(WORKER_REQUESTS.name, "undecodable", a.peer_id)
 
 
-def test_messages_dropped_for_a_slow_subscriber_emit_events() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("a") as a:
-            inbox = SubscriptionQueue(TOPIC, a.events)
-            with a.events.follow(GossipDropped) as lost:
-                for n in range(SIZE + 1):
-                    inbox.put(GossipMessage(a.peer_id, b"%d" % n))
-                assert await anext(aiter(lost)) == GossipDropped(TOPIC, "queue", a.peer_id)
-            assert (await anext(inbox)).data == b"1"
-
-    run(main)
+async def test_messages_dropped_for_a_slow_subscriber_emit_events() -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("a") as a:
+        inbox = SubscriptionQueue(TOPIC, a.events)
+        with a.events.follow(GossipDropped) as lost:
+            for n in range(SIZE + 1):
+                inbox.put(GossipMessage(a.peer_id, b"%d" % n))
+            assert await anext(aiter(lost)) == GossipDropped(TOPIC, "queue", a.peer_id)
+        assert (await anext(inbox)).data == b"1"
 
 
 def test_seen_messages_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,8 +404,8 @@ def open_streams(node: Libp2pEndpoint, peer: PeerId) -> int:
     return sum(len(cast(YamuxSession, each.muxed_conn)._streams) for each in node._dialer.connections(peer))
 
 
-def test_repeated_protocol_errors_of_a_peer_leave_no_open_streams(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_repeated_protocol_errors_of_a_peer_leave_no_open_streams(authority: Any) -> None:
+    async with open_star(authority) as star:
         evil, gateway = star.evil, star.gateway
         await star.check_serves()
         before = open_streams(gateway, evil.peer_id)
@@ -466,11 +419,9 @@ def test_repeated_protocol_errors_of_a_peer_leave_no_open_streams(authority: Any
         await until(lambda: open_streams(gateway, evil.peer_id) <= before + 1)
         await star.check_serves()
 
-    play(authority, case)
 
-
-def test_an_unresponsive_peer_has_one_pending_registration(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_an_unresponsive_peer_has_one_pending_registration(authority: Any) -> None:
+    async with open_star(authority) as star:
         router, peer = star.gateway._gossip[0], ID(star.evil.peer_id.raw)
         waiting: list[ID] = []
 
@@ -490,11 +441,9 @@ def test_an_unresponsive_peer_has_one_pending_registration(authority: Any) -> No
         assert router.manager.stats.tasks.pending_count < before + 5
         await star.check_serves()
 
-    play(authority, case)
 
-
-def test_the_failure_of_a_replaced_stream_does_not_remove_the_peer(authority: Any) -> None:
-    async def case(star: Star) -> None:
+async def test_the_failure_of_a_replaced_stream_does_not_remove_the_peer(authority: Any) -> None:
+    async with open_star(authority) as star:
         router, peer = star.gateway._gossip[0], ID(star.good.peer_id.raw)
         await until(lambda: peer in router.peers)
         stream = router.peers[peer]
@@ -510,5 +459,3 @@ def test_the_failure_of_a_replaced_stream_does_not_remove_the_peer(authority: An
         await router.handle_sending_messages(peer, Broken(), queue)
         assert router.peers[peer] is stream
         await star.check_serves()
-
-    play(authority, case)

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from support.node_processes import Child, crew
-from support.waiting import run, until
+from support.waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -82,17 +82,14 @@ class Network:
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-def test_a_message_of_any_node_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
-    async def main() -> None:
-        async with crew(tmp_path / "nodes.log") as start:
-            network = Network(authority, start)
-            await network.up(gateways)
-            took = [await network.reaches_all(n, f"from {n}", SOON) for n in range(PROCESSES)]
-            print(f"\n{gateways} gateways: slowest delivery {max(took):.3f} s of {[round(t, 3) for t in took]}")
-            await three_publishers_lose_nothing(network)
-            await after_a_kill(network, gateways)
-
-    run(main, 280)
+async def test_a_message_of_any_node_reaches_all(authority: Any, tmp_path: Path, gateways: int) -> None:
+    async with crew(tmp_path / "nodes.log") as start:
+        network = Network(authority, start)
+        await network.up(gateways)
+        took = [await network.reaches_all(n, f"from {n}", SOON) for n in range(PROCESSES)]
+        print(f"\n{gateways} gateways: slowest delivery {max(took):.3f} s of {[round(t, 3) for t in took]}")
+        await three_publishers_lose_nothing(network)
+        await after_a_kill(network, gateways)
 
 
 async def three_publishers_lose_nothing(network: Network) -> None:

@@ -51,27 +51,20 @@ async def gateway_and_reporter(authority: Any, *addresses: bytes) -> AsyncIterat
 
 
 @pytest.mark.parametrize("why", UNREADABLE)
-def test_unprintable_addresses_are_dropped_and_do_no_harm(authority: Any, why: str) -> None:
-    async def main() -> None:
-        async with gateway_and_reporter(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (
-            gateway,
-            odd,
-        ):
-            await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
-
-    run(main)
+async def test_unprintable_addresses_are_dropped_and_do_no_harm(authority: Any, why: str) -> None:
+    async with gateway_and_reporter(authority, UNREADABLE[why], Multiaddr(GOOD).to_bytes()) as (
+        gateway,
+        odd,
+    ):
+        await until(lambda: gateway.connected_peers()[odd.peer_id].addresses == (GOOD,))
 
 
-def test_only_the_first_addresses_of_a_peer_are_kept(authority: Any) -> None:
+async def test_only_the_first_addresses_of_a_peer_are_kept(authority: Any) -> None:
     many = [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}").to_bytes() for port in range(1, 1000)]
-
-    async def main() -> None:
-        async with gateway_and_reporter(authority, *many) as (gateway, odd):
-            await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
-            kept = gateway._host.peerstore.addrs(odd._host.get_id())
-            assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
-
-    run(main)
+    async with gateway_and_reporter(authority, *many) as (gateway, odd):
+        await until(lambda: bool(gateway.connected_peers()[odd.peer_id].addresses))
+        kept = gateway._host.peerstore.addrs(odd._host.get_id())
+        assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
 
 
 def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,24 +91,21 @@ def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.Monke
     run(main, 60)
 
 
-def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway"), settings) as gateway,
-            open_endpoint(authority.identity("node"), EndpointSettings(relay_circuit=False)) as node,
-        ):
+async def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:
+    settings = EndpointSettings((LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway"), settings) as gateway,
+        open_endpoint(authority.identity("node"), EndpointSettings(relay_circuit=False)) as node,
+    ):
 
-            def known() -> bool:
-                there, here = gateway.connected_peers(), node.connected_peers()
-                both = [there.get(node.peer_id), here.get(gateway.peer_id)]
-                return all(info is not None and bool(info.protocols) for info in both)
+        def known() -> bool:
+            there, here = gateway.connected_peers(), node.connected_peers()
+            both = [there.get(node.peer_id), here.get(gateway.peer_id)]
+            return all(info is not None and bool(info.protocols) for info in both)
 
-            await node.connect(gateway.addresses[0])
-            await until(known)
-            await gateway.disconnect(node.peer_id)
-            await until(lambda: not node.connected_peers())
-            await node.connect(gateway.addresses[0])
-            await until(known, 20)
-
-    run(main, 60)
+        await node.connect(gateway.addresses[0])
+        await until(known)
+        await gateway.disconnect(node.peer_id)
+        await until(lambda: not node.connected_peers())
+        await node.connect(gateway.addresses[0])
+        await until(known, 20)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import anyio
 import pytest
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net._libp2p.kad import server, store
 from hypha_net._libp2p.kad.messages import PROTOCOL, Kind, Message
@@ -180,7 +180,7 @@ def test_records_survive_a_restart_and_a_corrupt_file_is_replaced(
         assert Gateway(tmp_path).get(b"k") is not None
 
 
-def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
+async def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one write per put a single peer could keep a gateway busy."""
@@ -189,40 +189,32 @@ def test_many_puts_cause_one_write_and_a_full_disk_does_not_disturb_the_store(
     monkeypatch.setattr(store, "_write", writes)
     gateway = Gateway(tmp_path)
     make, remove, names = tmp_path.mkdir, tmp_path.rmdir, partial(os.listdir, tmp_path)
-
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.save_changes)
-            remove()
-            gateway.put(PEERS[0], put(b"k", b"0"))
-            await until(lambda: writes.call_count > 3)  # it is retried, and not logged again
-            make()
-            for number in range(1000):
-                gateway.put(PEERS[0], put(b"k", b"%d" % number))
-            assert not names()
-            await until(lambda: names() == ["dht-records.json"], 15)
-            assert Gateway(tmp_path).get(b"k") is not None
-            gateway.put(PEERS[0], put(b"last", b"v"))
-            tasks.cancel_scope.cancel()
-
-    run(main)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gateway.store.save_changes)
+        remove()
+        gateway.put(PEERS[0], put(b"k", b"0"))
+        await until(lambda: writes.call_count > 3)  # it is retried, and not logged again
+        make()
+        for number in range(1000):
+            gateway.put(PEERS[0], put(b"k", b"%d" % number))
+        assert not names()
+        await until(lambda: names() == ["dht-records.json"], 15)
+        assert Gateway(tmp_path).get(b"k") is not None
+        gateway.put(PEERS[0], put(b"last", b"v"))
+        tasks.cancel_scope.cancel()
     assert Gateway(tmp_path).get(b"last") is not None
     assert sum("dht-records" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_put_after_a_pause_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_put_after_a_pause_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SAVE_EVERY", 60.0)
     gateway = Gateway(tmp_path)
-
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(gateway.store.save_changes)
-            await anyio.wait_all_tasks_blocked()
-            gateway.put(PEERS[0], put(b"k", b"v"))
-            await until(lambda: Gateway(tmp_path).get(b"k") is not None, 15)
-            tasks.cancel_scope.cancel()
-
-    run(main)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gateway.store.save_changes)
+        await anyio.wait_all_tasks_blocked()
+        gateway.put(PEERS[0], put(b"k", b"v"))
+        await until(lambda: Gateway(tmp_path).get(b"k") is not None, 15)
+        tasks.cancel_scope.cancel()
 
 
 def test_a_node_that_is_not_a_gateway_returns_peers_and_stores_nothing() -> None:
@@ -234,83 +226,72 @@ def test_a_node_that_is_not_a_gateway_returns_peers_and_stores_nothing() -> None
     assert kad_node.answer(PEERS[0], Message(type=Kind.ADD_PROVIDER, key=b"k")) is None
 
 
-def test_several_requests_on_one_stream_and_malformed_bytes_on_another() -> None:
+async def test_several_requests_on_one_stream_and_malformed_bytes_on_another() -> None:
     gateway = Gateway()
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("a") as a, network.endpoint("b") as b:
-            b.handle(PROTOCOL, gateway.server.serve)
+    network = MemoryNetwork()
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        b.handle(PROTOCOL, gateway.server.serve)
+        stream = await a.open_stream(b.peer_id, [PROTOCOL])
+        for _ in range(3):
+            await write_message(stream, Message(type=Kind.FIND_NODE, key=b"x" * 300))
+            assert len((await read_message(stream, Message)).closer_peers) == CLOSEST
+        await stream.send_eof()
+        assert await read_message(stream, Message) is None
+        for rubbish in (b"\xff" * 6, b"\x80\x80\x80\x01", b"\x05\xff\xff\xff\xff\xff", b"\x05ab"):
             stream = await a.open_stream(b.peer_id, [PROTOCOL])
-            for _ in range(3):
-                await write_message(stream, Message(type=Kind.FIND_NODE, key=b"x" * 300))
-                assert len((await read_message(stream, Message)).closer_peers) == CLOSEST
+            await stream.send_all(rubbish)
             await stream.send_eof()
-            assert await read_message(stream, Message) is None
-            for rubbish in (b"\xff" * 6, b"\x80\x80\x80\x01", b"\x05\xff\xff\xff\xff\xff", b"\x05ab"):
-                stream = await a.open_stream(b.peer_id, [PROTOCOL])
-                await stream.send_all(rubbish)
-                await stream.send_eof()
-                with pytest.raises(StreamResetError):
-                    await read_message(stream, Message)
-
-    run(main)
+            with pytest.raises(StreamResetError):
+                await read_message(stream, Message)
 
 
-def test_a_message_over_the_size_limit_is_refused_before_it_is_read() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("a") as a, network.endpoint("b") as b:
-            seen: list[str] = []
+async def test_a_message_over_the_size_limit_is_refused_before_it_is_read() -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        seen: list[str] = []
 
-            async def serve(stream: Stream) -> None:
-                with pytest.raises(TransferError, match="over the limit of 100"):
-                    await read_message(stream, Message, 100)
-                seen.append("refused")
+        async def serve(stream: Stream) -> None:
+            with pytest.raises(TransferError, match="over the limit of 100"):
+                await read_message(stream, Message, 100)
+            seen.append("refused")
 
-            b.handle(PROTOCOL, serve)
-            stream = await a.open_stream(b.peer_id, [PROTOCOL])
-            await stream.send_all(b"\x80\x80\x80\x01")
-            await until(lambda: seen, 15)
-
-    run(main)
+        b.handle(PROTOCOL, serve)
+        stream = await a.open_stream(b.peer_id, [PROTOCOL])
+        await stream.send_all(b"\x80\x80\x80\x01")
+        await until(lambda: seen, 15)
 
 
-def test_messages_are_parsed_independently_of_chunk_boundaries() -> None:
+async def test_messages_are_parsed_independently_of_chunk_boundaries() -> None:
     messages = [Message(type=Kind.FIND_NODE, key=bytes(n)) for n in (0, 1, 200, 70_000)]
+    network = MemoryNetwork()
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        taken: list[Any] = []
+        ends: list[str] = []
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("a") as a, network.endpoint("b") as b:
-            taken: list[Any] = []
-            ends: list[str] = []
+        async def serve(stream: Stream) -> None:
+            reader = MessageReader(stream, Message)
+            try:
+                while (message := await reader.next()) is not None:
+                    taken.append(message)
+                ends.append("end")
+            except TransferError as error:
+                ends.append(str(error))
 
-            async def serve(stream: Stream) -> None:
-                reader = MessageReader(stream, Message)
-                try:
-                    while (message := await reader.next()) is not None:
-                        taken.append(message)
-                    ends.append("end")
-                except TransferError as error:
-                    ends.append(str(error))
-
-            b.handle(PROTOCOL, serve)
-            sink = await a.open_stream(b.peer_id, [PROTOCOL])
-            for message in messages * 3:
-                await write_message(sink, message)
-            await sink.send_eof()
-            for cut in (b"\x05ab", b"\xff" * 6, b"\x80\x80\x80\x01", b"\x80"):
-                other = await a.open_stream(b.peer_id, [PROTOCOL])
-                await other.send_all(cut)
-                await other.send_eof()
-            await until(lambda: len(ends) >= 5, 15)
-            assert taken == messages * 3
-            assert sorted(ends) == [
-                "a message of 2097152 bytes is over the limit of 1048576",
-                "a message's length has too many bytes",
-                "end",
-                "the stream ended within a message",
-                "the stream ended within a message",
-            ]
-
-    run(main)
+        b.handle(PROTOCOL, serve)
+        sink = await a.open_stream(b.peer_id, [PROTOCOL])
+        for message in messages * 3:
+            await write_message(sink, message)
+        await sink.send_eof()
+        for cut in (b"\x05ab", b"\xff" * 6, b"\x80\x80\x80\x01", b"\x80"):
+            other = await a.open_stream(b.peer_id, [PROTOCOL])
+            await other.send_all(cut)
+            await other.send_eof()
+        await until(lambda: len(ends) >= 5, 15)
+        assert taken == messages * 3
+        assert sorted(ends) == [
+            "a message of 2097152 bytes is over the limit of 1048576",
+            "a message's length has too many bytes",
+            "end",
+            "the stream ended within a message",
+            "the stream ended within a message",
+        ]

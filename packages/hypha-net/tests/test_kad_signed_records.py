@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 from support.node_processes import Child, crew
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, dataset_directory, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -54,31 +54,28 @@ async def open_nodes(authority: Any, names: str, gateways: int = 1) -> AsyncIter
         tasks.cancel_scope.cancel()
 
 
-def test_all_live_providers_of_a_dataset_are_found_and_dead_ones_are_not(authority: Any, monkeypatch: Any) -> None:
-    async def main() -> None:
-        async with open_nodes(authority, "abs") as (gateway, a, b, s):
+async def test_all_live_providers_of_a_dataset_are_found_and_dead_ones_are_not(
+    authority: Any, monkeypatch: Any
+) -> None:
+    async with open_nodes(authority, "abs") as (gateway, a, b, s):
 
-            async def told() -> dict[PeerId, str | None]:
-                return {
-                    each.provider: each.record.manifest for each in await dataset_directory.find_dataset(s, "digits")
-                }
+        async def told() -> dict[PeerId, str | None]:
+            return {each.provider: each.record.manifest for each in await dataset_directory.find_dataset(s, "digits")}
 
-            async def all_told() -> bool:
-                return await told() == {a.peer_id: ONE, b.peer_id: ONE, gateway.peer_id: OTHER}
+        async def all_told() -> bool:
+            return await told() == {a.peer_id: ONE, b.peer_id: ONE, gateway.peer_id: OTHER}
 
-            async def only_a() -> bool:
-                return await told() == {a.peer_id: ONE, gateway.peer_id: OTHER}
+        async def only_a() -> bool:
+            return await told() == {a.peer_id: ONE, gateway.peer_id: OTHER}
 
-            for node, manifest in ((gateway, OTHER), (a, ONE), (b, ONE)):
-                await dataset_directory.announce_dataset(
-                    node, "digits", DatasetRecord(num_slices=4, seq=1, manifest=manifest)
-                )
-                monkeypatch.setattr(dataset_directory, "RECORD_TTL", 2.0)
-            await until(all_told, 15)
-            await b._close()
-            await until(only_a, 15)  # a's announcement would have expired before b's if it were not renewed
-
-    run(main)
+        for node, manifest in ((gateway, OTHER), (a, ONE), (b, ONE)):
+            await dataset_directory.announce_dataset(
+                node, "digits", DatasetRecord(num_slices=4, seq=1, manifest=manifest)
+            )
+            monkeypatch.setattr(dataset_directory, "RECORD_TTL", 2.0)
+        await until(all_told, 15)
+        await b._close()
+        await until(only_a, 15)  # a's announcement would have expired before b's if it were not renewed
 
 
 @pytest.mark.nightly
@@ -106,60 +103,49 @@ def test_each_gateway_receives_a_record_once_per_third_of_its_lifetime(authority
         assert all(10 <= later - earlier < 20 for earlier, later in itertools.pairwise(times[-4:])), times
 
 
-def test_an_update_is_found_although_another_publisher_uses_the_key(
+async def test_an_update_is_found_although_another_publisher_uses_the_key(
     authority: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "GRACE", 3600.0)  # both gateways are asked, and the second may answer late
-
-    async def main() -> None:
-        async with open_nodes(authority, "abs", gateways=2) as (_, _, a, b, s):
-            for seq in range(1, 4):
-                for node in (a, b):
-                    await node.put_record(b"digits", b'{"num_slices": %d, "seq": %d}' % (seq, seq))
-                values = [record.value for record in await s.find_records(b"digits")]
-                assert values == [b'{"num_slices": %d, "seq": %d}' % (seq, seq)] * 2
-
-    run(main)
+    async with open_nodes(authority, "abs", gateways=2) as (_, _, a, b, s):
+        for seq in range(1, 4):
+            for node in (a, b):
+                await node.put_record(b"digits", b'{"num_slices": %d, "seq": %d}' % (seq, seq))
+            values = [record.value for record in await s.find_records(b"digits")]
+            assert values == [b'{"num_slices": %d, "seq": %d}' % (seq, seq)] * 2
 
 
-def test_an_unresponsive_gateway_does_not_delay_look_ups(authority: Any) -> None:
-    async def main() -> None:
-        async with open_nodes(authority, "as", gateways=2) as (frozen, _, a, s):
-            await a.put_record(b"digits", b"{}")
+async def test_an_unresponsive_gateway_does_not_delay_look_ups(authority: Any) -> None:
+    async with open_nodes(authority, "as", gateways=2) as (frozen, _, a, s):
+        await a.put_record(b"digits", b"{}")
 
-            async def never(_stream: Stream) -> None:
-                await anyio.sleep_forever()
+        async def never(_stream: Stream) -> None:
+            await anyio.sleep_forever()
 
-            frozen.handle(PROTOCOL, never)
-            for _ in range(3):
-                assert [record.publisher for record in await s.find_records(b"digits", timeout=3600)] == [a.peer_id]
-
-    run(main)
+        frozen.handle(PROTOCOL, never)
+        for _ in range(3):
+            assert [record.publisher for record in await s.find_records(b"digits", timeout=3600)] == [a.peer_id]
 
 
-def test_a_record_without_its_publishers_signature_is_ignored(authority: Any) -> None:
+async def test_a_record_without_its_publishers_signature_is_ignored(authority: Any) -> None:
     """The gateway itself forges the record: other peers cannot, as it accepts records from their publishers only."""
-
-    async def main() -> None:
-        async with open_nodes(authority, "as") as (gateway, a, s):
-            await a.put_record(b"digits", b'{"seq": 1}')
-            server = KadServer(lambda: (), RecordStore(None))
-            genuine = a._identity.key.sign(signed_bytes(a.peer_id, b"other", b'{"seq": 9}'))
-            provider = Message(type=Kind.ADD_PROVIDER, key=b"digits")
-            provider.provider_peers.add(id=a.peer_id.raw)
-            server.answer(a.peer_id, provider)
-            gateway.handle(PROTOCOL, server.serve)
-            for forged in (bytes(64) + b'{"seq": 9}', b"short", genuine + b'{"seq": 9}'):
-                message = put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), forged)
-                server.answer(a.peer_id, message)
-                assert await s.find_records(b"digits") == []
-            value = b'{"seq": 9}'
-            signed = a._identity.key.sign(signed_bytes(a.peer_id, b"digits", value)) + value
-            server.answer(a.peer_id, put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), signed))
-            [record] = await s.find_records(b"digits")
-            assert (record.publisher, record.value) == (a.peer_id, value)
-
-    run(main)
+    async with open_nodes(authority, "as") as (gateway, a, s):
+        await a.put_record(b"digits", b'{"seq": 1}')
+        server = KadServer(lambda: (), RecordStore(None))
+        genuine = a._identity.key.sign(signed_bytes(a.peer_id, b"other", b'{"seq": 9}'))
+        provider = Message(type=Kind.ADD_PROVIDER, key=b"digits")
+        provider.provider_peers.add(id=a.peer_id.raw)
+        server.answer(a.peer_id, provider)
+        gateway.handle(PROTOCOL, server.serve)
+        for forged in (bytes(64) + b'{"seq": 9}', b"short", genuine + b'{"seq": 9}'):
+            message = put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), forged)
+            server.answer(a.peer_id, message)
+            assert await s.find_records(b"digits") == []
+        value = b'{"seq": 9}'
+        signed = a._identity.key.sign(signed_bytes(a.peer_id, b"digits", value)) + value
+        server.answer(a.peer_id, put(a.peer_id, heartbeat_key(a.peer_id, b"digits"), signed))
+        [record] = await s.find_records(b"digits")
+        assert (record.publisher, record.value) == (a.peer_id, value)
 
 
 def put(publisher: PeerId, key: bytes, value: bytes) -> Any:
@@ -237,7 +223,7 @@ def test_expired_provider_entries_do_not_count_against_a_peer() -> None:
     assert store.get(b"0") == []
 
 
-def test_a_peer_that_sends_continuously_does_not_starve_others() -> None:
+async def test_a_peer_that_sends_continuously_does_not_starve_others() -> None:
     """Messages without an answer are read as fast as they arrive: the server itself must yield to other tasks."""
     server = KadServer(lambda: (), RecordStore(None))
     turns = [0]
@@ -247,13 +233,10 @@ def test_a_peer_that_sends_continuously_does_not_starve_others() -> None:
             await trio.lowlevel.checkpoint()
             turns[0] += 1
 
-    async def main() -> None:
-        async with trio.open_nursery() as tasks:
-            tasks.start_soon(count)
-            await server.serve(cast(Stream, Waiting(PEERS[0], framed(add_provider(PEERS[0])) * 1001)))
-            tasks.cancel_scope.cancel()
-
-    run(main)
+    async with trio.open_nursery() as tasks:
+        tasks.start_soon(count)
+        await server.serve(cast(Stream, Waiting(PEERS[0], framed(add_provider(PEERS[0])) * 1001)))
+        tasks.cancel_scope.cancel()
     assert turns[0] >= 1000  # one for each message, but for the first, which may go before the counter is started
 
 
@@ -298,37 +281,33 @@ def test_a_lower_seq_of_the_same_publisher_never_wins(key: bytes) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(150)
-def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_path: Path) -> None:
+async def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_path: Path) -> None:
     """A killed data node is no longer found after 30 s, and a suspended gateway does not delay look-ups."""
-
-    async def main() -> None:
-        async with crew(tmp_path / "nodes.log") as start:
-            listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
-            gateways = [await start([authority.files(f"gateway-{n}", "gateway")], listening) for n in range(2)]
-            addresses = [(await gateway.opened())["addresses"][0][0] for gateway in gateways]
-            names = ("a", "b", "s")
-            nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
-            ids = [(await node.opened())["ids"][0] for node in nodes]
-            for node in nodes:
-                await until(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
-            for node in nodes[:2]:
-                await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=dataset_directory.RECORD_TTL)
-                await until(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
-            found, _ = await look_up(nodes[2])
-            assert found == set(ids[:2])
-            await nodes[1].kill()
-            killed = time.monotonic()
-            gateways[0].stop()
-            while ids[1] in found:
-                found, took = await look_up(nodes[2])
-                assert took < 5  # five times the second that a look-up may take with an unresponsive gateway
-                assert time.monotonic() - killed < 5 * 30
-                assert ids[0] in found
-                await anyio.sleep(0.5)
-            print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
-            gateways[0].go_on()
-
-    run(main, 140)
+    async with crew(tmp_path / "nodes.log") as start:
+        listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
+        gateways = [await start([authority.files(f"gateway-{n}", "gateway")], listening) for n in range(2)]
+        addresses = [(await gateway.opened())["addresses"][0][0] for gateway in gateways]
+        names = ("a", "b", "s")
+        nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
+        ids = [(await node.opened())["ids"][0] for node in nodes]
+        for node in nodes:
+            await until(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
+        for node in nodes[:2]:
+            await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=dataset_directory.RECORD_TTL)
+            await until(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
+        found, _ = await look_up(nodes[2])
+        assert found == set(ids[:2])
+        await nodes[1].kill()
+        killed = time.monotonic()
+        gateways[0].stop()
+        while ids[1] in found:
+            found, took = await look_up(nodes[2])
+            assert took < 5  # five times the second that a look-up may take with an unresponsive gateway
+            assert time.monotonic() - killed < 5 * 30
+            assert ids[0] in found
+            await anyio.sleep(0.5)
+        print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
+        gateways[0].go_on()
 
 
 async def look_up(node: Child) -> tuple[set[str], float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.loopback_ports import free_port
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import RefusedError
@@ -46,10 +46,9 @@ def test_an_outage_is_logged_at_growing_intervals() -> None:
     assert absence.seconds == now
 
 
-def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: Any, caplog: Any) -> None:
+async def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: Any, caplog: Any) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
-
-    async def main() -> None:
+    with caplog.at_level(logging.DEBUG, "hypha_net.gateways"):
         settings = EndpointSettings((LOOPBACK,), gateway_addresses=(address,))
         async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
             await until(lambda: sum("gateway /ip4" in record.getMessage() for record in caplog.records) >= 3, 30)
@@ -58,9 +57,6 @@ def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: An
             ):
                 await until(lambda: leaf.connected_peers(), 30)
                 await until(lambda: "s without it" in caplog.text, 30)
-
-    with caplog.at_level(logging.DEBUG, "hypha_net.gateways"):
-        run(main)
     levels = [record.levelno for record in caplog.records if "gateway /ip4" in record.getMessage()]
     assert levels[0] == logging.WARNING
     assert set(levels[1:]) == {logging.DEBUG}
@@ -68,10 +64,10 @@ def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: An
     assert address in back
 
 
-def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
+async def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (
             open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
@@ -80,9 +76,6 @@ def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
             for _ in range(4):
                 with pytest.raises(RefusedError):
                     await stranger.connect(gateway.addresses[0])
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
     told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert sum(text.startswith("connection from") for text in told) == 1
     assert sum(text.startswith("connection to") for text in told) == 1

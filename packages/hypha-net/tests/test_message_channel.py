@@ -10,7 +10,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 import pytest
-from support.memory_pair import run_with_pair
+from support.memory_pair import memory_pair
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError
@@ -67,12 +67,11 @@ async def run_until_broken(side: Side, stream: Stream, peer_wants: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_arrive_once_and_in_order_although_streams_break(seed: int) -> None:
+async def test_messages_arrive_once_and_in_order_although_streams_break(seed: int) -> None:
     chance = random.Random(seed)
     first, second = Side(), Side()
     sent: dict[str, list[str]] = {"first": [], "second": []}
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with memory_pair() as (a, b):
         for round_number in range(12):
             async with anyio.create_task_group() as tasks:
                 near, far = await connect(a, b, tasks)
@@ -89,8 +88,6 @@ def test_messages_arrive_once_and_in_order_although_streams_break(seed: int) -> 
                     await first.channel.wait_until_handled()
                     await second.channel.wait_until_handled()
                 await near.reset()
-
-    run_with_pair(case)
     assert second.handled == sent["first"]
     assert first.handled == sent["second"]
     assert (first.channel.pending, second.channel.pending) == (0, 0)
@@ -106,46 +103,38 @@ def test_messages_arrive_once_and_in_order_although_streams_break(seed: int) -> 
     ],
     ids=["gap", "false acknowledgement", "malformed", "too long"],
 )
-def test_a_peer_that_breaks_the_rules_ends_the_stream(frame: object, complaint: str) -> None:
+async def test_a_peer_that_breaks_the_rules_ends_the_stream(frame: object, complaint: str) -> None:
     side = Side()
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async with anyio.create_task_group() as tasks:
-            near, far = await connect(a, b, tasks)
-            await send_frame(near, json.dumps(frame).encode())
-            with pytest.raises(ChannelError, match=complaint):
-                await side.channel.run(far, 0)
-            await near.reset()
-
-    run_with_pair(case)
+    async with memory_pair() as (a, b), anyio.create_task_group() as tasks:
+        near, far = await connect(a, b, tasks)
+        await send_frame(near, json.dumps(frame).encode())
+        with pytest.raises(ChannelError, match=complaint):
+            await side.channel.run(far, 0)
+        await near.reset()
     assert side.handled == []
 
 
-def test_a_repeated_message_is_handled_once_and_a_forgotten_one_is_an_error() -> None:
+async def test_a_repeated_message_is_handled_once_and_a_forgotten_one_is_an_error() -> None:
     side = Side()
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async with anyio.create_task_group() as tasks:
-            near, far = await connect(a, b, tasks)
-            for _ in range(2):
-                await send_frame(near, json.dumps([0, 0, "once"]).encode())
-            side.channel.send("answer")
-            await near.send_all(b"")
-            tasks.start_soon(run_until_broken, side, far, 0)
-            assert json.loads(await receive_frame(near, 1000) or b"")[2] == "answer"
-            await send_frame(near, json.dumps([1, 1, None]).encode())
-            await side.channel.wait_until_handled()
-            await near.reset()
-            near, far = await connect(a, b, tasks)
-            with pytest.raises(ChannelError, match="wants message 0 again"):
-                await side.channel.run(far, 0)
-            await near.reset()
-
-    run_with_pair(case)
+    async with memory_pair() as (a, b), anyio.create_task_group() as tasks:
+        near, far = await connect(a, b, tasks)
+        for _ in range(2):
+            await send_frame(near, json.dumps([0, 0, "once"]).encode())
+        side.channel.send("answer")
+        await near.send_all(b"")
+        tasks.start_soon(run_until_broken, side, far, 0)
+        assert json.loads(await receive_frame(near, 1000) or b"")[2] == "answer"
+        await send_frame(near, json.dumps([1, 1, None]).encode())
+        await side.channel.wait_until_handled()
+        await near.reset()
+        near, far = await connect(a, b, tasks)
+        with pytest.raises(ChannelError, match="wants message 0 again"):
+            await side.channel.run(far, 0)
+        await near.reset()
     assert side.handled == ["once"]
 
 
-def test_a_message_is_handled_once_although_the_next_stream_begins_meanwhile() -> None:
+async def test_a_message_is_handled_once_although_the_next_stream_begins_meanwhile() -> None:
     """The next stream waits for the handler, and then tells the peer that the message is handled."""
     side, free, begun = Side(), anyio.Event(), anyio.Event()
 
@@ -155,24 +144,20 @@ def test_a_message_is_handled_once_although_the_next_stream_begins_meanwhile() -
         await free.wait()
 
     side.channel.handle = handle
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async with anyio.create_task_group() as tasks:
-            near, far = await connect(a, b, tasks)
+    async with memory_pair() as (a, b), anyio.create_task_group() as tasks:
+        near, far = await connect(a, b, tasks)
+        await send_frame(near, json.dumps([0, 0, "once"]).encode())
+        tasks.start_soon(run_until_broken, side, far, 0)
+        await begun.wait()
+        streams = [await connect(a, b, tasks) for _ in range(2)]
+        for near, far in streams:
             await send_frame(near, json.dumps([0, 0, "once"]).encode())
             tasks.start_soon(run_until_broken, side, far, 0)
-            await begun.wait()
-            streams = [await connect(a, b, tasks) for _ in range(2)]
-            for near, far in streams:
-                await send_frame(near, json.dumps([0, 0, "once"]).encode())
-                tasks.start_soon(run_until_broken, side, far, 0)
-                await anyio.wait_all_tasks_blocked()
-            free.set()
-            assert json.loads(await receive_frame(near, 1000) or b"") == [0, 1, None]
-            for near, _ in streams:
-                await near.reset()
-
-    run_with_pair(case)
+            await anyio.wait_all_tasks_blocked()
+        free.set()
+        assert json.loads(await receive_frame(near, 1000) or b"") == [0, 1, None]
+        for near, _ in streams:
+            await near.reset()
     assert side.handled == ["once"]
 
 
@@ -184,27 +169,23 @@ def test_messages_that_nobody_acknowledges_are_bounded() -> None:
         side.channel.send("one more")
 
 
-def test_a_stream_that_breaks_while_the_exchange_is_cancelled_is_no_error() -> None:
+async def test_a_stream_that_breaks_while_the_exchange_is_cancelled_is_no_error() -> None:
     side = Side()
+    async with memory_pair() as (a, b), anyio.create_task_group() as tasks:
+        near, far = await connect(a, b, tasks)
+        with anyio.CancelScope() as scope:
 
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
-        async with anyio.create_task_group() as tasks:
-            near, far = await connect(a, b, tasks)
-            with anyio.CancelScope() as scope:
+            async def end() -> None:
+                await anyio.lowlevel.checkpoint()
+                await near.reset()
+                scope.cancel()
 
-                async def end() -> None:
-                    await anyio.lowlevel.checkpoint()
-                    await near.reset()
-                    scope.cancel()
-
-                tasks.start_soon(end)
-                await side.channel.run(far, 0)
-            assert scope.cancelled_caught
-
-    run_with_pair(case)
+            tasks.start_soon(end)
+            await side.channel.run(far, 0)
+        assert scope.cancelled_caught
 
 
-def test_a_side_that_has_lost_its_state_goes_on_where_the_other_one_is() -> None:
+async def test_a_side_that_has_lost_its_state_goes_on_where_the_other_one_is() -> None:
     first, second, third = Side(), Side(), Side()
 
     async def exchange(a: MemoryEndpoint, b: MemoryEndpoint, other: Side) -> None:
@@ -216,7 +197,7 @@ def test_a_side_that_has_lost_its_state_goes_on_where_the_other_one_is() -> None
             await other.channel.wait_until_handled()
             tasks.cancel_scope.cancel()
 
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with memory_pair() as (a, b):
         first.channel.send("before")
         second.channel.send("down")
         await exchange(a, b, second)
@@ -224,8 +205,6 @@ def test_a_side_that_has_lost_its_state_goes_on_where_the_other_one_is() -> None
         third.channel.send("down again")
         third.channel.take_over(first.channel.next_wanted, first.channel.oldest)
         await exchange(a, b, third)
-
-    run_with_pair(case)
     assert second.handled == ["before"]
     assert third.handled == ["after"]
     assert first.handled == ["down", "down again"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from support.process_ready import first_line
-from support.waiting import run
 
 from hypha_net.node.health import Readiness, serve_health
 from hypha_net.rpc import call
@@ -215,20 +214,17 @@ def test_finished_program_exits_with_code_0(daemon: Daemon) -> None:
     assert daemon.end()[0] == 0
 
 
-def test_health_follows_the_readiness_of_the_program() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("node") as node, network.endpoint("asking") as asking:
-            readiness = Readiness()
-            serve_health(node, readiness, role="worker", version="0.1.0")
-            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
-            assert (health.healthy, health.reason, health.role) == (False, "starting", "worker")
-            readiness.ready()
-            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
-            assert (health.healthy, health.reason, health.version) == (True, None, "0.1.0")
-            assert health.bytes_sent is not None
-            readiness.waiting("no gateway")
-            health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
-            assert (health.healthy, health.reason) == (False, "no gateway")
-
-    run(main)
+async def test_health_follows_the_readiness_of_the_program() -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("node") as node, network.endpoint("asking") as asking:
+        readiness = Readiness()
+        serve_health(node, readiness, role="worker", version="0.1.0")
+        health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+        assert (health.healthy, health.reason, health.role) == (False, "starting", "worker")
+        readiness.ready()
+        health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+        assert (health.healthy, health.reason, health.version) == (True, None, "0.1.0")
+        assert health.bytes_sent is not None
+        readiness.waiting("no gateway")
+        health = await call(asking, node.peer_id, HEALTH_CHECK, HealthRequest())
+        assert (health.healthy, health.reason) == (False, "no gateway")

@@ -117,7 +117,7 @@ def test_any_frame_of_a_task_stream_is_decoded_or_refused(kind: Any) -> None:
     assert 0 < decoded < MUTATED_FRAMES
 
 
-def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
+async def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
     """Several frames behind their lengths, of which some are mutated; a channel raises its own error and no other."""
     chance, outcomes = random.Random(2), Counter[str]()
     frames = [data for name, data in FRAMES if name.startswith("WorkerFrame")]
@@ -125,16 +125,13 @@ def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
     async def count(_report: TaskReport) -> None:
         outcomes["handled"] += 1
 
-    async def main() -> None:
-        for _ in range(MUTATED_FRAMES // 4):
-            data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in chance.choices(frames, k=4))
-            channel = MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
-            for number in range(6):
-                channel.send(TaskDefinition(job_id=uuid.UUID(int=number), task="t", attempt=0))
-            try:
-                await channel.run(Received(mutated(data, chance)), 0)
-            except ChannelError:
-                outcomes["refused"] += 1
-
-    anyio.run(main, backend="trio")
+    for _ in range(MUTATED_FRAMES // 4):
+        data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in chance.choices(frames, k=4))
+        channel = MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
+        for number in range(6):
+            channel.send(TaskDefinition(job_id=uuid.UUID(int=number), task="t", attempt=0))
+        try:
+            await channel.run(Received(mutated(data, chance)), 0)
+        except ChannelError:
+            outcomes["refused"] += 1
     assert min(outcomes["handled"], outcomes["refused"]) > 100, outcomes

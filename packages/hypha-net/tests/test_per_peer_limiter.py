@@ -8,7 +8,6 @@ from typing import Final
 
 import anyio
 import pytest
-from support.waiting import run
 
 from hypha_net import rpc
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD
@@ -40,25 +39,22 @@ async def begin(node: Endpoint, peer: PeerId, protocol: str, data: bytes, count:
     return streams
 
 
-def test_partial_requests_delay_only_their_sender(opener: Opener) -> None:
+async def test_partial_requests_delay_only_their_sender(opener: Opener) -> None:
     async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True)
 
-    async def main() -> None:
-        async with opener(3) as (server, greedy, other):
-            rpc.serve(server, HEALTH_CHECK, healthy)
-            begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), MAX_CONCURRENT_READS + 8)
-            with pytest.raises(RequestTimeoutError):
-                await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
-            assert (await rpc.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
-            for stream in begun:
-                await stream.reset()
-            assert (await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
-
-    run(main)
+    async with opener(3) as (server, greedy, other):
+        rpc.serve(server, HEALTH_CHECK, healthy)
+        begun = await begin(greedy, server.peer_id, HEALTH, bytes(1 << 16), MAX_CONCURRENT_READS + 8)
+        with pytest.raises(RequestTimeoutError):
+            await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.5)
+        assert (await rpc.call(other, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
+        for stream in begun:
+            await stream.reset()
+        assert (await rpc.call(greedy, server.peer_id, HEALTH_CHECK, HealthRequest())).healthy
 
 
-def test_an_incomplete_request_is_dropped_with_a_reason(
+async def test_an_incomplete_request_is_dropped_with_a_reason(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rpc, "READ_TIMEOUT", 0.2)
@@ -66,36 +62,30 @@ def test_an_incomplete_request_is_dropped_with_a_reason(
     async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True)
 
-    async def main() -> None:
-        async with opener(2) as (server, slow):
-            rpc.serve(server, HEALTH_CHECK, healthy)
-            (stream,) = await begin(slow, server.peer_id, HEALTH, b"half", 1)
-            with pytest.raises(StreamResetError):
-                await stream.receive_some()
-            assert f"request from {slow.peer_id} on {HEALTH} dropped: too slow" in caplog.text
-
-    run(main)
+    async with opener(2) as (server, slow):
+        rpc.serve(server, HEALTH_CHECK, healthy)
+        (stream,) = await begin(slow, server.peer_id, HEALTH, b"half", 1)
+        with pytest.raises(StreamResetError):
+            await stream.receive_some()
+        assert f"request from {slow.peer_id} on {HEALTH} dropped: too slow" in caplog.text
 
 
-def test_partial_dht_requests_delay_only_their_sender(libp2p_opener: Opener) -> None:
-    async def main() -> None:
-        async with libp2p_opener(3) as (gateway, greedy, other):
-            begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, MAX_STREAMS_PER_PEER + 8)
-            late = await greedy.open_stream(gateway.peer_id, [KAD])
-            await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
-            with anyio.move_on_after(0.5) as waited:
-                await late.receive_some()
-            assert waited.cancelled_caught
-            await other.put_record(b"k", b"v")
-            for stream in begun:
-                await stream.reset()
-            assert await late.receive_some()
-            assert [record.value for record in await greedy.find_records(b"k")] == [b"v"]
-
-    run(main)
+async def test_partial_dht_requests_delay_only_their_sender(libp2p_opener: Opener) -> None:
+    async with libp2p_opener(3) as (gateway, greedy, other):
+        begun = await begin(greedy, gateway.peer_id, KAD, HALF_A_MESSAGE, MAX_STREAMS_PER_PEER + 8)
+        late = await greedy.open_stream(gateway.peer_id, [KAD])
+        await write_message(late, Message(type=Kind.FIND_NODE, key=b"k"))
+        with anyio.move_on_after(0.5) as waited:
+            await late.receive_some()
+        assert waited.cancelled_caught
+        await other.put_record(b"k", b"v")
+        for stream in begun:
+            await stream.reset()
+        assert await late.receive_some()
+        assert [record.value for record in await greedy.find_records(b"k")] == [b"v"]
 
 
-def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> None:
+async def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> None:
     limiter, log = PerPeerLimiter(1), list[str]()
 
     async def take(peer: PeerId, name: str, goes_on: anyio.Event) -> None:
@@ -104,21 +94,18 @@ def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() -> Non
             await goes_on.wait()
             raise ValueError(name)
 
-    async def main() -> None:
-        first, never = anyio.Event(), anyio.Event()
-        with anyio.move_on_after(0.2):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(take, A, "first", never)
-                await anyio.wait_all_tasks_blocked()
-                tasks.start_soon(take, A, "second", never)
-                tasks.start_soon(take, B, "other", never)
-                await anyio.wait_all_tasks_blocked()
-                assert log == ["first", "other"]
-        with pytest.raises(ExceptionGroup):
-            async with anyio.create_task_group() as tasks:
-                first.set()
-                tasks.start_soon(take, A, "again", first)
-        assert log == ["first", "other", "again"]
-        assert not limiter._peers
-
-    run(main)
+    first, never = anyio.Event(), anyio.Event()
+    with anyio.move_on_after(0.2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take, A, "first", never)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(take, A, "second", never)
+            tasks.start_soon(take, B, "other", never)
+            await anyio.wait_all_tasks_blocked()
+            assert log == ["first", "other"]
+    with pytest.raises(ExceptionGroup):
+        async with anyio.create_task_group() as tasks:
+            first.set()
+            tasks.start_soon(take, A, "again", first)
+    assert log == ["first", "other", "again"]
+    assert not limiter._peers

@@ -6,7 +6,7 @@ import gc
 import ssl
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import anyio
 import pytest
 import trio.testing
 from support.endpoint_helpers import echo, read_all
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -32,14 +32,13 @@ from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
 from hypha_net.settings import RelayLimits
-from hypha_net.testing import MemoryNetwork, simulate
+from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
 SINK = "/test/sink/1"
-Case = Callable[[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -62,14 +61,6 @@ async def hidden_nodes(
             yield gateway, one, two
 
 
-def play(authority: Any, case: Case, **changes: Any) -> None:
-    async def main() -> None:
-        async with hidden_nodes(authority, **changes) as nodes:
-            await case(*nodes)
-
-    run(main)
-
-
 async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
     stream = await node.open_stream(gateway, [HOP])
     await write_message(stream, request)
@@ -78,8 +69,8 @@ async def ask_hop(node: Libp2pEndpoint, gateway: PeerId, request: Any) -> Any:
     return answer
 
 
-def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -> None:
+    async with hidden_nodes(authority) as (gateway, one, two):
         assert two.addresses == (f"{gateway.addresses[0]}/p2p-circuit/p2p/{two.peer_id}",)
         two.handle(ECHO, echo)
         stream = await one.open_stream(two.peer_id, [ECHO])
@@ -94,45 +85,40 @@ def test_nodes_without_listeners_communicate_through_the_relay(authority: Any) -
         # identify reports it too, which gateways of other implementations rely on
         await until(lambda: gateway.connected_peers()[two.peer_id].addresses == two.addresses, 15)
 
-    play(authority, case)
-
 
 @pytest.mark.parametrize("excluded", [(), ("127.0.0.0/8", "10.0.0.0/8")], ids=["all", "loopback excluded"])
-def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_excluded(
+async def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_excluded(
     authority: Any, excluded: tuple[str, ...]
 ) -> None:
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+    async with hidden_nodes(authority, exclude_cidr=excluded) as (_gateway, one, two):
         two.handle(ECHO, echo)
         assert await one.connect(two.addresses[0]) == two.peer_id
         assert one.peer_id in two.connected_peers()
 
-    play(authority, case, exclude_cidr=excluded)
+
+async def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
+    excluded = ("127.0.0.0/8",)
+    listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
+    async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+        settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
+        async with (
+            open_endpoint(authority.identity("one", "worker"), settings) as one,
+            open_endpoint(authority.identity("two", "worker"), settings) as two,
+        ):
+            two.handle(ECHO, echo)
+            await until(lambda: len(one.addresses) == len(two.addresses) == 2)
+            with one.events.follow(Connected) as connected:
+                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+                assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
 
 
-def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
-    async def main() -> None:
-        excluded = ("127.0.0.0/8",)
-        listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
-        async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
-            settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-            async with (
-                open_endpoint(authority.identity("one", "worker"), settings) as one,
-                open_endpoint(authority.identity("two", "worker"), settings) as two,
-            ):
-                two.handle(ECHO, echo)
-                await until(lambda: len(one.addresses) == len(two.addresses) == 2)
-                with one.events.follow(Connected) as connected:
-                    await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-                    assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
-
-    run(main)
-
-
-def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(authority: Any, tmp_path: Path) -> None:
+async def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(
+    authority: Any, tmp_path: Path
+) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * (4 << 12))
+    async with hidden_nodes(authority) as (gateway, one, two):
 
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
         async def landed(_size: int, _digest: str) -> None:
             return
 
@@ -153,13 +139,11 @@ def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(autho
         assert await transfer.push(one, two.peer_id, source, header) == 4 << 20
         assert 4 << 20 < one.traffic.sent < 5 << 20
         assert 4 << 20 < gateway.traffic.received < 5 << 20
-
-    play(authority, case)
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
+    async with hidden_nodes(authority) as (_gateway, one, two):
         seen: list[str] = []
 
         async def handler(stream: Stream) -> None:
@@ -187,22 +171,18 @@ def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
         again = await one.open_stream(two.peer_id, [ECHO])
         await again.aclose()
 
-    play(authority, case)
 
-
-def test_a_circuit_to_a_peer_without_reservation_is_refused(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_a_circuit_to_a_peer_without_reservation_is_refused(authority: Any) -> None:
+    async with hidden_nodes(authority, relay_circuit=False) as (gateway, one, two):
         assert two.addresses == ()
         with pytest.raises(UnreachableError, match="NO_RESERVATION"):
             await one.open_stream(two.peer_id, [ECHO])
         with pytest.raises(UnsupportedProtocolError):
             await gateway.open_stream(two.peer_id, [STOP])
 
-    play(authority, case, relay_circuit=False)
 
-
-def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:
+    async with hidden_nodes(authority) as (gateway, one, two):
         request = HopMessage(type=HopKind.RESERVE)
         request.peer.id = two.peer_id.raw
         answer = await ask_hop(one, gateway.peer_id, request)
@@ -216,11 +196,9 @@ def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:
         strange = HopMessage(type=HopKind.STATUS)
         assert (await ask_hop(one, gateway.peer_id, strange)).status == Status.UNEXPECTED_MESSAGE
 
-    play(authority, case)
 
-
-def test_a_node_accepts_circuits_only_from_relays_that_hold_its_reservation(authority: Any) -> None:
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_a_node_accepts_circuits_only_from_relays_that_hold_its_reservation(authority: Any) -> None:
+    async with hidden_nodes(authority) as (_gateway, one, two):
         stream = await one.open_stream(two.peer_id, [STOP])
         request = StopMessage(type=StopKind.CONNECT)
         request.peer.id = one.peer_id.raw
@@ -228,11 +206,9 @@ def test_a_node_accepts_circuits_only_from_relays_that_hold_its_reservation(auth
         assert (await read_message(stream, StopMessage)).status == Status.PERMISSION_DENIED
         await stream.aclose()
 
-    play(authority, case)
 
-
-def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
+    async with hidden_nodes(authority) as (gateway, one, two):
         two.handle(ECHO, echo)
         await gateway.disconnect(two.peer_id)
         with anyio.fail_after(15):
@@ -246,28 +222,22 @@ def test_a_reservation_is_restored_after_reconnection(authority: Any) -> None:
         assert await read_all(stream) == b""
         await stream.aclose()
 
-    play(authority, case)
 
-
-def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any, monkeypatch: Any) -> None:
+async def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "SWEEP_EVERY", 0.0)
-
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
-        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
-            kept: list[weakref.ref[Any]] = []
-            for name in ("one", "two"):
-                hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-                async with open_endpoint(authority.identity(name), hidden) as node:
-                    await until(lambda: node.addresses and gateway.connected_peers()[node.peer_id].agent)
-                    await until(lambda: node.connected_peers()[gateway.peer_id].agent)
-                    kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
-                await until(lambda: not gateway.connected_peers())
-            assert len(kept) == 2
-            # collect() returns a count; the tasks of a connection may end after it
-            await until(lambda: gc.collect() >= 0 and kept[0]() is None, 60, 0.1)
-
-    run(main)
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        kept: list[weakref.ref[Any]] = []
+        for name in ("one", "two"):
+            hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+            async with open_endpoint(authority.identity(name), hidden) as node:
+                await until(lambda: node.addresses and gateway.connected_peers()[node.peer_id].agent)
+                await until(lambda: node.connected_peers()[gateway.peer_id].agent)
+                kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
+            await until(lambda: not gateway.connected_peers())
+        assert len(kept) == 2
+        # collect() returns a count; the tasks of a connection may end after it
+        await until(lambda: gc.collect() >= 0 and kept[0]() is None, 60, 0.1)
 
 
 class Present:
@@ -287,46 +257,43 @@ class Present:
         raise UnreachableError(f"{peer} is not asked here")
 
 
-def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
+@pytest.mark.virtual_clock
+async def test_a_reservation_ends_with_its_connection_or_its_lifetime() -> None:
     clock = [1000.0]
     present = Present()
     hop = RelayServer(present, RelayLimits(reservation_lifetime=60), Events(), lambda: clock[0])
     node, other = (PeerId.from_public_key(bytes([n]) * 32) for n in (1, 2))
+    network = MemoryNetwork()
+    async with network.endpoint("node") as asking, network.endpoint("relay") as relay:
+        relay.handle(HOP, hop.serve)
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("node") as asking, network.endpoint("relay") as relay:
-            relay.handle(HOP, hop.serve)
+        async def reserve(claimed: PeerId) -> int:
+            stream = await asking.open_stream(relay.peer_id, [HOP])
+            request = HopMessage(type=HopKind.RESERVE)
+            request.peer.id = claimed.raw
+            await write_message(stream, request)
+            answer = await read_message(stream, HopMessage)
+            return int(answer.status)
 
-            async def reserve(claimed: PeerId) -> int:
-                stream = await asking.open_stream(relay.peer_id, [HOP])
-                request = HopMessage(type=HopKind.RESERVE)
-                request.peer.id = claimed.raw
-                await write_message(stream, request)
-                answer = await read_message(stream, HopMessage)
-                return int(answer.status)
-
-            assert await reserve(node) == Status.PERMISSION_DENIED  # connected by a relay, or not at all
-            present.peers = {asking.peer_id}
-            assert await reserve(node) == Status.OK
-            assert hop.has_reservation(asking.peer_id)
-            assert not hop.has_reservation(node)
-            assert not hop.has_reservation(other)
-            clock[0] += 7200  # the wall clock was set
-            await anyio.sleep(59)
-            assert hop.has_reservation(asking.peer_id)
-            await anyio.sleep(2)
-            assert not hop.has_reservation(asking.peer_id)
-            assert await reserve(node) == Status.OK
-            present.peers = set()
-            assert not hop.has_reservation(asking.peer_id)
-            present.peers = {asking.peer_id}
-            assert not hop.has_reservation(asking.peer_id)
-            assert await reserve(node) == Status.OK
-            present.number += 1  # it reconnected unnoticed, and has not renewed on its new connection
-            assert not hop.has_reservation(asking.peer_id)
-
-    simulate(main)
+        assert await reserve(node) == Status.PERMISSION_DENIED  # connected by a relay, or not at all
+        present.peers = {asking.peer_id}
+        assert await reserve(node) == Status.OK
+        assert hop.has_reservation(asking.peer_id)
+        assert not hop.has_reservation(node)
+        assert not hop.has_reservation(other)
+        clock[0] += 7200  # the wall clock was set
+        await anyio.sleep(59)
+        assert hop.has_reservation(asking.peer_id)
+        await anyio.sleep(2)
+        assert not hop.has_reservation(asking.peer_id)
+        assert await reserve(node) == Status.OK
+        present.peers = set()
+        assert not hop.has_reservation(asking.peer_id)
+        present.peers = {asking.peer_id}
+        assert not hop.has_reservation(asking.peer_id)
+        assert await reserve(node) == Status.OK
+        present.number += 1  # it reconnected unnoticed, and has not renewed on its new connection
+        assert not hop.has_reservation(asking.peer_id)
 
 
 def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(authority: Any) -> None:
@@ -348,26 +315,23 @@ def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(author
         size //= 2
 
 
-def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            network.endpoint("left") as left,
-            network.endpoint("relay") as relay,
-            network.endpoint("right") as right,
-        ):
-            right.handle(ECHO, echo)
+async def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
+    network = MemoryNetwork()
+    async with (
+        network.endpoint("left") as left,
+        network.endpoint("relay") as relay,
+        network.endpoint("right") as right,
+    ):
+        right.handle(ECHO, echo)
 
-            async def carry(stream: Stream) -> None:
-                await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).run()
+        async def carry(stream: Stream) -> None:
+            await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).run()
 
-            relay.handle(ECHO, carry)
-            stream = await left.open_stream(relay.peer_id, [ECHO])
-            await stream.send_all(bytes(200_000))
-            await stream.send_eof()
-            assert len(await read_all(stream)) == 200_000
-
-    run(main)
+        relay.handle(ECHO, carry)
+        stream = await left.open_stream(relay.peer_id, [ECHO])
+        await stream.send_all(bytes(200_000))
+        await stream.send_eof()
+        assert len(await read_all(stream)) == 200_000
 
 
 async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
@@ -424,25 +388,27 @@ def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> No
     trio.run(main, clock=clock)
 
 
-def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) -> None:
+async def test_after_losing_a_circuit_the_next_stream_opens_another(authority: Any) -> None:
     async def drop(stream: Stream) -> None:
         while await stream.receive_some():
             pass
+            # at once, before the end of the circuit was read
 
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+    async with hidden_nodes(authority, limits=RelayLimits(max_bytes=200000)) as (_gateway, one, two):
         two.handle(SINK, drop)
         for _ in range(10):
             stream = await one.open_stream(two.peer_id, [SINK])
             with pytest.raises(StreamResetError):
                 while True:
                     await stream.send_all(bytes(50_000))
-            # at once, before the end of the circuit was read
-
-    play(authority, case, limits=RelayLimits(max_bytes=200_000))
 
 
-def test_reservations_are_limited_and_renewals_always_succeed(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_reservations_are_limited_and_renewals_always_succeed(authority: Any) -> None:
+    async with hidden_nodes(authority, limits=RelayLimits(max_reservations=1), relay_circuit=False) as (
+        gateway,
+        one,
+        two,
+    ):
         statuses = [
             (await ask_hop(node, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status
             for node in (one, two, one, two)
@@ -451,11 +417,9 @@ def test_reservations_are_limited_and_renewals_always_succeed(authority: Any) ->
         await gateway.disconnect(one.peer_id)
         assert (await ask_hop(two, gateway.peer_id, HopMessage(type=HopKind.RESERVE))).status == Status.OK
 
-    play(authority, case, limits=RelayLimits(max_reservations=1), relay_circuit=False)
 
-
-def test_circuit_events_report_the_outcome(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_circuit_events_report_the_outcome(authority: Any) -> None:
+    async with hidden_nodes(authority) as (gateway, one, two):
         two.handle(ECHO, echo)
         with gateway.events.follow(CircuitEnded) as ended:
             ends = aiter(ended)
@@ -476,11 +440,9 @@ def test_circuit_events_report_the_outcome(authority: Any) -> None:
                 await one.open_stream(two.peer_id, [ECHO])
             assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
 
-    play(authority, case)
 
-
-def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: Any) -> None:
-    async def case(gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: Any) -> None:
+    async with hidden_nodes(authority) as (gateway, one, two):
         taken: list[Stream] = []
 
         async def take(stream: Stream) -> None:
@@ -504,18 +466,15 @@ def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(authority: 
         await taken[1].send_all(b"half closed")
         assert await second.receive_some() == b"half closed"
 
-    play(authority, case)
-
 
 @pytest.mark.nightly
-def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
+async def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
     """64 MiB with its digest: by default a gateway does not limit circuits to 128 MiB or 10 minutes."""
     source, target = tmp_path / "source", tmp_path / "target"
     with source.open("wb") as file:
         for number in range(64):
             file.write(number.to_bytes(2, "big") * (1 << 19))
-
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+    async with hidden_nodes(authority) as (_gateway, one, two):
         size, digest = await transfer.describe(source)
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
@@ -525,60 +484,52 @@ def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path:
         pulled = await transfer.pull(one, two.peer_id, PullRequest(dataset="d", index=0), target, digest=digest)
         assert pulled.size == size == 64 << 20
         assert not one.is_direct(two.peer_id)
-
-    play(authority, case)
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with (
+        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+        AsyncExitStack() as stack,
+    ):
+        hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+        nodes = [
+            await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
+            for n in range(7)
+        ]
+        await until(lambda: all(node.addresses for node in nodes), 15)
+        nodes[6].handle(ECHO, echo)
+        await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
+
+
+async def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
+    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+        leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with (
-            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
-            AsyncExitStack() as stack,
+            open_endpoint(authority.identity("one", "worker"), leaf) as one,
+            open_endpoint(authority.identity("two", "worker"), leaf) as two,
         ):
-            hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-            nodes = [
-                await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
-                for n in range(7)
-            ]
-            await until(lambda: all(node.addresses for node in nodes), 15)
-            nodes[6].handle(ECHO, echo)
-            await (await nodes[5].open_stream(nodes[6].peer_id, [ECHO])).aclose()
-
-    run(main)
-
-
-def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
-    async def main() -> None:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-        async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
-            leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-            async with (
-                open_endpoint(authority.identity("one", "worker"), leaf) as one,
-                open_endpoint(authority.identity("two", "worker"), leaf) as two,
-            ):
-                two.handle(ECHO, echo)
-                with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
-                    await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
-                    [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
-                    await one.connect(circuit)
-                    event = await anext(aiter(punched))
-                    assert isinstance(event, HolePunched)
-                    assert (event.peer, event.outcome) == (one.peer_id, "direct")
-                    await until(lambda: one.is_direct(two.peer_id), 15)
-                    before = gateway.traffic.received
-                    stream = await one.open_stream(two.peer_id, [ECHO])
-                    await stream.send_all(bytes(1 << 20))
-                    await stream.send_eof()
-                    assert len(await read_all(stream)) == 1 << 20
-                    assert gateway.traffic.received - before < 1 << 19
-
-    run(main)
+            two.handle(ECHO, echo)
+            with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
+                await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
+                [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+                await one.connect(circuit)
+                event = await anext(aiter(punched))
+                assert isinstance(event, HolePunched)
+                assert (event.peer, event.outcome) == (one.peer_id, "direct")
+                await until(lambda: one.is_direct(two.peer_id), 15)
+                before = gateway.traffic.received
+                stream = await one.open_stream(two.peer_id, [ECHO])
+                await stream.send_all(bytes(1 << 20))
+                await stream.send_eof()
+                assert len(await read_all(stream)) == 1 << 20
+                assert gateway.traffic.received - before < 1 << 19
 
 
-def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: Any) -> None:
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: Any) -> None:
+    async with hidden_nodes(authority) as (_gateway, one, two):
         two.handle(ECHO, echo)
         with two.events.follow(HolePunched) as punched:
             stream = await one.open_stream(two.peer_id, [ECHO])
@@ -597,12 +548,10 @@ def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: An
             assert isinstance(event, HolePunched)
             assert event.outcome == "unsupported"
 
-    play(authority, case)
-
 
 @pytest.mark.parametrize("rubbish", [b"", b"\x02\x08\x05", b"\x05\xff\xff\xff\xff\xff", b"\x03\x08\xac\x02"])
-def test_a_malformed_hole_punch_message_resets_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
-    async def case(_gateway: Libp2pEndpoint, one: Libp2pEndpoint, two: Libp2pEndpoint) -> None:
+async def test_a_malformed_hole_punch_message_resets_its_stream(authority: Any, rubbish: bytes, caplog: Any) -> None:
+    async with hidden_nodes(authority) as (_gateway, one, two):
         stream = await one.open_stream(two.peer_id, [DCUTR])
         await stream.send_all(rubbish)
         await stream.send_eof()
@@ -610,6 +559,4 @@ def test_a_malformed_hole_punch_message_resets_its_stream(authority: Any, rubbis
             await read_all(stream)
         two.handle(ECHO, echo)
         await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-
-    play(authority, case)
     assert "Traceback" not in caplog.text

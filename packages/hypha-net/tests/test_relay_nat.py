@@ -13,7 +13,7 @@ import anyio
 import pytest
 from support.netns import WAN, Namespaces, needs_namespaces, two_homes
 from support.node_processes import Child, crew
-from support.waiting import run, until
+from support.waiting import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240), needs_namespaces]
 
@@ -56,58 +56,52 @@ async def start_nodes(authority: Any, start: Any, spaces: Namespaces) -> Homes:
     return Homes(gateway, nodes, ids)
 
 
-def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_a_partition(
+async def test_nodes_behind_two_nats_communicate_through_the_gateway_and_recover_from_a_partition(
     authority: Any, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        with two_homes() as spaces:
-            async with crew(tmp_path / "nodes.log") as start:
-                homes = await start_nodes(authority, start, spaces)
-                check_nodes_cannot_be_dialled(spaces)
-                for source, target in (("a", "b"), ("b", "a")):
-                    reached = await homes.reach(source, target)
-                    assert reached["answer"] == homes.ids[source], reached
-                    await homes.talk(source, target, f"{source} to {target}", 5)
-                await anyio.to_thread.run_sync(spaces.cut, "a")
-                await anyio.sleep(30)
-                assert (await homes.reach("b", "a"))["error"]
-                await anyio.to_thread.run_sync(spaces.mend, "a")
-                mended = time.monotonic()
-                while "answer" not in (reached := await homes.reach("b", "a")):
-                    assert time.monotonic() - mended < HEALED, reached
-                print(f"\na stream again {time.monotonic() - mended:.1f} s after the cut")
-                await communicates_again(homes, mended)
-
-    run(main, 220)
+    with two_homes() as spaces:
+        async with crew(tmp_path / "nodes.log") as start:
+            homes = await start_nodes(authority, start, spaces)
+            check_nodes_cannot_be_dialled(spaces)
+            for source, target in (("a", "b"), ("b", "a")):
+                reached = await homes.reach(source, target)
+                assert reached["answer"] == homes.ids[source], reached
+                await homes.talk(source, target, f"{source} to {target}", 5)
+            await anyio.to_thread.run_sync(spaces.cut, "a")
+            await anyio.sleep(30)
+            assert (await homes.reach("b", "a"))["error"]
+            await anyio.to_thread.run_sync(spaces.mend, "a")
+            mended = time.monotonic()
+            while "answer" not in (reached := await homes.reach("b", "a")):
+                assert time.monotonic() - mended < HEALED, reached
+            print(f"\na stream again {time.monotonic() - mended:.1f} s after the cut")
+            await communicates_again(homes, mended)
 
 
 @pytest.mark.parametrize(
     ("masquerade", "outcome"),
     [("masquerade", "direct"), pytest.param("masquerade random", "failed", marks=pytest.mark.gate)],
 )
-def test_hole_punching_succeeds_if_the_nat_preserves_ports_and_otherwise_the_relay_is_used(
+async def test_hole_punching_succeeds_if_the_nat_preserves_ports_and_otherwise_the_relay_is_used(
     authority: Any, tmp_path: Path, masquerade: str, outcome: str
 ) -> None:
-    async def main() -> None:
-        with two_homes(masquerade) as spaces:
-            async with crew(tmp_path / "nodes.log") as start:
-                homes = await start_nodes(authority, start, spaces)
-                check_nodes_cannot_be_dialled(spaces)
-                reached = await homes.reach("a", "b")
-                assert reached["answer"] == homes.ids["a"], reached
-                punched = homes.nodes["b"]
-                await until(lambda: bool(punched.of("punched")), 60)
-                print(f"\n{masquerade}: {punched.of('punched')[0]}")
-                assert punched.of("punched")[0]["outcome"] == outcome
-                reached = await homes.reach("a", "b")
-                assert reached["answer"] == homes.ids["a"]
-                assert reached["direct"] is (outcome == "direct")
-                if outcome == "direct":
-                    await circuit_is_closed(homes)
-                else:
-                    assert not homes.gateway.of("circuit")
-
-    run(main, 220)
+    with two_homes(masquerade) as spaces:
+        async with crew(tmp_path / "nodes.log") as start:
+            homes = await start_nodes(authority, start, spaces)
+            check_nodes_cannot_be_dialled(spaces)
+            reached = await homes.reach("a", "b")
+            assert reached["answer"] == homes.ids["a"], reached
+            punched = homes.nodes["b"]
+            await until(lambda: bool(punched.of("punched")), 60)
+            print(f"\n{masquerade}: {punched.of('punched')[0]}")
+            assert punched.of("punched")[0]["outcome"] == outcome
+            reached = await homes.reach("a", "b")
+            assert reached["answer"] == homes.ids["a"]
+            assert reached["direct"] is (outcome == "direct")
+            if outcome == "direct":
+                await circuit_is_closed(homes)
+            else:
+                assert not homes.gateway.of("circuit")
 
 
 async def circuit_is_closed(homes: Homes) -> None:

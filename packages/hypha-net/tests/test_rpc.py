@@ -6,7 +6,7 @@ import uuid
 
 import anyio
 import pytest
-from support.memory_pair import run_with_pair
+from support.memory_pair import memory_pair
 
 from hypha_net import rpc
 from hypha_net.endpoint import Stream
@@ -14,7 +14,6 @@ from hypha_net.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from hypha_net.testing import MemoryEndpoint
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
@@ -27,16 +26,14 @@ async def _healthy(_peer: PeerId, _request: HealthRequest) -> Health:
     return Health(healthy=True)
 
 
-def test_a_request_is_answered() -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_a_request_is_answered() -> None:
+    async with memory_pair() as (a, b):
         rpc.serve(b, HEALTH_CHECK, _healthy)
         assert await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
 
-    run_with_pair(case)
 
-
-def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
+    async with memory_pair() as (a, b):
         asked: list[tuple[PeerId, uuid.UUID]] = []
 
         async def renew(peer: PeerId, request: RenewLease) -> LeaseRenewal:
@@ -51,8 +48,6 @@ def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
         with pytest.raises(RequestError):
             await rpc.call(a, b.peer_id, OFFER, _offer())
 
-    run_with_pair(case)
-
 
 def _offer() -> object:
     from hypha_proto.offers import WorkerOffer
@@ -61,8 +56,9 @@ def _offer() -> object:
     return WorkerOffer(id=one, request_id=one, price=1.0, resources=Resources(), timeout_ms=500)
 
 
-def test_a_failing_handler_is_an_error_for_the_client() -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_a_failing_handler_is_an_error_for_the_client() -> None:
+    async with memory_pair() as (a, b):
+
         async def fail(_peer: PeerId, _request: HealthRequest) -> Health:
             raise RuntimeError("broken")
 
@@ -70,11 +66,10 @@ def test_a_failing_handler_is_an_error_for_the_client() -> None:
         with pytest.raises(RequestError, match="health"):
             await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
 
-    run_with_pair(case)
 
+async def test_a_silent_peer_times_out() -> None:
+    async with memory_pair() as (a, b):
 
-def test_a_silent_peer_times_out() -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def silent(_stream: Stream) -> None:
             await anyio.sleep_forever()
 
@@ -82,12 +77,11 @@ def test_a_silent_peer_times_out() -> None:
         with pytest.raises(RequestTimeoutError, match=r"0\.05 s"):
             await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest(), timeout=0.05)
 
-    run_with_pair(case)
-
 
 @pytest.mark.parametrize("answer", [b"\xa0\xa0", b"\xff", b"\xa1gheal"])
-def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
+    async with memory_pair() as (a, b):
+
         async def answer_wrongly(stream: Stream) -> None:
             await stream.send_all(answer)
             await stream.send_eof()
@@ -95,5 +89,3 @@ def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
         b.handle(HEALTH, answer_wrongly)
         with pytest.raises(RequestError, match="malformed"):
             await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
-
-    run_with_pair(case)

@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID, ObjectIdentifier
-from support.waiting import run, until
+from support.waiting import until
 from support.wire_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -61,8 +61,8 @@ def client_context(name: str, folder: Path) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("name", ["unsupported name type"])  # Python's TLS cannot send the others
-def test_malformed_certificate_is_refused_and_the_node_continues(authority: Any, caplog: Any, name: str) -> None:
-    async def main() -> None:
+async def test_malformed_certificate_is_refused_and_the_node_continues(authority: Any, caplog: Any, name: str) -> None:
+    with caplog.at_level(logging.WARNING):
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with open_endpoint(authority.identity("gateway"), settings) as node:
             raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
@@ -79,9 +79,6 @@ def test_malformed_certificate_is_refused_and_the_node_continues(authority: Any,
             async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
                 assert await good.connect(node.addresses[0]) == node.peer_id
                 await until(lambda: good.peer_id in node.connected_peers())
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
     assert "Traceback" not in caplog.text
 
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from support.waiting import run, until
+from support.waiting import until
 from support.wire_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -153,12 +153,11 @@ async def alert_received(stream: trio.SSLStream[trio.SocketStream]) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_certificate_of_a_dialler_is_refused(
+async def test_bad_certificate_of_a_dialler_is_refused(
     authority: Any, foreign_authority: Any, caplog: Any, name: str
 ) -> None:
     case = CASES[name]
-
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         files = case.make(authority, foreign_authority)
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with open_endpoint(checking_identity(authority), settings) as node:
@@ -173,9 +172,6 @@ def test_bad_certificate_of_a_dialler_is_refused(
             assert refused.reason == case.reason
             assert case.alert in told
             assert not node.connected_peers()
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
     (said,) = [record.getMessage() for record in caplog.records if "connection from 127.0.0.1" in record.getMessage()]
     assert all(words in said for words in case.words), said
 
@@ -191,33 +187,29 @@ async def listening(serve: Callable[[trio.SocketStream], Awaitable[None]]) -> As
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_certificate_of_a_listener_is_refused(authority: Any, foreign_authority: Any, name: str) -> None:
+async def test_bad_certificate_of_a_listener_is_refused(authority: Any, foreign_authority: Any, name: str) -> None:
     case = CASES[name]
     told: list[str] = []
+    context = trusting_context(case.make(authority, foreign_authority), server=True)
 
-    async def main() -> None:
-        context = trusting_context(case.make(authority, foreign_authority), server=True)
+    async def serve(raw: trio.SocketStream) -> None:
+        for message in (HELLO, TLS):
+            await expect(raw, message)
+            await raw.send_all(message)
+        secured = trio.SSLStream(raw, context, server_side=True, https_compatible=True)
+        told.append(await alert_received(secured))
 
-        async def serve(raw: trio.SocketStream) -> None:
-            for message in (HELLO, TLS):
-                await expect(raw, message)
-                await raw.send_all(message)
-            secured = trio.SSLStream(raw, context, server_side=True, https_compatible=True)
-            told.append(await alert_received(secured))
-
-        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
-            with node.events.follow(PeerRejected, DialFinished) as events, pytest.raises(RefusedError) as caught:
-                await node.connect(address)
-            assert all(words in str(caught.value) for words in case.words), str(caught.value)
-            refused, dialled = await anext(events), await anext(events)
-            assert isinstance(refused, PeerRejected)
-            assert isinstance(dialled, DialFinished)
-            assert (refused.reason, dialled.outcome, dialled.address) == (case.reason, "refused", address)
-            await until(lambda: bool(told))
-            assert case.alert in told[0]
-            assert not node.connected_peers()
-
-    run(main)
+    async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
+        with node.events.follow(PeerRejected, DialFinished) as events, pytest.raises(RefusedError) as caught:
+            await node.connect(address)
+        assert all(words in str(caught.value) for words in case.words), str(caught.value)
+        refused, dialled = await anext(events), await anext(events)
+        assert isinstance(refused, PeerRejected)
+        assert isinstance(dialled, DialFinished)
+        assert (refused.reason, dialled.outcome, dialled.address) == (case.reason, "refused", address)
+        await until(lambda: bool(told))
+        assert case.alert in told[0]
+        assert not node.connected_peers()
 
 
 # ------------------------------------------------------------------------------------------------- other servers
@@ -232,54 +224,48 @@ OTHER_SERVERS = {
 
 
 @pytest.mark.parametrize("name", OTHER_SERVERS)
-def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name: str) -> None:
+async def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name: str) -> None:
     answer, words = OTHER_SERVERS[name]
 
-    async def main() -> None:
-        async def serve(raw: trio.SocketStream) -> None:
-            with suppress(trio.BrokenResourceError):
-                await raw.receive_some(100)
-                await raw.send_all(answer)
-                while await raw.receive_some(100):
-                    pass
+    async def serve(raw: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError):
+            await raw.receive_some(100)
+            await raw.send_all(answer)
+            while await raw.receive_some(100):
+                pass
 
-        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
-            with node.events.follow(DialFinished) as events, pytest.raises(UnreachableError, match=words):
-                await node.connect(address, timeout=1 if name == "http" else 10)
-            dialled = await anext(events)
-            assert isinstance(dialled, DialFinished)
-            assert dialled.outcome in ("refused", "unreachable", "timeout")
-            assert not node.connected_peers()
-
-    run(main)
+    async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
+        with node.events.follow(DialFinished) as events, pytest.raises(UnreachableError, match=words):
+            await node.connect(address, timeout=1 if name == "http" else 10)
+        dialled = await anext(events)
+        assert isinstance(dialled, DialFinished)
+        assert dialled.outcome in ("refused", "unreachable", "timeout")
+        assert not node.connected_peers()
 
 
 @pytest.mark.parametrize("said", [b"", HELLO, HELLO + TLS], ids=["nothing", "hello", "tls"])
 @pytest.mark.parametrize("then", ["closes", pytest.param("is silent", marks=pytest.mark.nightly)])
-def test_closed_or_silent_connection_is_not_a_refusal(
+async def test_closed_or_silent_connection_is_not_a_refusal(
     authority: Any, monkeypatch: pytest.MonkeyPatch, said: bytes, then: str
 ) -> None:
     """A gateway that restarts is retried soon; one that refuses is retried after a longer pause."""
     monkeypatch.setattr(host, "NEGOTIATE_TIMEOUT", 0.5)
     monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT", 0.5)
 
-    async def main() -> None:
-        async def serve(raw: trio.SocketStream) -> None:
-            await expect(raw, HELLO)
-            await raw.send_all(said)
-            if then == "is silent":
-                await anyio.sleep_forever()
+    async def serve(raw: trio.SocketStream) -> None:
+        await expect(raw, HELLO)
+        await raw.send_all(said)
+        if then == "is silent":
+            await anyio.sleep_forever()
 
-        async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
-            with pytest.raises(UnreachableError) as caught:
-                await node.connect(address, timeout=5)
-            assert not isinstance(caught.value, RefusedError), str(caught.value)
-
-    run(main)
+    async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
+        with pytest.raises(UnreachableError) as caught:
+            await node.connect(address, timeout=5)
+        assert not isinstance(caught.value, RefusedError), str(caught.value)
 
 
-def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
+async def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with open_endpoint(checking_identity(authority), settings) as node:
             with node.events.follow(PeerRejected) as events:
@@ -289,14 +275,11 @@ def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: Any) ->
             assert isinstance(refused, PeerRejected)
             assert (refused.peer, refused.reason) == (None, "protocol")
             assert "does not speak /tls/1.0.0" in refused.detail
-
-    with caplog.at_level(logging.INFO):
-        run(main)
     assert "no Hypha node" in caplog.text
 
 
-def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, caplog: Any) -> None:
-    async def main() -> None:
+async def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
         settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (
             open_endpoint(authority.identity("gateway"), settings) as one,
@@ -309,22 +292,16 @@ def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, cap
             assert "'leaf'" in caplog.text
             assert not one.connected_peers()
 
-    with caplog.at_level(logging.INFO):
-        run(main)
-
 
 @pytest.mark.nightly
-def test_node_with_expired_certificate_learns_it_from_its_peer(authority: Any) -> None:
-    async def main() -> None:
-        brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
-        async with (
-            open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,), role="gateway")) as one,
-            open_endpoint(brief, EndpointSettings((LOOPBACK,))) as two,
-        ):
-            await anyio.sleep(max(0.0, brief.certificate.not_after - dt.datetime.now().timestamp() + 0.1))
-            with pytest.raises(RefusedError, match=r"this node's certificate: ours has expired: have it renewed"):
-                await two.connect(one.addresses[0])
-            with pytest.raises(RefusedError, match=r"'brief' .* has expired: its owner has to have it renewed"):
-                await one.connect(two.addresses[0])
-
-    run(main)
+async def test_node_with_expired_certificate_learns_it_from_its_peer(authority: Any) -> None:
+    brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
+    async with (
+        open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,), role="gateway")) as one,
+        open_endpoint(brief, EndpointSettings((LOOPBACK,))) as two,
+    ):
+        await anyio.sleep(max(0.0, brief.certificate.not_after - dt.datetime.now().timestamp() + 0.1))
+        with pytest.raises(RefusedError, match=r"this node's certificate: ours has expired: have it renewed"):
+            await two.connect(one.addresses[0])
+        with pytest.raises(RefusedError, match=r"'brief' .* has expired: its owner has to have it renewed"):
+            await one.connect(two.addresses[0])

@@ -6,8 +6,8 @@ import errno
 import os
 import random
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -33,7 +33,6 @@ from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
-Case = Callable[[MemoryNetwork, MemoryEndpoint, MemoryEndpoint], Awaitable[None]]
 
 SIZE = 12 << 20
 CUT_AT = 5 << 20
@@ -46,14 +45,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
 
 
-def run(case: Case) -> None:
-    async def main() -> None:
-        network = MemoryNetwork(seed=3)
-        with anyio.fail_after(30):
-            async with network.endpoint("a") as a, network.endpoint("b") as b:
-                await case(network, a, b)
-
-    anyio.run(main, backend="trio")
+@asynccontextmanager
+async def open_pair() -> AsyncIterator[tuple[MemoryNetwork, MemoryEndpoint, MemoryEndpoint]]:
+    network = MemoryNetwork(seed=3)
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        yield network, a, b
 
 
 def content(path: Path, seed: int = 0, size: int = SIZE) -> Path:
@@ -126,10 +122,9 @@ def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 
-def test_interrupted_push_resumes_at_its_offset(tmp_path: Path) -> None:
+async def test_interrupted_push_resumes_at_its_offset(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (network, a, b):
         landed = take_into(b, tmp_path / "landing")
         header = await header_of(source)
         async with anyio.create_task_group() as tasks:
@@ -139,8 +134,6 @@ def test_interrupted_push_resumes_at_its_offset(tmp_path: Path) -> None:
         assert list((tmp_path / "landing").iterdir()) == landed
         assert SIZE <= sent < SIZE + CUT_AT
         assert a.traffic.sent < SIZE + CUT_AT
-
-    run(case)
 
 
 def test_transfer_resumes_after_closed_connection_on_both_networks(opener: Opener, tmp_path: Path) -> None:
@@ -176,11 +169,10 @@ def test_transfer_resumes_after_closed_connection_on_both_networks(opener: Opene
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
+async def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
     target.parent.mkdir()
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (network, a, b):
         offsets = serve_file(b, source)
         sent: list[int] = []
         async with anyio.create_task_group() as tasks:
@@ -191,8 +183,6 @@ def test_interrupted_pull_resumes_at_its_offset(tmp_path: Path) -> None:
         assert list(target.parent.iterdir()) == [target]
         assert offsets[0] == 0
         assert partial_file.MIN_RESUMABLE <= offsets[1] <= sent[0] + CHUNK < SIZE
-
-    run(case)
 
 
 async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint, target: Path) -> None:
@@ -208,10 +198,9 @@ async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpo
         retry.PAUSES = pauses  # type: ignore[misc]
 
 
-def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> None:
+async def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (network, a, b):
         offsets = serve_file(b, source)
         await _pull_broken(network, a, b, target)
         other = target.with_name("other")
@@ -221,14 +210,12 @@ def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> N
         assert list(target.parent.iterdir()) == [other]
         assert offsets[1] >= partial_file.MIN_RESUMABLE
 
-    run(case)
-
 
 @pytest.mark.parametrize("shorter", [True, False])
-def test_pull_restarts_when_the_remote_file_has_changed(tmp_path: Path, shorter: bool) -> None:
+async def test_pull_restarts_when_the_remote_file_has_changed(tmp_path: Path, shorter: bool) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    target.parent.mkdir()
+    async with open_pair() as (network, a, b):
         offsets = serve_file(b, source)
         async with anyio.create_task_group() as tasks:
 
@@ -242,14 +229,10 @@ def test_pull_restarts_when_the_remote_file_has_changed(tmp_path: Path, shorter:
         assert offsets[0] == offsets[-1] == 0
         assert offsets[1] > 0
 
-    target.parent.mkdir()
-    run(case)
 
-
-def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> None:
+async def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
-
-    async def case(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (network, a, b):
         offsets = serve_file(b, source)
         await _pull_broken(network, a, b, target)
         [left] = target.parent.iterdir()
@@ -260,13 +243,10 @@ def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> None:
         assert list(target.parent.iterdir()) == [target]
         assert offsets[-1] == 0
 
-    run(case)
 
-
-def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
+async def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     source = content(tmp_path / "source")
-
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (_network, a, b):
         landed = take_into(b, tmp_path / "landing")
         header = await header_of(source)
         stream = await a.open_stream(b.peer_id, [PUSH])
@@ -281,15 +261,13 @@ def test_repeated_push_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
         with pytest.raises(StreamResetError):
             await stream.receive_some()
 
-    run(case)
 
-
-def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
+async def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
     """A peer that announces large files and sends nothing cannot fill the disk."""
     folder = tmp_path / "landing"
     folder.mkdir()
+    async with open_pair() as (_network, a, b):
 
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
             async def arrived(_size: int, _digest: str) -> None:
                 pass
@@ -308,14 +286,11 @@ def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
         await transfer.push(a, b.peer_id, source, header)
         assert (folder / header.digest[-4:]).read_bytes() == source.read_bytes()
 
-    run(case)
 
-
-def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) -> None:
+async def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) -> None:
     source, folder = content(tmp_path / "source"), tmp_path / "landing"
     folder.mkdir()
-
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (_network, a, b):
         serve_file(b, source)
         async with anyio.create_task_group() as tasks:
             for name in ("one", "two", "three"):
@@ -323,14 +298,12 @@ def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) ->
         assert sorted(p.name for p in folder.iterdir()) == ["one", "three", "two"]
         assert all(p.read_bytes() == source.read_bytes() for p in folder.iterdir())
 
-    run(case)
-
 
 # ----------------------------------------------------------------------------------------------------------- disk space
 
 
 @pytest.mark.parametrize("fallocate", [True, False])
-def test_full_disk_is_reported_before_anything_is_sent(
+async def test_full_disk_is_reported_before_anything_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallocate: bool
 ) -> None:
     source, target = content(tmp_path / "source"), tmp_path / "landing" / "target"
@@ -344,8 +317,7 @@ def test_full_disk_is_reported_before_anything_is_sent(
     else:
         monkeypatch.delattr(os, "posix_fallocate")
         monkeypatch.setattr(partial_file.shutil, "disk_usage", lambda _folder: type("Usage", (), {"free": 1000})())
-
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (_network, a, b):
         take_into(b, tmp_path / "pushed")
         serve_file(b, source)
         with pytest.raises(transfer.TransferRefusedError, match=r"no room for the file in .*pushed"):
@@ -353,29 +325,25 @@ def test_full_disk_is_reported_before_anything_is_sent(
         assert a.traffic.sent < 10_000
         with pytest.raises(transfer.TransferError, match=r"no room for the file in .*landing"):
             await transfer.pull(a, b.peer_id, REQUEST, target)
-
-    run(case)
     assert list(target.parent.iterdir()) == []
     assert list((tmp_path / "pushed").iterdir()) == []
 
 
-def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = content(tmp_path / "source")
     monkeypatch.delattr(os, "posix_fallocate")
-
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with open_pair() as (_network, a, b):
         serve_file(b, source)
         await transfer.pull(a, b.peer_id, REQUEST, tmp_path / "target")
-
-    run(case)
     assert (tmp_path / "target").read_bytes() == source.read_bytes()
 
 
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
-    async def case(_network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
+    async with open_pair() as (_network, a, b):
+
         async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
             return Refusal(reason="no such slice")
 
@@ -387,8 +355,6 @@ def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
         assert isinstance(event, Transferred)
         assert (event.state, event.name) == ("failed", "d/2")
         assert "no such slice" in event.reason
-
-    run(case)
 
 
 # ---------------------------------------------------------------------------------------------------- bandwidth limits
@@ -425,22 +391,18 @@ def test_transfers_share_a_token_bucket_evenly(sharers: int) -> None:
     assert max(moved) - min(moved) <= 4096
 
 
-def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, tmp_path: Path) -> None:
+async def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Opener, tmp_path: Path) -> None:
     """Each would hold a thread, an open file and two blocks; other peers are served meanwhile."""
     source = content(tmp_path / "source")
-
-    async def main() -> None:
-        async with opener(3) as (giver, greedy, other):
-            offsets = serve_file(giver, source)
-            streams = []
-            for _ in range(3 * MAX_CONCURRENT):
-                stream = await greedy.open_stream(giver.peer_id, [PULL])
-                await send_message(stream, to_cbor(PullRequest, REQUEST))
-                streams.append(stream)
-            await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
-            assert len(offsets) == MAX_CONCURRENT + 1
-            for stream in streams:
-                await stream.reset()
-            await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
-
-    anyio.run(main, backend="trio")
+    async with opener(3) as (giver, greedy, other):
+        offsets = serve_file(giver, source)
+        streams = []
+        for _ in range(3 * MAX_CONCURRENT):
+            stream = await greedy.open_stream(giver.peer_id, [PULL])
+            await send_message(stream, to_cbor(PullRequest, REQUEST))
+            streams.append(stream)
+        await transfer.pull(other, giver.peer_id, REQUEST, tmp_path / "target")
+        assert len(offsets) == MAX_CONCURRENT + 1
+        for stream in streams:
+            await stream.reset()
+        await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")

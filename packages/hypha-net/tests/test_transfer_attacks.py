@@ -50,17 +50,6 @@ def _nothing_unexpected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def run(opener: Opener, case: Callable[[Endpoint, Endpoint], Awaitable[None]]) -> None:
-    """Run a case between an attacker and a victim."""
-
-    async def main() -> None:
-        with anyio.fail_after(60):
-            async with opener(3) as (_, attacker, victim):
-                await case(attacker, victim)
-
-    anyio.run(main, backend="trio")
-
-
 def header(**changed: object) -> bytes:
     """Return the header of a push as bytes; `changed` need not be valid."""
     fields: dict[str, object] = {
@@ -139,30 +128,26 @@ async def pushed(attacker: Endpoint, victim: Endpoint, sent: bytes, content: byt
 # ------------------------------------------------------------------------------------------------- receivers of pushes
 
 
-def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_oversized_push_is_refused_before_any_content(opener: Opener, tmp_path: Path) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         for size in (LIMIT + 1, 1 << 40, (1 << 64) - 1):
             [answer] = await pushed(attacker, victim, header(size=size), DATA)
             assert answer == {"Refused": f"{size} bytes are over the limit of {LIMIT}"}
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
 
-
-def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_path: Path) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_impossible_file_size_is_refused_without_a_limit(opener: Opener, tmp_path: Path) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing", max_bytes=1 << 64)
         for size in (1 << 62, (1 << 63) - 1, (1 << 64) - 1):
             [answer] = await pushed(attacker, victim, header(size=size))
             assert "no file system holds" in answer["Refused"] or "no room" in answer["Refused"]
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
 
-
-def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_path: Path) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_path: Path) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         streams = []
         tracemalloc.start()
@@ -180,26 +165,21 @@ def test_memory_is_used_for_received_not_announced_bytes(opener: Opener, tmp_pat
             await stream.reset()
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
 
-
-def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path) -> None:
+async def test_wrong_length_or_content_is_refused(opener: Opener, tmp_path: Path) -> None:
     cases = [
         (header(size=len(DATA) + 1), f"{len(DATA)} bytes came of {len(DATA) + 1}"),
         (header(size=len(DATA) - 1), "the digest is"),
         (header(size=0), "the digest is"),
         (header(digest="sha256:" + "0" * 64), "the digest is sha256:"),
     ]
-
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         for sent, reason in cases:
             go_on, refusal = await pushed(attacker, victim, sent, DATA)
             assert go_on == {"GoOn": {"offset": 0}}
             assert reason in refusal["Refused"]
         await receiver.check_unharmed(attacker)
-
-    run(opener, case)
 
 
 NONSENSE = [
@@ -218,19 +198,17 @@ NONSENSE = [
 ]
 
 
-def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_malformed_header_resets_its_stream(opener: Opener, tmp_path: Path) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         for sent in NONSENSE:
             assert await pushed(attacker, victim, sent, DATA) == ["reset"], sent[:100]
         assert receiver.names == []
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
 
-
-def test_header_length_is_limited(opener: Opener, tmp_path: Path) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_header_length_is_limited(opener: Opener, tmp_path: Path) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         with victim.events.follow(Transferred) as events:
             _, refusal = await pushed(attacker, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
@@ -245,13 +223,10 @@ def test_header_length_is_limited(opener: Opener, tmp_path: Path) -> None:
                 await stream.receive_some()
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
 
-
-def test_push_that_trickles_is_aborted(opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_that_trickles_is_aborted(opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
-
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         stream = await attacker.open_stream(victim.peer_id, [PUSH])
         await send_message(stream, header())
@@ -267,14 +242,12 @@ def test_push_that_trickles_is_aborted(opener: Opener, tmp_path: Path, monkeypat
         assert "bytes moved in" in event.reason
         await receiver.check_unharmed(attacker)
 
-    run(opener, case)
-
 
 @pytest.mark.parametrize("protocol", [PUSH, PULL])
-def test_header_that_trickles_is_aborted(
+async def test_header_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         receiver = Receiver(victim, tmp_path / "landing")
         transfer.serve_pulls(victim, _never)
         with monkeypatch.context() as patch, pytest.raises(StreamResetError):
@@ -285,8 +258,6 @@ def test_header_that_trickles_is_aborted(
                 await stream.send_all(b"x")
                 await anyio.sleep(0.01)
         await receiver.check_unharmed(attacker)
-
-    run(opener, case)
 
 
 async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
@@ -342,8 +313,8 @@ LIES = {
 
 
 @each_kind
-def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path, kind: Kind) -> None:
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+async def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+    async with opener(3) as (_, attacker, victim):
         for sent, content, reason in LIES.values():
 
             async def giver(stream: Stream, _number: int, sent: bytes = sent, content: bytes = content) -> None:
@@ -356,11 +327,9 @@ def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Pat
             assert reason in str(error)
             assert list((tmp_path / "landing").iterdir()) == []
 
-    run(opener, case)
-
 
 @each_kind
-def test_peer_that_changes_its_answer_is_retried_a_few_times(
+async def test_peer_that_changes_its_answer_is_retried_a_few_times(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     """Each attempt gets another size for the same digest, or another digest, and is interrupted half way."""
@@ -377,7 +346,7 @@ def test_peer_that_changes_its_answer_is_retried_a_few_times(
                 pass
         await stream.reset()
 
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         victims.append(victim)
         await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
         assert asked == [0, 1, 2]
@@ -385,11 +354,9 @@ def test_peer_that_changes_its_answer_is_retried_a_few_times(
         assert all(path.name.startswith(".hypha-blake3-") for path in waiting)
         assert len(waiting) <= (3 if kind == "file" else 0)
 
-    run(opener, case)
-
 
 @each_kind
-def test_pull_that_trickles_is_aborted(
+async def test_pull_that_trickles_is_aborted(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
@@ -400,12 +367,10 @@ def test_pull_that_trickles_is_aborted(
             await stream.send_all(b"x")
             await anyio.sleep(0.01)
 
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         error = await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
         assert "bytes moved in" in str(error)
         assert list((tmp_path / "landing").iterdir()) == []
-
-    run(opener, case)
 
 
 # -------------------------------------------------------------------------------------------------------------- senders
@@ -424,10 +389,9 @@ ANSWERS: list[tuple[list[object], str]] = [
 
 
 @each_kind
-def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+async def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
-
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         for answers, reason in ANSWERS:
 
             async def take(stream: Stream, answers: list[object] = answers) -> None:
@@ -447,17 +411,15 @@ def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, kind: 
             assert reason in str(caught.value)
             assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
 
-    run(opener, case)
-
 
 @each_kind
-def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+async def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "file").write_bytes(DATA)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
         return transfer.PullSource(DATA if kind == "memory" else tmp_path / "file")
 
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         transfer.serve_pulls(victim, resolve)
         answers = {}
         for offset in (len(DATA), len(DATA) + 1, (1 << 64) - 1):
@@ -475,11 +437,9 @@ def test_pull_server_refuses_an_offset_past_the_end(opener: Opener, tmp_path: Pa
             with pytest.raises(StreamResetError):
                 await stream.receive_some()
 
-    run(opener, case)
-
 
 @each_kind
-def test_pull_server_aborts_when_the_peer_reads_nothing(
+async def test_pull_server_aborts_when_the_peer_reads_nothing(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.io.stream_copy.IDLE_TIMEOUT", 0.3)
@@ -488,7 +448,7 @@ def test_pull_server_aborts_when_the_peer_reads_nothing(
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
         return transfer.PullSource(DATA * 4 if kind == "memory" else tmp_path / "file")
 
-    async def case(attacker: Endpoint, victim: Endpoint) -> None:
+    async with opener(3) as (_, attacker, victim):
         transfer.serve_pulls(victim, resolve)
         with victim.events.follow(Transferred) as events:
             stream = await attacker.open_stream(victim.peer_id, [PULL])
@@ -498,5 +458,3 @@ def test_pull_server_aborts_when_the_peer_reads_nothing(
         assert isinstance(event, Transferred)
         assert "accepted no bytes" in event.reason
         await stream.reset()
-
-    run(opener, case)

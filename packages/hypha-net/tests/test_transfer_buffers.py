@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -34,7 +34,6 @@ from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
-Case = Callable[[Endpoint, Endpoint], Awaitable[None]]
 Kind = Literal["file", "memory"]
 KINDS: tuple[Kind, ...] = ("file", "memory")
 SOURCES_AND_TARGETS: dict[str, tuple[tuple[Kind, Kind], ...]] = {
@@ -53,17 +52,6 @@ SCHEDULER = PeerId.from_public_key(bytes(32))
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
-
-
-def run(opener: Opener, case: Case) -> None:
-    """Run a case between two nodes."""
-
-    async def main() -> None:
-        with anyio.fail_after(60):
-            async with opener(3) as (_, a, b):
-                await case(a, b)
-
-    anyio.run(main, backend="trio")
 
 
 def content(size: int, seed: int = 0) -> bytes:
@@ -152,10 +140,10 @@ each_way = pytest.mark.parametrize("how", ["push", "pull"])
 
 
 @each_way
-def test_content_is_transferred_between_files_and_memory(
+async def test_content_is_transferred_between_files_and_memory(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         mover = Mover(how, a, b, tmp_path / "landing")
         for (source, target), size in product((*SOURCES_AND_TARGETS[how], ("file", "file")), (0, 1, 3_333_333)):
             data = content(size)
@@ -163,8 +151,6 @@ def test_content_is_transferred_between_files_and_memory(
             assert mover.landed.pop() == data
             assert sent in (None, size)
         assert [path.name for path in (tmp_path / "landing").iterdir()] == ["landed"]
-
-    run(opener, case)
 
 
 @given(st.lists(st.integers(0, 300_000), min_size=1, max_size=4), st.integers(1, 9))
@@ -218,11 +204,10 @@ async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: byt
     yield said
 
 
-def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
+async def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
     data = content(3_000_000)
     (tmp_path / "file").write_bytes(data)
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         async with recorded_push(a, b, tmp_path / "file", data) as of_file:
             pass
         async with recorded_push(a, b, data, data) as of_buffer:
@@ -230,8 +215,6 @@ def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_pa
         assert of_file == of_buffer
         assert from_cbor(PushHeader, of_buffer[0]) == header_of(data)
         assert of_buffer[1] == data[3:]
-
-    run(opener, case)
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming
@@ -266,12 +249,11 @@ async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
 
 
 @each_way
-def test_interrupted_transfer_resumes_for_files_and_memory(
+async def test_interrupted_transfer_resumes_for_files_and_memory(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         transfer.limit_bandwidth(
             b, transfer.BandwidthLimits(download=20 << 20)
         )  # slow enough to be interrupted half way
@@ -286,16 +268,13 @@ def test_interrupted_transfer_resumes_for_files_and_memory(
             assert offsets[0] == 0
             assert offsets[-1] >= MIN_RESUMABLE
 
-    run(opener, case)
 
-
-def test_repeated_buffer_push_takes_over_from_one_that_hangs(
+async def test_repeated_buffer_push_takes_over_from_one_that_hangs(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     data = content(SIZE)
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         offsets: list[int] = []
         mover = Mover("push", a, b, tmp_path / "landing")
         async with anyio.create_task_group() as tasks:
@@ -312,11 +291,9 @@ def test_repeated_buffer_push_takes_over_from_one_that_hangs(
         assert mover.landed == [b"", data]
         assert offsets[-1] >= MIN_RESUMABLE
 
-    run(opener, case)
-
 
 @pytest.mark.parametrize("differing", ["name", "lease"])
-def test_equal_content_under_different_names_or_of_different_tasks_is_independent(
+async def test_equal_content_under_different_names_or_of_different_tasks_is_independent(
     opener: Opener, tmp_path: Path, differing: Literal["name", "lease"]
 ) -> None:
     data = content(2 << 20)
@@ -326,8 +303,7 @@ def test_equal_content_under_different_names_or_of_different_tasks_is_independen
         else msgspec.structs.replace(header_of(data), lease=uuid.UUID(int=number))
         for number in range(3)
     ]
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         landed: list[PushHeader] = []
 
         async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
@@ -348,8 +324,6 @@ def test_equal_content_under_different_names_or_of_different_tasks_is_independen
                 tasks.start_soon(push, header)
         assert sorted(landed, key=headers.index) == headers
         assert sent == [len(data)] * 3  # none was interrupted and repeated
-
-    run(opener, case)
 
 
 @given(
@@ -382,12 +356,12 @@ def test_received_content_is_intact_on_an_unreliable_link(
 
 
 @each_way
-def test_cancelled_transfer_ends_immediately_at_both_ends(
-    opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
+async def test_cancelled_transfer_ends_immediately_at_both_ends(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
+    monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
     data = content(SIZE)
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         mover = Mover(how, a, b, tmp_path / "landing")
         transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
@@ -403,16 +377,12 @@ def test_cancelled_transfer_ends_immediately_at_both_ends(
                         pass
         assert mover.landed == []
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-        run(opener, case)
-
 
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
 @each_way
-def test_wrong_oversized_or_refused_content_is_not_published(
+async def test_wrong_oversized_or_refused_content_is_not_published(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
     lies: dict[str, dict[str, Any]] = {
@@ -421,20 +391,18 @@ def test_wrong_oversized_or_refused_content_is_not_published(
         f"{3 << 20} bytes are over the limit of {(3 << 20) - 1}": {"max_bytes": (3 << 20) - 1},
         "refused by the peer: not now": {"refusal": Refusal(reason="not now")},
     }
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         for (source, target), (match, lie) in product(SOURCES_AND_TARGETS[how], lies.items()):
             mover = Mover(how, a, b, tmp_path / "landing", **lie)
             with pytest.raises(transfer.TransferError, match=match):
                 await mover.move(content(3 << 20), source, target)
             assert mover.landed == []
-
-    run(opener, case)
     assert list((tmp_path / "landing").iterdir()) == []
 
 
-def test_pull_of_another_digest_fails(opener: Opener) -> None:
-    async def case(a: Endpoint, b: Endpoint) -> None:
+async def test_pull_of_another_digest_fails(opener: Opener) -> None:
+    async with opener(3) as (_, a, b):
+
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             return transfer.PullSource(b"these")
 
@@ -442,8 +410,6 @@ def test_pull_of_another_digest_fails(opener: Opener) -> None:
         wanted = digest_of(b"those")
         with pytest.raises(transfer.TransferError, match="is wanted"):
             await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
-
-    run(opener, case)
 
 
 # ---------------------------------------------------------------------------------------------------- rates and events
@@ -473,12 +439,11 @@ def test_transfer_respects_its_bandwidth_limit(
 
 
 @each_way
-def test_both_ends_emit_progress_events(
+async def test_both_ends_emit_progress_events(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
-
-    async def case(a: Endpoint, b: Endpoint) -> None:
+    async with opener(3) as (_, a, b):
         name = "update" if how == "push" else "d/2"
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
             for kind in KINDS:
@@ -489,5 +454,3 @@ def test_both_ends_emit_progress_events(
                         told.append(await of_transfer(events))
                     assert {(e.peer, e.direction, e.name, e.size) for e in told} == {(*expected, name, SIZE)}
                     assert (told[0].state, {e.state for e in told[1:-1]}, told[-1].done) == ("begun", {"moving"}, SIZE)
-
-    run(opener, case)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.memory_pair import run_with_pair
+from support.memory_pair import memory_pair
 
 from hypha_net import transfer
 from hypha_net.endpoint import Stream
@@ -17,7 +17,6 @@ from hypha_net.errors import (
     TransferRefusedError,
     UnsupportedProtocolError,
 )
-from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
@@ -30,11 +29,10 @@ def _header(path: Path, size: int, digest: str) -> PushHeader:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 3_333_333])
-def test_a_push_is_received_complete(tmp_path: Path, size: int) -> None:
+async def test_a_push_is_received_complete(tmp_path: Path, size: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with memory_pair() as (a, b):
         arrived = anyio.Event()
         headers: list[PushHeader] = []
 
@@ -50,19 +48,17 @@ def test_a_push_is_received_complete(tmp_path: Path, size: int) -> None:
         assert await transfer.push(a, b.peer_id, source, header) == size
         await arrived.wait()
         assert headers == [header]
-
-    run_with_pair(case)
     assert target.read_bytes() == source.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
-def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
+async def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
     """Two pushes at once read it from their own positions."""
     source, received = tmp_path / "source", list[bytes]()
     content = bytes(range(256)) * 20_000
     source.write_bytes(content)
+    async with memory_pair() as (a, b):
 
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
             target = tmp_path / header.name
 
@@ -80,8 +76,6 @@ def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
                 for name in ("first", "second"):
                     header = _header(Path(name), *described)
                     tasks.start_soon(transfer.push, a, b.peer_id, file, header)
-
-    run_with_pair(case)
     assert received == [content] * 2
 
 
@@ -90,11 +84,11 @@ def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
     [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)],
     ids=["full", "quota", "I/O"],
 )
-def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: int, is_full: bool) -> None:
+async def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: int, is_full: bool) -> None:
     """The sender may push the same again when there is room."""
     content = b"abc" * 1000
+    async with memory_pair() as (a, b):
 
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def on_complete(_size: int, _digest: str) -> None:
             raise OSError(number, "cannot be stored", str(tmp_path))
 
@@ -107,14 +101,11 @@ def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: i
             await transfer.push(a, b.peer_id, content, header)
         assert refused.value.reason.startswith(NO_ROOM) is is_full
 
-    run_with_pair(case)
 
-
-def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
+async def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"abc" * 1000)
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+    async with memory_pair() as (a, b):
         answer: list[transfer.FilePushTarget | Refusal] = [Refusal(reason="not your round")]
 
         async def on_complete(_size: int, _digest: str) -> None:
@@ -133,16 +124,14 @@ def test_refused_and_corrupt_pushes_leave_no_file(tmp_path: Path) -> None:
         answer[0] = transfer.FilePushTarget(tmp_path / "target", 1 << 20, on_complete)
         with pytest.raises(TransferRefusedError, match="digest"):
             await transfer.push(a, b.peer_id, source, _header(source, size, "blake3:" + "0" * 64))
-
-    run_with_pair(case)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_pull_receives_the_file(tmp_path: Path) -> None:
+async def test_a_pull_receives_the_file(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"slice" * 500_000)
+    async with memory_pair() as (a, b):
 
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             return transfer.PullSource(source) if request.index == 2 else Refusal(reason=f"no slice {request.index}")
 
@@ -158,14 +147,13 @@ def test_a_pull_receives_the_file(tmp_path: Path) -> None:
             await transfer.pull(
                 a, b.peer_id, PullRequest(dataset="d", index=2), tmp_path / "none", digest="blake3:" + "0" * 64
             )
-
-    run_with_pair(case)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_an_interrupted_pull_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+async def test_an_interrupted_pull_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    async with memory_pair() as (a, b):
+
         async def cut(stream: Stream) -> None:
             await stream.send_all(b"half of a slice")
             await stream.reset()
@@ -175,6 +163,4 @@ def test_an_interrupted_pull_is_an_error_and_leaves_no_file(tmp_path: Path) -> N
             await transfer.pull(a, b.peer_id, PullRequest(dataset="d", index=2), tmp_path / "target")
         with pytest.raises(UnsupportedProtocolError):
             await transfer.push(a, b.peer_id, tmp_path / "x", _header(tmp_path / "x", 0, "blake3:" + "0" * 64))
-
-    run_with_pair(case)
     assert list(tmp_path.iterdir()) == []

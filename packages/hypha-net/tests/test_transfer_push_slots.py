@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from support.waiting import run
 
 from hypha_net.testing import simulate
 from hypha_net.transfer.framing import TransferInterruptedError
@@ -14,7 +13,8 @@ from hypha_proto.ids import PeerId
 KEY = (PeerId.from_public_key(bytes(32)), "slot")
 
 
-def test_last_push_takes_over_although_the_first_hangs() -> None:
+@pytest.mark.virtual_clock
+async def test_last_push_takes_over_although_the_first_hangs() -> None:
     slots, ends = PushSlots(), {}
 
     async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -28,12 +28,9 @@ def test_last_push_takes_over_although_the_first_hangs() -> None:
         except TransferInterruptedError:
             ends[name] = "gave way"
 
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            for name, hangs in (("first", True), ("second", False), ("third", False)):
-                await tasks.start(lambda name=name, hangs=hangs, **status: push(name, hangs=hangs, **status))
-
-    simulate(main)
+    async with anyio.create_task_group() as tasks:
+        for name, hangs in (("first", True), ("second", False), ("third", False)):
+            await tasks.start(lambda name=name, hangs=hangs, **status: push(name, hangs=hangs, **status))
     assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
 
 
@@ -65,14 +62,10 @@ def test_later_of_two_waiting_pushes_gets_the_slot() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_slot_is_released_after_its_pushes(count: int) -> None:
+async def test_slot_is_released_after_its_pushes(count: int) -> None:
     slots = PushSlots()
-
-    async def main() -> None:
-        for _ in range(count):
-            async with slots.hold(KEY, "a file"):
-                pass
-        async with slots.hold(KEY, "another"):
+    for _ in range(count):
+        async with slots.hold(KEY, "a file"):
             pass
-
-    run(main)
+    async with slots.hold(KEY, "another"):
+        pass

@@ -43,9 +43,7 @@ async def node_process(engine: Engine, folder: Path, handler: str) -> AsyncItera
     """Run a node in its own process; yield its address and the process."""
     program = Path(engine_comparison.__file__)
     command = [sys.executable, str(program), engine.name, str(folder), handler]
-    process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield await anyio.to_thread.run_sync(first_line, process), process
     finally:

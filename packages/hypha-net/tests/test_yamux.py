@@ -27,6 +27,8 @@ from hypha_net._libp2p.yamux.link_estimator import ReceiveRate
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
 
+pytestmark = pytest.mark.virtual_clock
+
 PEER = ID(b"\x00\x24" + bytes(36))
 HEADER = struct.Struct(">BBHII")
 DATA, UPDATE, PING, GO_AWAY = range(4)
@@ -206,51 +208,45 @@ async def read_all(stream: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ transfer
 
 
-def test_frame_received_as_its_reader_is_cancelled_goes_to_the_next_reader() -> None:
-    async def case() -> None:
-        async with session_and_wire() as (session, wire):
-            await wire.send_all(frame(UPDATE, SYN, 1, 0))
-            stream = await session.accept_stream()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
-                await trio.testing.wait_all_tasks_blocked()
-                nursery.cancel_scope.cancel()
-                target = stream.inplace_target(0, 5)  # what the session does before the reader's task runs again
-                assert target is not None
-                target[:] = b"first"
-                stream.commit_inplace(5)
-                stream.receive(memoryview(bytearray(b" then")))
-            assert await stream.read(99) + await stream.read(99) == b"first then"
-            assert session.unread.size == 0
-
-    run(case)
+async def test_frame_received_as_its_reader_is_cancelled_goes_to_the_next_reader() -> None:
+    async with session_and_wire() as (session, wire):
+        await wire.send_all(frame(UPDATE, SYN, 1, 0))
+        stream = await session.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+            target = stream.inplace_target(0, 5)  # what the session does before the reader's task runs again
+            assert target is not None
+            target[:] = b"first"
+            stream.commit_inplace(5)
+            stream.receive(memoryview(bytearray(b" then")))
+        assert await stream.read(99) + await stream.read(99) == b"first then"
+        assert session.unread.size == 0
 
 
-def test_partial_frame_survives_cancelled_readers() -> None:
-    async def case() -> None:
-        async with session_and_wire() as (session, wire):
-            await wire.send_all(frame(UPDATE, SYN, 1, 0))
-            stream = await session.accept_stream()
-            said = frame(DATA, 0, 1, data=b"half of a frame")
+async def test_partial_frame_survives_cancelled_readers() -> None:
+    async with session_and_wire() as (session, wire):
+        await wire.send_all(frame(UPDATE, SYN, 1, 0))
+        stream = await session.accept_stream()
+        said = frame(DATA, 0, 1, data=b"half of a frame")
 
-            async def look() -> None:
-                with trio.move_on_after(1):
-                    await stream.read_into(memoryview(bytearray(20)))
+        async def look() -> None:
+            with trio.move_on_after(1):
+                await stream.read_into(memoryview(bytearray(20)))
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(look)
-                await trio.testing.wait_all_tasks_blocked()
-                await wire.send_all(said[:16])  # this reader has a part; others come and go before the rest arrives
-            await look()
-            await look()
-            buffer = bytearray(20)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(wire.send_all, said[16:])
-                count = await stream.read_into(memoryview(buffer))
-            assert buffer[:count] == b"half of a frame"
-            assert session.unread.size == 0
-
-    run(case)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            await trio.testing.wait_all_tasks_blocked()
+            await wire.send_all(said[:16])  # this reader has a part; others come and go before the rest arrives
+        await look()
+        await look()
+        buffer = bytearray(20)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wire.send_all, said[16:])
+            count = await stream.read_into(memoryview(buffer))
+        assert buffer[:count] == b"half of a frame"
+        assert session.unread.size == 0
 
 
 async def read_by(stream: Any, kind: str, size: int) -> bytes:
@@ -372,94 +368,85 @@ def test_streams_deliver_all_bytes_in_order(plan: list[tuple[bool, list[int], li
     "kinds", [(YamuxSession, Yamux), (Yamux, YamuxSession)], ids=["we dial py-libp2p", "py-libp2p dials us"]
 )
 @pytest.mark.parametrize("ours_opens", [True, False])
-def test_interoperates_with_py_libp2p_yamux(kinds: tuple[type, type], ours_opens: bool) -> None:
-    async def case() -> None:
-        async with two_sessions(kinds=kinds) as pair:
-            ours, stock = pair if kinds[0] is YamuxSession else pair[::-1]
-            opener, accepter = (ours, stock) if ours_opens else (stock, ours)
-            payload = random.Random(1).randbytes(1_500_000)
-            near = await opener.open_stream()
-            got: list[bytes] = []
+async def test_interoperates_with_py_libp2p_yamux(kinds: tuple[type, type], ours_opens: bool) -> None:
+    async with two_sessions(kinds=kinds) as pair:
+        ours, stock = pair if kinds[0] is YamuxSession else pair[::-1]
+        opener, accepter = (ours, stock) if ours_opens else (stock, ours)
+        payload = random.Random(1).randbytes(1_500_000)
+        near = await opener.open_stream()
+        got: list[bytes] = []
 
-            async def serve() -> None:
-                far = await accepter.accept_stream()
-                data = await read_all(far)
-                await far.write(data[::-1])
-                await far.close()
-
-            async def ask() -> None:
-                await near.write(payload)
-                await near.close()
-                got.append(await read_all(near))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(serve)
-                nursery.start_soon(ask)
-            assert got == [payload[::-1]]
-            broken = await opener.open_stream()
-            await broken.write(b"x")
+        async def serve() -> None:
             far = await accepter.accept_stream()
-            await broken.reset()
-            if accepter is ours:
-                with pytest.raises(MuxedStreamReset):
-                    await far.read(10)
-            again = await opener.open_stream()  # the connection is intact, whatever py-libp2p makes of the reset
-            await again.write(b"y")
-            assert await (await accepter.accept_stream()).read(10) == b"y"
+            data = await read_all(far)
+            await far.write(data[::-1])
+            await far.close()
 
-    run(case)
+        async def ask() -> None:
+            await near.write(payload)
+            await near.close()
+            got.append(await read_all(near))
 
-
-def test_blocked_writer_waits_without_blocking_other_streams() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            slow = await one.open_stream()
-            slow_far = await two.accept_stream()
-            done = trio.Event()
-
-            async def write() -> None:
-                await slow.write(bytes(3 * MAX_WINDOW))
-                await slow.close()
-                done.set()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(write)
-                await trio.sleep(120)  # far longer than py-libp2p's five seconds, and than keepalive
-                assert not done.is_set()
-                assert two.unread.size <= MAX_WINDOW
-                quick = await one.open_stream()
-                quick_far = await two.accept_stream()
-                await quick.write(b"hello")
-                assert await quick_far.read(10) == b"hello"
-                assert len(await read_all(slow_far)) == 3 * MAX_WINDOW
-            assert done.is_set()
-            assert two.unread.size == 0
-
-    run(case)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            nursery.start_soon(ask)
+        assert got == [payload[::-1]]
+        broken = await opener.open_stream()
+        await broken.write(b"x")
+        far = await accepter.accept_stream()
+        await broken.reset()
+        if accepter is ours:
+            with pytest.raises(MuxedStreamReset):
+                await far.read(10)
+        again = await opener.open_stream()  # the connection is intact, whatever py-libp2p makes of the reset
+        await again.write(b"y")
+        assert await (await accepter.accept_stream()).read(10) == b"y"
 
 
-def test_deadline_fails_only_waiting_operations_of_its_stream() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near, other = await one.open_stream(), await one.open_stream()
-            far, _ = await two.accept_stream(), await two.accept_stream()
-            with pytest.raises(ValueError, match="-1"):
-                near.set_deadline(-1)
-            began = trio.current_time()
-            near.set_deadline(5)
-            with pytest.raises(MuxedStreamError, match="deadline"):
-                await near.read(1)
-            assert trio.current_time() - began == pytest.approx(5)
-            with pytest.raises(MuxedStreamError, match="deadline"):
-                await near.write(bytes(2 * MAX_WINDOW))
-            near.set_deadline(60)
-            await far.write(b"later")
-            assert await near.read(5) == b"later"
-            with trio.move_on_after(100) as scope:
-                await other.read(1)
-            assert scope.cancelled_caught
+async def test_blocked_writer_waits_without_blocking_other_streams() -> None:
+    async with two_sessions() as (one, two):
+        slow = await one.open_stream()
+        slow_far = await two.accept_stream()
+        done = trio.Event()
 
-    run(case)
+        async def write() -> None:
+            await slow.write(bytes(3 * MAX_WINDOW))
+            await slow.close()
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await trio.sleep(120)  # far longer than py-libp2p's five seconds, and than keepalive
+            assert not done.is_set()
+            assert two.unread.size <= MAX_WINDOW
+            quick = await one.open_stream()
+            quick_far = await two.accept_stream()
+            await quick.write(b"hello")
+            assert await quick_far.read(10) == b"hello"
+            assert len(await read_all(slow_far)) == 3 * MAX_WINDOW
+        assert done.is_set()
+        assert two.unread.size == 0
+
+
+async def test_deadline_fails_only_waiting_operations_of_its_stream() -> None:
+    async with two_sessions() as (one, two):
+        near, other = await one.open_stream(), await one.open_stream()
+        far, _ = await two.accept_stream(), await two.accept_stream()
+        with pytest.raises(ValueError, match="-1"):
+            near.set_deadline(-1)
+        began = trio.current_time()
+        near.set_deadline(5)
+        with pytest.raises(MuxedStreamError, match="deadline"):
+            await near.read(1)
+        assert trio.current_time() - began == pytest.approx(5)
+        with pytest.raises(MuxedStreamError, match="deadline"):
+            await near.write(bytes(2 * MAX_WINDOW))
+        near.set_deadline(60)
+        await far.write(b"later")
+        assert await near.read(5) == b"later"
+        with trio.move_on_after(100) as scope:
+            await other.read(1)
+        assert scope.cancelled_caught
 
 
 @pytest.mark.parametrize(
@@ -467,21 +454,18 @@ def test_deadline_fails_only_waiting_operations_of_its_stream() -> None:
     [(0.0001, 40e6, INITIAL_WINDOW), (0.1, 20e6, MAX_WINDOW), (0.0001, 400e6, MAX_WINDOW)],
     ids=["short round trip", "long round trip", "fast link"],
 )
-def test_window_grows_on_links_with_long_round_trip_or_high_rate(delay: float, rate: float, window: int) -> None:
-    async def case() -> None:
-        async with two_sessions(lambda: delayed_pair(delay)) as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(80 * INITIAL_WINDOW))
-                left = 80 * INITIAL_WINDOW
-                while left:
-                    count = len(await far.read(100_000))
-                    left -= count
-                    await trio.sleep(count / rate)
-            assert far._receive_window == window
-
-    run(case)
+async def test_window_grows_on_links_with_long_round_trip_or_high_rate(delay: float, rate: float, window: int) -> None:
+    async with two_sessions(lambda: delayed_pair(delay)) as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(near.write, bytes(80 * INITIAL_WINDOW))
+            left = 80 * INITIAL_WINDOW
+            while left:
+                count = len(await far.read(100_000))
+                left -= count
+                await trio.sleep(count / rate)
+        assert far._receive_window == window
 
 
 def test_a_pause_does_not_count_as_a_slow_link() -> None:
@@ -498,260 +482,222 @@ def test_a_pause_does_not_count_as_a_slow_link() -> None:
 
 
 @pytest.mark.parametrize("rate", [40_000_000, 2_000_000], ids=lambda rate: f"{rate // 125_000} Mbit/s")
-def test_request_is_not_delayed_by_two_transfers_that_fill_the_link(rate: int) -> None:
-    async def case() -> None:
-        async with two_sessions(lambda: paced_pair(rate)) as (one, two):
+async def test_request_is_not_delayed_by_two_transfers_that_fill_the_link(rate: int) -> None:
+    async with two_sessions(lambda: paced_pair(rate)) as (one, two):
 
-            async def serve() -> None:
-                while True:
-                    far = await two.accept_stream()
-                    nursery.start_soon(answer if await far.read(1) == b"?" else drain, far)
+        async def serve() -> None:
+            while True:
+                far = await two.accept_stream()
+                nursery.start_soon(answer if await far.read(1) == b"?" else drain, far)
 
-            async def answer(far: Any) -> None:
-                await far.write(b"!" * 100)
-                await far.close()
+        async def answer(far: Any) -> None:
+            await far.write(b"!" * 100)
+            await far.close()
 
-            async def drain(far: Any) -> None:
-                while True:
-                    await far.read(1 << 20)
+        async def drain(far: Any) -> None:
+            while True:
+                await far.read(1 << 20)
 
-            async def fill() -> None:
-                near = await one.open_stream()
-                while True:
-                    await near.write(bytes(1 << 20))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(serve)
-                nursery.start_soon(fill)
-                nursery.start_soon(fill)
-                await trio.sleep(2)
-                times = []
-                for _ in range(60):
-                    began = trio.current_time()
-                    near = await one.open_stream()
-                    await near.write(b"?")
-                    await near.close()
-                    assert len(await read_all(near)) == 100
-                    times.append(trio.current_time() - began)
-                    await trio.sleep(0.01)
-                assert max(times) < 0.05
-                nursery.cancel_scope.cancel()
-
-    run(case)
-
-
-def test_slow_reader_grants_window_regularly() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
+        async def fill() -> None:
             near = await one.open_stream()
-            far = await two.accept_stream()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
-                await trio.sleep(1)
-                assert near._send_window == 0
-                for _ in range(10):
-                    await trio.sleep(1.1)
-                    await far.read(1000)
-                assert (
-                    two.unread.size > INITIAL_WINDOW - 2000
-                )  # what was read has been replaced: the writer sees progress
-                nursery.cancel_scope.cancel()
+            while True:
+                await near.write(bytes(1 << 20))
 
-    run(case)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            nursery.start_soon(fill)
+            nursery.start_soon(fill)
+            await trio.sleep(2)
+            times = []
+            for _ in range(60):
+                began = trio.current_time()
+                near = await one.open_stream()
+                await near.write(b"?")
+                await near.close()
+                assert len(await read_all(near)) == 100
+                times.append(trio.current_time() - began)
+                await trio.sleep(0.01)
+            assert max(times) < 0.05
+            nursery.cancel_scope.cancel()
+
+
+async def test_slow_reader_grants_window_regularly() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
+            await trio.sleep(1)
+            assert near._send_window == 0
+            for _ in range(10):
+                await trio.sleep(1.1)
+                await far.read(1000)
+            assert two.unread.size > INITIAL_WINDOW - 2000  # what was read has been replaced: the writer sees progress
+            nursery.cancel_scope.cancel()
 
 
 # ------------------------------------------------------------------------------------------------------ end of streams
 
 
-def test_broken_connection_is_never_a_clean_end_of_stream() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            await near.write(b"half of it")
-            assert await far.read(100) == b"half of it"
-            await one._conn.stream.aclose()
-            for _ in range(2):
-                with pytest.raises(MuxedStreamReset):
-                    await far.read(100)
+async def test_broken_connection_is_never_a_clean_end_of_stream() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        await near.write(b"half of it")
+        assert await far.read(100) == b"half of it"
+        await one._conn.stream.aclose()
+        for _ in range(2):
             with pytest.raises(MuxedStreamReset):
-                await far.write(b"x")
-            await two.event_closed.wait()
-            with pytest.raises(MuxedConnUnavailable):
-                await two.open_stream()
-            with pytest.raises(MuxedConnUnavailable):
-                await two.accept_stream()
-
-    run(case)
-
-
-def test_reset_discards_unread_bytes() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            await near.write(bytes(1000))
-            await near.reset()
-            await near.reset()
-            await trio.sleep(1)
-            assert two.unread.size == 0
-            with pytest.raises(MuxedStreamReset):
-                await far.read(10)
-            assert not one._streams
-            assert not two._streams
-
-    run(case)
+                await far.read(100)
+        with pytest.raises(MuxedStreamReset):
+            await far.write(b"x")
+        await two.event_closed.wait()
+        with pytest.raises(MuxedConnUnavailable):
+            await two.open_stream()
+        with pytest.raises(MuxedConnUnavailable):
+            await two.accept_stream()
 
 
-def test_discarded_stream_does_not_block_the_writer() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            await near.write(b"x")
-            await far.close()
-            await far.discard()
-            await near.write(bytes(3 * MAX_WINDOW))
+async def test_reset_discards_unread_bytes() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        await near.write(bytes(1000))
+        await near.reset()
+        await near.reset()
+        await trio.sleep(1)
+        assert two.unread.size == 0
+        with pytest.raises(MuxedStreamReset):
+            await far.read(10)
+        assert not one._streams
+        assert not two._streams
+
+
+async def test_discarded_stream_does_not_block_the_writer() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        await near.write(b"x")
+        await far.close()
+        await far.discard()
+        await near.write(bytes(3 * MAX_WINDOW))
+        await near.close()
+        with pytest.raises(MuxedStreamEOF):
+            await near.read(1)
+        await trio.sleep(1)
+        assert not one._streams
+        assert not two._streams
+
+
+async def test_close_flushes_pending_fin_and_does_not_wait_for_a_closed_peer() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        await near.write(b"the last answer")
+        with trio.CancelScope() as scope:
+            scope.cancel()
             await near.close()
-            with pytest.raises(MuxedStreamEOF):
-                await near.read(1)
-            await trio.sleep(1)
-            assert not one._streams
-            assert not two._streams
-
-    run(case)
-
-
-def test_close_flushes_pending_fin_and_does_not_wait_for_a_closed_peer() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            await near.write(b"the last answer")
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await near.close()
-            began = trio.current_time()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one.close)
-                assert await read_all(far) == b"the last answer"
-                nursery.start_soon(two.close)
-            assert trio.current_time() == began
-
-    run(case)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.close)
+            assert await read_all(far) == b"the last answer"
+            nursery.start_soon(two.close)
+        assert trio.current_time() == began
 
 
-def test_stream_ended_before_connection_close_is_readable_to_its_end() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near, cut = await one.open_stream(), await one.open_stream()
-            far, cut_far = await two.accept_stream(), await two.accept_stream()
-            await near.write(bytes(100_000))
-            await near.close()
-            await cut.write(bytes(100_000))
-            await one.close()
-            await two.event_closed.wait()
-            assert len(await read_all(far)) == 100_000
-            with pytest.raises(MuxedStreamReset):
-                await cut_far.read(10)
-            with pytest.raises(MuxedStreamReset):
-                await far.write(b"x")
-
-    run(case)
+async def test_stream_ended_before_connection_close_is_readable_to_its_end() -> None:
+    async with two_sessions() as (one, two):
+        near, cut = await one.open_stream(), await one.open_stream()
+        far, cut_far = await two.accept_stream(), await two.accept_stream()
+        await near.write(bytes(100_000))
+        await near.close()
+        await cut.write(bytes(100_000))
+        await one.close()
+        await two.event_closed.wait()
+        assert len(await read_all(far)) == 100_000
+        with pytest.raises(MuxedStreamReset):
+            await cut_far.read(10)
+        with pytest.raises(MuxedStreamReset):
+            await far.write(b"x")
 
 
-def test_close_of_a_blocked_connection_is_bounded() -> None:
-    async def case() -> None:
-        async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, _peer):
-            await trio.sleep(PING_INTERVAL + 1)  # the write of a ping is blocked
-            began = trio.current_time()
-            await session.close()
-            assert trio.current_time() - began <= session_module.GO_AWAY_TIMEOUT
-
-    run(case)
+async def test_close_of_a_blocked_connection_is_bounded() -> None:
+    async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, _peer):
+        await trio.sleep(PING_INTERVAL + 1)  # the write of a ping is blocked
+        began = trio.current_time()
+        await session.close()
+        assert trio.current_time() - began <= session_module.GO_AWAY_TIMEOUT
 
 
 # -------------------------------------------------------------------------------------------------------- cancellation
 
 
-def test_cancelled_write_does_not_corrupt_other_streams() -> None:
-    async def case() -> None:
-        async with two_sessions(trio.testing.lockstep_stream_pair) as (one, two):
-            streams = [await one.open_stream() for _ in range(8)]
-            far = [await two.accept_stream() for _ in streams]
-            for number, stream in enumerate(streams):
-                with trio.move_on_after(0.01 * number):
-                    await stream.write(bytes(MAX_WINDOW))
-            survivor = await one.open_stream()
-            survivor_far = await two.accept_stream()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(survivor.write, bytes(range(256)) * 1000)
-                got = bytearray()
-                while len(got) < 256_000:
-                    got += await survivor_far.read(10_000)
-            assert got == bytes(range(256)) * 1000
-            for stream in (*streams, *far):
-                await stream.reset()
-
-    run(case)
-
-
-def test_cancelled_read_loses_no_bytes() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            payload = random.Random(3).randbytes(2 * MAX_WINDOW)
+async def test_cancelled_write_does_not_corrupt_other_streams() -> None:
+    async with two_sessions(trio.testing.lockstep_stream_pair) as (one, two):
+        streams = [await one.open_stream() for _ in range(8)]
+        far = [await two.accept_stream() for _ in streams]
+        for number, stream in enumerate(streams):
+            with trio.move_on_after(0.01 * number):
+                await stream.write(bytes(MAX_WINDOW))
+        survivor = await one.open_stream()
+        survivor_far = await two.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(survivor.write, bytes(range(256)) * 1000)
             got = bytearray()
+            while len(got) < 256_000:
+                got += await survivor_far.read(10_000)
+        assert got == bytes(range(256)) * 1000
+        for stream in (*streams, *far):
+            await stream.reset()
 
-            async def write() -> None:
-                await near.write(payload)
-                await near.close()
 
-            async def read() -> None:
-                chance = random.Random(4)
-                while len(got) < len(payload):
-                    with trio.CancelScope() as scope:
-                        if chance.random() < 0.5:
-                            scope.cancel()
-                        got.extend(await far.read(100_000))
+async def test_cancelled_read_loses_no_bytes() -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        payload = random.Random(3).randbytes(2 * MAX_WINDOW)
+        got = bytearray()
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(write)
-                nursery.start_soon(read)
-            assert got == payload
+        async def write() -> None:
+            await near.write(payload)
+            await near.close()
 
-    run(case)
+        async def read() -> None:
+            chance = random.Random(4)
+            while len(got) < len(payload):
+                with trio.CancelScope() as scope:
+                    if chance.random() < 0.5:
+                        scope.cancel()
+                    got.extend(await far.read(100_000))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            nursery.start_soon(read)
+        assert got == payload
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_cancelled_close_or_reset_still_reaches_the_peer(how: str) -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            near = await one.open_stream()
-            far = await two.accept_stream()
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await getattr(near, how)()
-            assert scope.cancelled_caught
-            with pytest.raises(MuxedStreamEOF if how == "close" else MuxedStreamReset):
-                await far.read(10)
-
-    run(case)
+async def test_cancelled_close_or_reset_still_reaches_the_peer(how: str) -> None:
+    async with two_sessions() as (one, two):
+        near = await one.open_stream()
+        far = await two.accept_stream()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await getattr(near, how)()
+        assert scope.cancelled_caught
+        with pytest.raises(MuxedStreamEOF if how == "close" else MuxedStreamReset):
+            await far.read(10)
 
 
-def test_cancelled_open_leaves_no_stream() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await one.open_stream()
-            assert not one._streams
-            near = await one.open_stream()
-            await near.write(b"next")
-            assert await (await two.accept_stream()).read(10) == b"next"
-
-    run(case)
+async def test_cancelled_open_leaves_no_stream() -> None:
+    async with two_sessions() as (one, two):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await one.open_stream()
+        assert not one._streams
+        near = await one.open_stream()
+        await near.write(b"next")
+        assert await (await two.accept_stream()).read(10) == b"next"
 
 
 # ------------------------------------------------------------------------------------------------------- hostile peers
@@ -771,14 +717,11 @@ def test_cancelled_open_leaves_no_stream() -> None:
     ],
     ids=["version", "type", "length", "our id", "id 0", "open twice", "window", "after its end"],
 )
-def test_protocol_violation_closes_the_connection(wire: bytes) -> None:
-    async def case() -> None:
-        async with session_and_wire() as (session, peer):
-            await peer.send_all(wire)
-            await session.event_closed.wait()
-            assert session.is_closed
-
-    run(case)
+async def test_protocol_violation_closes_the_connection(wire: bytes) -> None:
+    async with session_and_wire() as (session, peer):
+        await peer.send_all(wire)
+        await session.event_closed.wait()
+        assert session.is_closed
 
 
 @settings(max_examples=150, deadline=None)
@@ -840,132 +783,109 @@ def test_random_input_only_closes_the_connection(wire: list[bytes]) -> None:
     ],
     ids=["open and reset", "ping", "unknown streams"],
 )
-def test_flood_by_a_peer_that_does_not_read_closes_the_connection(flood: Callable[[int], bytes]) -> None:
-    async def case() -> None:
-        async with (
-            session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer),
-            trio.open_nursery() as nursery,
-        ):
+async def test_flood_by_a_peer_that_does_not_read_closes_the_connection(flood: Callable[[int], bytes]) -> None:
+    async with (
+        session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer),
+        trio.open_nursery() as nursery,
+    ):
 
-            async def accept() -> None:
-                with pytest.raises(MuxedConnUnavailable):
-                    while True:
-                        await session.accept_stream()
+        async def accept() -> None:
+            with pytest.raises(MuxedConnUnavailable):
+                while True:
+                    await session.accept_stream()
 
-            nursery.start_soon(accept)
-            with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
-                for first in range(0, 8 * MAX_STREAMS, 64):
-                    await peer.send_all(b"".join(map(flood, range(first, first + 64))))
-            await session.event_closed.wait()
-
-    run(case)
+        nursery.start_soon(accept)
+        with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
+            for first in range(0, 8 * MAX_STREAMS, 64):
+                await peer.send_all(b"".join(map(flood, range(first, first + 64))))
+        await session.event_closed.wait()
 
 
-def test_unread_bytes_are_limited_per_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_bytes_are_limited_per_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
-
-    async def case() -> None:
-        async with session_and_wire() as (session, peer):
-            for stream in range(1, 11, 2):
-                await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)))
-            await session.event_closed.wait()
-            assert session.unread.size == 0
-
-    run(case)
+    async with session_and_wire() as (session, peer):
+        for stream in range(1, 11, 2):
+            await peer.send_all(frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)))
+        await session.event_closed.wait()
+        assert session.unread.size == 0
 
 
 @pytest.mark.nightly
-def test_many_unread_circuits_do_not_close_the_connection() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            nears, fars = [], []
-            for _ in range(128):  # as many circuits as a relay carries for one peer
-                nears.append(await one.open_stream())
-                fars.append(await two.accept_stream())
-                fars[-1].carry_circuit()
-            assert sum(far.is_wide for far in fars) == session_module.MAX_WIDE
-            async with trio.open_nursery() as nursery:
-                for near in nears:
-                    nursery.start_soon(near.write, bytes(2 * MAX_WINDOW))
-                await trio.sleep(60)
-                assert not two.is_closed
-                assert (
-                    two.unread.size
-                    == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * INITIAL_WINDOW
-                )
-                nursery.cancel_scope.cancel()
-
-    run(case)
+async def test_many_unread_circuits_do_not_close_the_connection() -> None:
+    async with two_sessions() as (one, two):
+        nears, fars = [], []
+        for _ in range(128):  # as many circuits as a relay carries for one peer
+            nears.append(await one.open_stream())
+            fars.append(await two.accept_stream())
+            fars[-1].carry_circuit()
+        assert sum(far.is_wide for far in fars) == session_module.MAX_WIDE
+        async with trio.open_nursery() as nursery:
+            for near in nears:
+                nursery.start_soon(near.write, bytes(2 * MAX_WINDOW))
+            await trio.sleep(60)
+            assert not two.is_closed
+            assert (
+                two.unread.size
+                == session_module.MAX_WIDE * MAX_WINDOW + (128 - session_module.MAX_WIDE) * INITIAL_WINDOW
+            )
+            nursery.cancel_scope.cancel()
 
 
-def test_unread_limit_is_shared_by_connections_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_limit_is_shared_by_connections_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_UNREAD", 3 * MAX_WINDOW)
     full = b"".join(
         frame(UPDATE, SYN, stream, 0) + frame(DATA, 0, stream, data=bytes(INITIAL_WINDOW)) for stream in range(1, 15, 2)
     )
-
-    async def case() -> None:
-        shared = UnreadBytes()
-        async with session_and_wire(unread=shared) as (first, one), session_and_wire(unread=shared) as (second, two):
-            await one.send_all(full)
-            await trio.testing.wait_all_tasks_blocked()
-            assert not first.is_closed
-            await two.send_all(full)
-            await second.event_closed.wait()
-            assert not first.is_closed
-            stream = await first.accept_stream()
-            assert await stream.read(5) == bytes(5)
-            assert shared.size == 7 * INITIAL_WINDOW - 5
-        assert shared.size == 0
-
-    run(case)
+    shared = UnreadBytes()
+    async with session_and_wire(unread=shared) as (first, one), session_and_wire(unread=shared) as (second, two):
+        await one.send_all(full)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not first.is_closed
+        await two.send_all(full)
+        await second.event_closed.wait()
+        assert not first.is_closed
+        stream = await first.accept_stream()
+        assert await stream.read(5) == bytes(5)
+        assert shared.size == 7 * INITIAL_WINDOW - 5
+    assert shared.size == 0
 
 
-def test_streams_over_the_limit_are_reset_individually() -> None:
-    async def case() -> None:
-        async with session_and_wire() as (session, peer):
+async def test_streams_over_the_limit_are_reset_individually() -> None:
+    async with session_and_wire() as (session, peer):
 
-            async def accept() -> None:
-                while True:
-                    await session.accept_stream()
+        async def accept() -> None:
+            while True:
+                await session.accept_stream()
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(accept)
-                for stream in range(MAX_STREAMS):
-                    await peer.send_all(frame(UPDATE, SYN, 2 * stream + 1, 0))
-                await trio.sleep(1)
-                over = 2 * MAX_STREAMS + 1
-                await peer.send_all(frame(UPDATE, SYN, over, 0))
-                await trio.sleep(1)
-                assert not session.is_closed
-                assert (await peer.receive_some()).endswith(frame(UPDATE, RST, over, 0))
-                nursery.cancel_scope.cancel()
-
-    run(case)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            for stream in range(MAX_STREAMS):
+                await peer.send_all(frame(UPDATE, SYN, 2 * stream + 1, 0))
+            await trio.sleep(1)
+            over = 2 * MAX_STREAMS + 1
+            await peer.send_all(frame(UPDATE, SYN, over, 0))
+            await trio.sleep(1)
+            assert not session.is_closed
+            assert (await peer.receive_some()).endswith(frame(UPDATE, RST, over, 0))
+            nursery.cancel_scope.cancel()
 
 
 # ----------------------------------------------------------------------------------------------------------- keepalive
 
 
-def test_silent_peer_is_dropped_after_ping_interval_and_timeout() -> None:
-    async def case() -> None:
-        async with session_and_wire() as (session, peer):
-            began = trio.current_time()
-            await session.event_closed.wait()
-            assert trio.current_time() - began == pytest.approx(PING_INTERVAL + PING_TIMEOUT)
-            assert await peer.receive_some() == FIRST_PING + frame(PING, SYN, 0, 0)
-
-    run(case)
+async def test_silent_peer_is_dropped_after_ping_interval_and_timeout() -> None:
+    async with session_and_wire() as (session, peer):
+        began = trio.current_time()
+        await session.event_closed.wait()
+        assert trio.current_time() - began == pytest.approx(PING_INTERVAL + PING_TIMEOUT)
+        assert await peer.receive_some() == FIRST_PING + frame(PING, SYN, 0, 0)
 
 
-def test_peer_that_answers_pings_is_kept() -> None:
-    async def case() -> None:
-        async with two_sessions() as (one, two):
-            await trio.sleep(1000)
-            assert not one.is_closed
-            assert not two.is_closed
-
-    run(case)
+async def test_peer_that_answers_pings_is_kept() -> None:
+    async with two_sessions() as (one, two):
+        await trio.sleep(1000)
+        assert not one.is_closed
+        assert not two.is_closed
 
 
 def test_suspended_process_does_not_drop_its_peers() -> None:
@@ -990,15 +910,11 @@ def test_suspended_process_does_not_drop_its_peers() -> None:
     trio.run(case, clock=clock)
 
 
-def test_silent_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_CONTROL", 4)
-
-    async def case() -> None:
-        async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer):
-            await peer.send_all(frame(PING, SYN, 0, 1))
-            await trio.testing.wait_all_tasks_blocked()
-            await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first reply is being written, these are queued
-            await session.event_closed.wait()
-            await peer.aclose()
-
-    run(case)
+    async with session_and_wire(trio.testing.lockstep_stream_pair) as (session, peer):
+        await peer.send_all(frame(PING, SYN, 0, 1))
+        await trio.testing.wait_all_tasks_blocked()
+        await peer.send_all(frame(PING, SYN, 0, 1) * 4)  # the first reply is being written, these are queued
+        await session.event_closed.wait()
+        await peer.aclose()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
-from support.memory_pair import run_with_pair
+from support.memory_pair import memory_pair
 
 from hypha_net import transfer
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferError, TransferRefusedError
@@ -55,25 +56,21 @@ class Holder:
         return transfer.PullSource(self.folder / "store" / self.files[request.index])
 
 
-Case = Callable[[MemoryEndpoint, MemoryEndpoint, Holder], Awaitable[None]]
-
-
-def run(folder: Path, case: Case) -> None:
-    async def main(a: MemoryEndpoint, b: MemoryEndpoint) -> None:
+@asynccontextmanager
+async def open_holder(folder: Path) -> AsyncIterator[tuple[MemoryEndpoint, MemoryEndpoint, Holder]]:
+    async with memory_pair() as (a, b):
         holder = Holder(folder)
         transfer.serve_pulls(b, holder.serve)
-        await case(a, b, holder)
+        yield a, b, holder
         assert not list((folder / "got").glob(".*")), "something incomplete is left"
-
-    run_with_pair(main)
 
 
 def found(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_files_and_folders_appear_whole(tmp_path: Path) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+async def test_files_and_folders_appear_whole(tmp_path: Path) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         got = tmp_path / "got"
         size = await download_output(a, await holder.output(CONTENT), b.peer_id, got / "folder")
         assert size == sum(map(len, CONTENT.values()))
@@ -84,24 +81,19 @@ def test_files_and_folders_appear_whole(tmp_path: Path) -> None:
         assert await download_output(a, await holder.output({}), b.peer_id, got / "empty") == 0
         assert list((got / "empty").iterdir()) == []
 
-    run(tmp_path, case)
 
-
-def test_many_files_are_pulled(tmp_path: Path) -> None:
+async def test_many_files_are_pulled(tmp_path: Path) -> None:
     content = {f"{number % 7}/{number}": str(number).encode() for number in range(100)}
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         await download_output(a, await holder.output(content), b.peer_id, tmp_path / "got" / "folder")
         assert found(tmp_path / "got" / "folder") == content
         assert sorted(holder.requests) == list(range(100))
 
-    run(tmp_path, case)
 
-
-def test_another_content_than_announced_is_counted_and_an_error_that_names_the_file(
+async def test_another_content_than_announced_is_counted_and_an_error_that_names_the_file(
     tmp_path: Path, recorded: Any
 ) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output = await holder.output(CONTENT)
         (tmp_path / "store" / "conf" / "a.json").write_bytes(b"[]")
         with pytest.raises(ContentMismatchError) as caught:
@@ -113,11 +105,9 @@ def test_another_content_than_announced_is_counted_and_an_error_that_names_the_f
         assert recorded.total("hypha.scheduler.outputs.refused") == 1
         assert not (tmp_path / "got" / "folder").exists()
 
-    run(tmp_path, case)
 
-
-def test_a_smaller_size_than_stored_is_refused(tmp_path: Path) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+async def test_a_smaller_size_than_stored_is_refused(tmp_path: Path) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output = await holder.output({"": b"text"})
         [file] = output.files
         for size in (3, 5):
@@ -128,22 +118,20 @@ def test_a_smaller_size_than_stored_is_refused(tmp_path: Path) -> None:
                 await download_output(a, false, b.peer_id, tmp_path / "got" / "file", max_bytes=10)
             assert not (tmp_path / "got" / "file").exists()
 
-    run(tmp_path, case)
 
-
-def test_a_holder_that_no_longer_has_it_is_asked_once(tmp_path: Path) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+async def test_a_holder_that_no_longer_has_it_is_asked_once(tmp_path: Path) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output = await holder.output({"": b"text"})
         gone = StoredOutput(name="model", dataset="another", files=output.files)
         with pytest.raises(TransferRefusedError, match=r"file 'model' of output 'model'.*no such output"):
             await download_output(a, gone, b.peer_id, tmp_path / "got" / "file")
         assert holder.requests == [0]
 
-    run(tmp_path, case)
 
-
-def test_limits_and_space_are_checked_before_anything_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+async def test_limits_and_space_are_checked_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output, target = await holder.output({"": b"text"}), tmp_path / "got" / "file"
         with pytest.raises(TransferError, match="has 4 bytes, over the limit of 3"):
             await download_output(a, output, b.peer_id, target, max_bytes=3)
@@ -157,11 +145,9 @@ def test_limits_and_space_are_checked_before_anything_is_asked(tmp_path: Path, m
             await download_output(a, output, b.peer_id, target)
         assert holder.requests == []
 
-    run(tmp_path, case)
 
-
-def test_a_cancelled_download_leaves_nothing(tmp_path: Path) -> None:
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+async def test_a_cancelled_download_leaves_nothing(tmp_path: Path) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output, asked = await holder.output(CONTENT), anyio.Event()
 
         async def hang(request: PullRequest) -> None:
@@ -176,14 +162,11 @@ def test_a_cancelled_download_leaves_nothing(tmp_path: Path) -> None:
             tasks.cancel_scope.cancel()
         assert list((tmp_path / "got").iterdir()) == []
 
-    run(tmp_path, case)
 
-
-def test_an_unreachable_holder_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_holder_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_scheduler.jobs.output_download.RETRY_DELAYS", (0.0, 0.0))
     nobody = PeerId.from_public_key(bytes(32))
-
-    async def case(a: MemoryEndpoint, b: MemoryEndpoint, holder: Holder) -> None:
+    async with open_holder(tmp_path) as (a, b, holder):
         output, tries = await holder.output({"": b"text"}), 0
         open_stream = a.open_stream
 
@@ -198,5 +181,3 @@ def test_an_unreachable_holder_is_tried_again(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(NetError):
             await download_output(a, output, b.peer_id, tmp_path / "got" / "other")
         assert tries == 13
-
-    run(tmp_path, case)
