@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.diloco_simulation import BATCH, JOB_ID, PEERS, SERVER, START, Job, job_table
 
-from hypha_net.testing import simulate
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
 from hypha_proto.job_spec import AggregateConfig, PeersReference, TrainConfig
@@ -15,6 +14,8 @@ from hypha_proto.progress import Done, RoundMetrics
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.strategies.base import RetryAfter, StartTask, TaskState
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
+
+pytestmark = pytest.mark.virtual_clock
 
 A, B, C, D, E = PEERS[:5]
 OTHER_SERVER = PEERS[7]
@@ -73,39 +74,33 @@ def used(job: Job) -> list[tuple[int, int, int]]:
 # ------------------------------------------------------------------------------------------------------------ executors
 
 
-def test_update_that_was_made_again_counts_after_the_first_one_did_not_arrive() -> None:
-    async def case() -> None:
-        job = begin((A,), resources={"num_workers": 1, "min_workers": 1})
-        job.train_round(A, 2)
-        assert job.state(A) == (True, "")
-        job.end_task(A, TaskState.FAILED, "it was killed", -9)
-        job.refuse(A, "it did not arrive in time", missing=True)
-        assert job.join(A) == RoundToJoin(round=1)
-        play_round(job, A)
-        await finish_round(job, A)
-        assert members(job, 1) == names(A)
-        assert job.outcome is None
-
-    simulate(case)
+async def test_update_that_was_made_again_counts_after_the_first_one_did_not_arrive() -> None:
+    job = begin((A,), resources={"num_workers": 1, "min_workers": 1})
+    job.train_round(A, 2)
+    assert job.state(A) == (True, "")
+    job.end_task(A, TaskState.FAILED, "it was killed", -9)
+    job.refuse(A, "it did not arrive in time", missing=True)
+    assert job.join(A) == RoundToJoin(round=1)
+    play_round(job, A)
+    await finish_round(job, A)
+    assert members(job, 1) == names(A)
+    assert job.outcome is None
 
 
-def test_what_memory_ends_is_half_of_what_the_executor_has_taken() -> None:
-    async def case() -> None:
-        job = begin()
-        job.report(A, RoundMetrics(round=1, metrics={"micro_batch": 4.0}))
-        job.report(B, RoundMetrics(round=1, metrics={"micro_batch": 1e30}))
-        job.report(C, RoundMetrics(round=1, metrics={"loss": 1.0}))
-        posted = {found["worker"]: found["value"] for found in job.named("metric") if found["name"] == "micro_batch"}
-        assert posted[str(A)] == 4.0
-        summary = job.operator.summary({})["workers"]
-        assert {found["peer"]: found["micro_batch"] for found in summary} == {  # type: ignore[attr-defined]
-            str(A): 4, str(B): BATCH, str(C): None
-        }  # fmt: skip
-        for expected in (2, 1):
-            job.end_task(A, TaskState.FAILED, "exited with status 75", 75)
-            assert train_config(job.specs[A]).micro_batch == expected
-
-    simulate(case)
+async def test_what_memory_ends_is_half_of_what_the_executor_has_taken() -> None:
+    job = begin()
+    job.report(A, RoundMetrics(round=1, metrics={"micro_batch": 4.0}))
+    job.report(B, RoundMetrics(round=1, metrics={"micro_batch": 1e30}))
+    job.report(C, RoundMetrics(round=1, metrics={"loss": 1.0}))
+    posted = {found["worker"]: found["value"] for found in job.named("metric") if found["name"] == "micro_batch"}
+    assert posted[str(A)] == 4.0
+    summary = job.operator.summary({})["workers"]
+    assert {found["peer"]: found["micro_batch"] for found in summary} == {  # type: ignore[attr-defined]
+        str(A): 4, str(B): BATCH, str(C): None
+    }  # fmt: skip
+    for expected in (2, 1):
+        job.end_task(A, TaskState.FAILED, "exited with status 75", 75)
+        assert train_config(job.specs[A]).micro_batch == expected
 
 
 async def _train_without_a(job: Job) -> None:
@@ -117,482 +112,402 @@ async def _train_without_a(job: Job) -> None:
     await finish_round(job, B, C)
 
 
-def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
-    async def case() -> None:
-        job = begin()
-        job.train_round(A, 1)
-        job.train_round(B, 1)
-        lease, first = job.leases[A].lease, train_config(job.specs[A])
-        job.end_task(A, TaskState.FAILED, "it was killed", -9)
-        again = train_config(job.specs[A])
-        assert job.leases[A].lease == lease
-        assert job.leases[A].attempt == 1
-        assert (first.join, again.join, again.member, again.micro_batch) == (True, True, first.member, BATCH // 2)
-        [restarted] = job.named("worker_restarted")
-        assert (restarted["worker"], restarted["micro_batch"]) == (str(A), BATCH // 2)
-        assert "it was killed" in str(restarted["reason"])
-        assert not job.give_slice(A)  # it has to join first
-        assert isinstance(job.join(A), RetryAfter)
-        await _train_without_a(job)
-        assert members(job, 1) == names(B, C)
-        assert job.join(A) == RoundToJoin(round=2, weights=job.rounds[0]["weights"])
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        assert members(job, 2) == names(*WORKERS)
-        assert len(set(used(job))) == len(used(job))
-        assert job.outcome is None
-
-    simulate(case)
+async def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
+    job = begin()
+    job.train_round(A, 1)
+    job.train_round(B, 1)
+    lease, first = job.leases[A].lease, train_config(job.specs[A])
+    job.end_task(A, TaskState.FAILED, "it was killed", -9)
+    again = train_config(job.specs[A])
+    assert job.leases[A].lease == lease
+    assert job.leases[A].attempt == 1
+    assert (first.join, again.join, again.member, again.micro_batch) == (True, True, first.member, BATCH // 2)
+    [restarted] = job.named("worker_restarted")
+    assert (restarted["worker"], restarted["micro_batch"]) == (str(A), BATCH // 2)
+    assert "it was killed" in str(restarted["reason"])
+    assert not job.give_slice(A)  # it has to join first
+    assert isinstance(job.join(A), RetryAfter)
+    await _train_without_a(job)
+    assert members(job, 1) == names(B, C)
+    assert job.join(A) == RoundToJoin(round=2, weights=job.rounds[0]["weights"])
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    assert members(job, 2) == names(*WORKERS)
+    assert len(set(used(job))) == len(used(job))
+    assert job.outcome is None
 
 
 @pytest.mark.parametrize("is_released", [False, True])
-def test_worker_that_gives_its_task_up_gets_no_other_one(is_released: bool) -> None:
+async def test_worker_that_gives_its_task_up_gets_no_other_one(is_released: bool) -> None:
     """Its disk is full, and is the next time, too. What the job itself has stopped says nothing about the worker."""
-
-    async def case() -> None:
-        job = begin(resources={"num_workers": 3, "min_workers": 2})
-        if is_released:
-            job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
-        else:
-            job.end_task(A, TaskState.CANCELLED, "no room for the file in /work: No space left on device")
-        [train] = [request for request in job.operator.role_requests() if request.role == TRAIN]
-        assert train.excluded == (frozenset() if is_released else frozenset({A}))
-        assert train.count == 3
-
-    simulate(case)
+    job = begin(resources={"num_workers": 3, "min_workers": 2})
+    if is_released:
+        job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
+    else:
+        job.end_task(A, TaskState.CANCELLED, "no room for the file in /work: No space left on device")
+    [train] = [request for request in job.operator.role_requests() if request.role == TRAIN]
+    assert train.excluded == (frozenset() if is_released else frozenset({A}))
+    assert train.count == 3
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counted_between(counts: bool) -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
-        job.acquire(A)
-        if counts:
-            job.train_round(B, 1)
-            assert isinstance(job.join(A), RetryAfter)
-            await _train_without_a(job)
-            assert isinstance(job.join(A), RoundToJoin)
-            play_round(job, *WORKERS)
-            await finish_round(job, *WORKERS)
-            assert members(job, 2) == names(*WORKERS)
-        job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
-        assert len(job.named("worker_excluded")) == (0 if counts else 1)
-
-    simulate(case)
+async def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counted_between(counts: bool) -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
+    job.acquire(A)
+    if counts:
+        job.train_round(B, 1)
+        assert isinstance(job.join(A), RetryAfter)
+        await _train_without_a(job)
+        assert isinstance(job.join(A), RoundToJoin)
+        play_round(job, *WORKERS)
+        await finish_round(job, *WORKERS)
+        assert members(job, 2) == names(*WORKERS)
+    job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
+    assert len(job.named("worker_excluded")) == (0 if counts else 1)
 
 
-def test_samples_of_an_executor_that_died_go_to_others() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.train_round(A, 2)
-        held = {(e, i, at) for e, i, first, end in job.executors[A].used for at in range(first, end)}
-        job.end_task(A, TaskState.FAILED, "it exited", 1)
-        play_round(job, B, C, batches=9)
-        await finish_round(job, B, C)
-        assert held <= set(used(job))
-
-    simulate(case)
+async def test_samples_of_an_executor_that_died_go_to_others() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.train_round(A, 2)
+    held = {(e, i, at) for e, i, first, end in job.executors[A].used for at in range(first, end)}
+    job.end_task(A, TaskState.FAILED, "it exited", 1)
+    play_round(job, B, C, batches=9)
+    await finish_round(job, B, C)
+    assert held <= set(used(job))
 
 
-def test_third_failure_on_a_lease_replaces_the_worker() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        for number in range(3):
-            job.end_task(A, TaskState.FAILED, f"failure {number}", 1, (f"error {'abc'[number]}",))
-        assert len(job.named("worker_restarted")) == 2
-        assert A not in job.leases
-        assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
-        wanted = {request.role: request for request in job.operator.role_requests()}
-        assert (wanted[TRAIN].count, wanted[TRAIN].excluded) == (3, {A})
-        [excluded] = job.named("worker_excluded")
-        assert (excluded["worker"], excluded["role"], excluded["seconds"]) == (str(A), TRAIN, 60.0)
-        job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
-        assert job.outcome is None, "it is used rather than that the job fails"
-        assert job.operator.role_requests()[0].excluded == frozenset()
-        job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
-        assert job.outcome is not None
-        assert job.outcome.endswith("2 of 3 held")
-
-    simulate(case)
+async def test_third_failure_on_a_lease_replaces_the_worker() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    for number in range(3):
+        job.end_task(A, TaskState.FAILED, f"failure {number}", 1, (f"error {'abc'[number]}",))
+    assert len(job.named("worker_restarted")) == 2
+    assert A not in job.leases
+    assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
+    wanted = {request.role: request for request in job.operator.role_requests()}
+    assert (wanted[TRAIN].count, wanted[TRAIN].excluded) == (3, {A})
+    [excluded] = job.named("worker_excluded")
+    assert (excluded["worker"], excluded["role"], excluded["seconds"]) == (str(A), TRAIN, 60.0)
+    job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
+    assert job.outcome is None, "it is used rather than that the job fails"
+    assert job.operator.role_requests()[0].excluded == frozenset()
+    job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
+    assert job.outcome is not None
+    assert job.outcome.endswith("2 of 3 held")
 
 
 @pytest.mark.parametrize("code", [2, 1])
-def test_error_that_is_the_jobs_own_ends_it_with_its_last_lines(code: int) -> None:
-    async def case() -> None:
-        job = begin()
-        job.end_task(A, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
-        if code == 1:
-            assert job.outcome is None
-            job.end_task(B, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
-        assert job.outcome is not None
-        assert "ValueError: no such tensor" in job.outcome
-
-    simulate(case)
-
-
-def test_executors_that_end_after_a_refusal_are_started_again_and_end_no_job() -> None:
-    async def case() -> None:
-        job = begin()
-        play_round(job, *WORKERS)
-        for peer in (A, B):
-            job.refuse(peer)
-            job.end_task(peer, TaskState.FAILED, "the update was refused", 1, ("NaN",))
-        assert [found["worker"] for found in job.named("worker_restarted")] == [str(A), str(B)]
-        await finish_round(job, C)
-        assert members(job, 1) == names(C)
+async def test_error_that_is_the_jobs_own_ends_it_with_its_last_lines(code: int) -> None:
+    job = begin()
+    job.end_task(A, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
+    if code == 1:
         assert job.outcome is None
+        job.end_task(B, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
+    assert job.outcome is not None
+    assert "ValueError: no such tensor" in job.outcome
 
-    simulate(case)
+
+async def test_executors_that_end_after_a_refusal_are_started_again_and_end_no_job() -> None:
+    job = begin()
+    play_round(job, *WORKERS)
+    for peer in (A, B):
+        job.refuse(peer)
+        job.end_task(peer, TaskState.FAILED, "the update was refused", 1, ("NaN",))
+    assert [found["worker"] for found in job.named("worker_restarted")] == [str(A), str(B)]
+    await finish_round(job, C)
+    assert members(job, 1) == names(C)
+    assert job.outcome is None
 
 
-def test_disk_that_is_full_replaces_the_worker_at_once() -> None:
-    async def case() -> None:
-        job = begin()
-        job.end_task(A, TaskState.FAILED, "no room", 74, ("/scratch/x: No space left on device",))
-        assert job.named("worker_restarted") == []
-        [replaced] = job.named("worker_replaced")
-        assert "/scratch/x" in str(replaced["reason"])
-        play_round(job, B, C)
-        await finish_round(job, B, C)
-        assert job.outcome is None
-
-    simulate(case)
+async def test_disk_that_is_full_replaces_the_worker_at_once() -> None:
+    job = begin()
+    job.end_task(A, TaskState.FAILED, "no room", 74, ("/scratch/x: No space left on device",))
+    assert job.named("worker_restarted") == []
+    [replaced] = job.named("worker_replaced")
+    assert "/scratch/x" in str(replaced["reason"])
+    play_round(job, B, C)
+    await finish_round(job, B, C)
+    assert job.outcome is None
 
 
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-def test_lost_worker_is_replaced_by_one_that_joins_the_next_round() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        job.train_round(A, 1)
-        job.lose(C)
-        wanted = {request.role: request.count for request in job.operator.role_requests()}
-        assert wanted == {TRAIN: 3, AGGREGATE: 1}
-        job.acquire(D)
-        assert D in job.listed
-        assert C not in job.listed
-        assert train_config(job.specs[D]).member == 3
-        assert isinstance(job.join(D), RetryAfter)
-        job.train_round(A, 1)
-        play_round(job, B)
-        assert job.state(A) == (True, "")
-        job.send(A)
-        await finish_round(job, A, B)
-        assert members(job, 2) == names(A, B)
-        assert job.join(D) == RoundToJoin(round=3, weights=job.rounds[1]["weights"])
-        [joined] = [event for event in job.named("worker_joined") if event["worker"] == str(D)]
-        assert (joined["round"], joined["member"]) == (3, 3)
-        play_round(job, A, B, D)
-        await finish_round(job, A, B, D)
-        assert members(job, 3) == names(A, B, D)
-
-    simulate(case)
+async def test_lost_worker_is_replaced_by_one_that_joins_the_next_round() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    job.train_round(A, 1)
+    job.lose(C)
+    wanted = {request.role: request.count for request in job.operator.role_requests()}
+    assert wanted == {TRAIN: 3, AGGREGATE: 1}
+    job.acquire(D)
+    assert D in job.listed
+    assert C not in job.listed
+    assert train_config(job.specs[D]).member == 3
+    assert isinstance(job.join(D), RetryAfter)
+    job.train_round(A, 1)
+    play_round(job, B)
+    assert job.state(A) == (True, "")
+    job.send(A)
+    await finish_round(job, A, B)
+    assert members(job, 2) == names(A, B)
+    assert job.join(D) == RoundToJoin(round=3, weights=job.rounds[1]["weights"])
+    [joined] = [event for event in job.named("worker_joined") if event["worker"] == str(D)]
+    assert (joined["round"], joined["member"]) == (3, 3)
+    play_round(job, A, B, D)
+    await finish_round(job, A, B, D)
+    assert members(job, 3) == names(A, B, D)
 
 
-def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> None:
-    async def case() -> None:
-        job = Job(table=job_table())
-        job.open()
-        job.lease(WORKERS)
-        job.acquire(D)
-        assert job.join(D) == RoundToJoin(round=1)
-
-    simulate(case)
+async def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> None:
+    job = Job(table=job_table())
+    job.open()
+    job.lease(WORKERS)
+    job.acquire(D)
+    assert job.join(D) == RoundToJoin(round=1)
 
 
-def test_worker_that_comes_back_has_a_number_of_its_own() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.lose(A)
-        job.acquire(A)
-        assert train_config(job.specs[A]).member == 3
-        play_round(job, B)
-        assert isinstance(job.join(A), RetryAfter)
-        play_round(job, C)
-        await finish_round(job, B, C)
-        assert isinstance(job.join(A), RoundToJoin)
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        assert members(job, 2) == names(*WORKERS)
-
-    simulate(case)
+async def test_worker_that_comes_back_has_a_number_of_its_own() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.lose(A)
+    job.acquire(A)
+    assert train_config(job.specs[A]).member == 3
+    play_round(job, B)
+    assert isinstance(job.join(A), RetryAfter)
+    play_round(job, C)
+    await finish_round(job, B, C)
+    assert isinstance(job.join(A), RoundToJoin)
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    assert members(job, 2) == names(*WORKERS)
 
 
-def test_job_grows_to_its_maximum() -> None:
-    async def case() -> None:
-        job = begin((A, B), rounds={"update_rounds": 9}, resources={"num_workers": 2, "max_workers": 4})
-        assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
-        job.acquire(C)
-        job.acquire(D)
-        play_round(job, A, B)
-        for peer in (C, D):
-            assert isinstance(job.join(peer), RetryAfter)
-        await finish_round(job, A, B)
-        job.join(C)
-        job.join(D)
-        play_round(job, A, B, C, D)
-        await finish_round(job, A, B, C, D)
-        assert members(job, 2) == names(A, B, C, D)
-
-    simulate(case)
+async def test_job_grows_to_its_maximum() -> None:
+    job = begin((A, B), rounds={"update_rounds": 9}, resources={"num_workers": 2, "max_workers": 4})
+    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
+    job.acquire(C)
+    job.acquire(D)
+    play_round(job, A, B)
+    for peer in (C, D):
+        assert isinstance(job.join(peer), RetryAfter)
+    await finish_round(job, A, B)
+    job.join(C)
+    job.join(D)
+    play_round(job, A, B, C, D)
+    await finish_round(job, A, B, C, D)
+    assert members(job, 2) == names(A, B, C, D)
 
 
-def test_all_workers_follow_one_learning_rate_schedule() -> None:
-    async def case() -> None:
-        schedule = {"learning_rate": 1e-3, "schedule": "cosine-with-warmup"}
-        job = begin((A, B), resources={"num_workers": 3, "min_workers": 2}, inner_optimizer=schedule)
-        job.acquire(C)
-        first, joiner = train_config(job.specs[A]), train_config(job.specs[C])
-        assert first.round_steps == joiner.round_steps == 4.0
-        assert first.scheduler == joiner.scheduler
-
-    simulate(case)
+async def test_all_workers_follow_one_learning_rate_schedule() -> None:
+    schedule = {"learning_rate": 1e-3, "schedule": "cosine-with-warmup"}
+    job = begin((A, B), resources={"num_workers": 3, "min_workers": 2}, inner_optimizer=schedule)
+    job.acquire(C)
+    first, joiner = train_config(job.specs[A]), train_config(job.specs[C])
+    assert first.round_steps == joiner.round_steps == 4.0
+    assert first.scheduler == joiner.scheduler
 
 
-def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        job.holds_lists = True
-        for peer in WORKERS:
-            job.lose(peer)
-        job.acquire(D)
-        assert isinstance(job.join(D), RetryAfter)
-        job.holds_lists = False
-        job.answer_lists()
-        assert isinstance(job.join(D), RoundToJoin)
-
-    simulate(case)
+async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    job.holds_lists = True
+    for peer in WORKERS:
+        job.lose(peer)
+    job.acquire(D)
+    assert isinstance(job.join(D), RetryAfter)
+    job.holds_lists = False
+    job.answer_lists()
+    assert isinstance(job.join(D), RoundToJoin)
 
 
-def test_draining_worker_leaves_after_its_round_and_its_place_is_taken() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.apply(job.operator.on_lease_draining(job.leases[A].lease, 60.0, job.now))
-        assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
-        job.acquire(D)
-        play_round(job, *WORKERS)
-        assert isinstance(job.join(D), RetryAfter)
-        await finish_round(job)
-        assert members(job, 1) == names(*WORKERS)
-        assert isinstance(job.merge(A), Done)
-        job.end_task(A)
-        job.merge(B)
-        job.merge(C)
-        assert [left["worker"] for left in job.named("worker_left")] == [str(A)]
-        assert isinstance(job.join(D), RoundToJoin)
-        play_round(job, B, C, D)
-        await finish_round(job, B, C, D)
-        assert members(job, 2) == names(B, C, D)
-
-    simulate(case)
+async def test_draining_worker_leaves_after_its_round_and_its_place_is_taken() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.apply(job.operator.on_lease_draining(job.leases[A].lease, 60.0, job.now))
+    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
+    job.acquire(D)
+    play_round(job, *WORKERS)
+    assert isinstance(job.join(D), RetryAfter)
+    await finish_round(job)
+    assert members(job, 1) == names(*WORKERS)
+    assert isinstance(job.merge(A), Done)
+    job.end_task(A)
+    job.merge(B)
+    job.merge(C)
+    assert [left["worker"] for left in job.named("worker_left")] == [str(A)]
+    assert isinstance(job.join(D), RoundToJoin)
+    play_round(job, B, C, D)
+    await finish_round(job, B, C, D)
+    assert members(job, 2) == names(B, C, D)
 
 
 # ----------------------------------------------------------------------------------------------------- parameter server
 
 
-def test_lost_parameter_server_is_replaced_and_takes_the_step_of_the_open_round() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        play_round(job, *WORKERS)
-        job.lose(SERVER)
-        [paused] = job.named("paused")
-        assert "there is no parameter server" in str(paused["reason"])
-        assert job.outcome is None
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        assert job.server.term == 2
-        aggregate = job.specs[OTHER_SERVER].spec.aggregation
-        assert aggregate is not None
-        assert isinstance(aggregate, AggregateConfig)
-        assert (aggregate.term, aggregate.momentum is not None) == (2, True)
-        assert isinstance(aggregate.updates, PeersReference)
-        assert set(aggregate.updates.peers) == set(WORKERS)
-        update = job.commits[1][0]
-        assert {(m.term, m.server, m.round, m.update) for m in job.told.values()} == {(2, OTHER_SERVER, 2, update)}
-        assert set(job.told) == set(WORKERS)
-        for peer in WORKERS:
-            job.send(peer)
-        await finish_round(job, *WORKERS)
-        assert members(job, 2) == names(*WORKERS)
-        assert [record["term"] for record in job.rounds] == [1, 2]
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        assert job.outcome is None
-
-    simulate(case)
+async def test_lost_parameter_server_is_replaced_and_takes_the_step_of_the_open_round() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    play_round(job, *WORKERS)
+    job.lose(SERVER)
+    [paused] = job.named("paused")
+    assert "there is no parameter server" in str(paused["reason"])
+    assert job.outcome is None
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    assert job.server.term == 2
+    aggregate = job.specs[OTHER_SERVER].spec.aggregation
+    assert aggregate is not None
+    assert isinstance(aggregate, AggregateConfig)
+    assert (aggregate.term, aggregate.momentum is not None) == (2, True)
+    assert isinstance(aggregate.updates, PeersReference)
+    assert set(aggregate.updates.peers) == set(WORKERS)
+    update = job.commits[1][0]
+    assert {(m.term, m.server, m.round, m.update) for m in job.told.values()} == {(2, OTHER_SERVER, 2, update)}
+    assert set(job.told) == set(WORKERS)
+    for peer in WORKERS:
+        job.send(peer)
+    await finish_round(job, *WORKERS)
+    assert members(job, 2) == names(*WORKERS)
+    assert [record["term"] for record in job.rounds] == [1, 2]
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    assert job.outcome is None
 
 
-def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, A, C)
-        stated, job.executors[C].sent = job.executors[C].sent, None
-        job.lose(SERVER)
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        job.executors[C].sent = stated
-        assert [missing["worker"] for missing in job.named("update_missing")] == [str(C)]
-        job.send(A)
-        play_round(job, B)
-        await finish_round(job, A, B)
-        assert members(job, 1) == names(A, B)
-
-    simulate(case)
+async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, A, C)
+    stated, job.executors[C].sent = job.executors[C].sent, None
+    job.lose(SERVER)
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    job.executors[C].sent = stated
+    assert [missing["worker"] for missing in job.named("update_missing")] == [str(C)]
+    job.send(A)
+    play_round(job, B)
+    await finish_round(job, A, B)
+    assert members(job, 1) == names(A, B)
 
 
-def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_arrived() -> None:
+async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_arrived() -> None:
     """The executor of its worker may have been started again since the update arrived."""
-
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        stated, job.executors[C].sent = job.executors[C].sent, None
-        job.lose(SERVER)
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        job.executors[C].sent = stated
-        assert job.named("update_missing") == []
-        for peer in WORKERS:
-            job.send(peer)
-        await finish_round(job, *WORKERS)
-        assert members(job, 1) == names(*WORKERS)
-
-    simulate(case)
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    stated, job.executors[C].sent = job.executors[C].sent, None
+    job.lose(SERVER)
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    job.executors[C].sent = stated
+    assert job.named("update_missing") == []
+    for peer in WORKERS:
+        job.send(peer)
+    await finish_round(job, *WORKERS)
+    assert members(job, 1) == names(*WORKERS)
 
 
-def test_last_outer_update_is_served_to_workers() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        found = job.operator.on_pull_request(job.leases[A], PullRequest(dataset=f"{JOB_ID}/outer-update", index=0))
-        assert isinstance(found, PullSource)
-        assert job.result.updates[found.source] == job.commits[1][0]
-
-    simulate(case)
+async def test_last_outer_update_is_served_to_workers() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    found = job.operator.on_pull_request(job.leases[A], PullRequest(dataset=f"{JOB_ID}/outer-update", index=0))
+    assert isinstance(found, PullSource)
+    assert job.result.updates[found.source] == job.commits[1][0]
 
 
-def test_parameter_server_that_fails_is_sought_elsewhere() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.end_task(SERVER, TaskState.FAILED, "disk full: /scratch", None)
-        wanted = {request.role: request for request in job.operator.role_requests()}
-        assert (wanted[AGGREGATE].count, wanted[AGGREGATE].excluded) == (1, {SERVER})
-        [replaced] = job.named("worker_replaced")
-        assert (replaced["worker"], replaced["role"]) == (str(SERVER), AGGREGATE)
-        assert job.outcome is None
-
-    simulate(case)
+async def test_parameter_server_that_fails_is_sought_elsewhere() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.end_task(SERVER, TaskState.FAILED, "disk full: /scratch", None)
+    wanted = {request.role: request for request in job.operator.role_requests()}
+    assert (wanted[AGGREGATE].count, wanted[AGGREGATE].excluded) == (1, {SERVER})
+    [replaced] = job.named("worker_replaced")
+    assert (replaced["worker"], replaced["role"]) == (str(SERVER), AGGREGATE)
+    assert job.outcome is None
 
 
-def test_draining_parameter_server_is_replaced_after_the_next_round() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.apply(job.operator.on_lease_draining(job.leases[SERVER].lease, 60.0, job.now))
-        assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 3, AGGREGATE: 2}
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        assert OTHER_SERVER not in job.leases
-        play_round(job, *WORKERS)
-        assert await job.push() is None
-        assert SERVER not in job.leases
-        assert job.server.term == 2
-        for peer in WORKERS:
-            job.merge(peer)
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        assert [record["term"] for record in job.rounds] == [1, 2]
-
-    simulate(case)
+async def test_draining_parameter_server_is_replaced_after_the_next_round() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.apply(job.operator.on_lease_draining(job.leases[SERVER].lease, 60.0, job.now))
+    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 3, AGGREGATE: 2}
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    assert OTHER_SERVER not in job.leases
+    play_round(job, *WORKERS)
+    assert await job.push() is None
+    assert SERVER not in job.leases
+    assert job.server.term == 2
+    for peer in WORKERS:
+        job.merge(peer)
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    assert [record["term"] for record in job.rounds] == [1, 2]
 
 
-def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        old, header = job.leases[SERVER], job.server.step()
-        job.lose(SERVER)
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        target, _ = job.operator.on_push_request(old, header, job.now)
-        assert "another peer is the job's parameter server now" in target.reason  # type: ignore[union-attr]
-        for peer in WORKERS:
-            job.send(peer)
-        await finish_round(job, *WORKERS)
-        assert job.rounds[0]["term"] == 2
-
-    simulate(case)
+async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    old, header = job.leases[SERVER], job.server.step()
+    job.lose(SERVER)
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    target, _ = job.operator.on_push_request(old, header, job.now)
+    assert "another peer is the job's parameter server now" in target.reason  # type: ignore[union-attr]
+    for peer in WORKERS:
+        job.send(peer)
+    await finish_round(job, *WORKERS)
+    assert job.rounds[0]["term"] == 2
 
 
-def test_members_that_a_parameter_server_rejects_replace_it() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        job.server.round = 7
-        play_round(job, *WORKERS)
-        assert job.outcome is None
-        assert SERVER not in job.leases
-        assert [found["worker"] for found in job.named("worker_replaced")] == [str(SERVER)]
-
-    simulate(case)
+async def test_members_that_a_parameter_server_rejects_replace_it() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    job.server.round = 7
+    play_round(job, *WORKERS)
+    assert job.outcome is None
+    assert SERVER not in job.leases
+    assert [found["worker"] for found in job.named("worker_replaced")] == [str(SERVER)]
 
 
 @pytest.mark.parametrize("have_merged", [0, 2])
-def test_job_ends_without_a_parameter_server_once_all_rounds_are_recorded(have_merged: int) -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 1})
-        play_round(job, *WORKERS)
-        assert await job.push() is None
-        for peer in WORKERS[:have_merged]:
-            assert isinstance(job.merge(peer), Done)
-        job.lose(SERVER)
-        for peer in WORKERS[:have_merged]:
-            job.end_task(peer)
-        assert job.leases == {}
-        await job.run_background()
-        assert job.outcome == "finished"
-
-    simulate(case)
+async def test_job_ends_without_a_parameter_server_once_all_rounds_are_recorded(have_merged: int) -> None:
+    job = begin(rounds={"update_rounds": 1})
+    play_round(job, *WORKERS)
+    assert await job.push() is None
+    for peer in WORKERS[:have_merged]:
+        assert isinstance(job.merge(peer), Done)
+    job.lose(SERVER)
+    for peer in WORKERS[:have_merged]:
+        job.end_task(peer)
+    assert job.leases == {}
+    await job.run_background()
+    assert job.outcome == "finished"
 
 
-def test_worker_that_prepares_does_not_hold_up_the_end_of_the_job() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 1})
-        job.lose(C)
-        play_round(job, A)
-        job.acquire(D)
-        play_round(job, B)
-        await finish_round(job, A, B)
-        assert D not in job.leases
-        for peer in (A, B, SERVER):
-            job.end_task(peer)
-        await job.run_background()
-        assert job.outcome == "finished"
-
-    simulate(case)
+async def test_worker_that_prepares_does_not_hold_up_the_end_of_the_job() -> None:
+    job = begin(rounds={"update_rounds": 1})
+    job.lose(C)
+    play_round(job, A)
+    job.acquire(D)
+    play_round(job, B)
+    await finish_round(job, A, B)
+    assert D not in job.leases
+    for peer in (A, B, SERVER):
+        job.end_task(peer)
+    await job.run_background()
+    assert job.outcome == "finished"
 
 
 # --------------------------------------------------------------------------------------------------------------- pauses
 
 
-def test_job_pauses_without_its_minimum_and_goes_on_with_a_replacement() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9}, resources={"num_workers": 3, "min_workers": 3})
-        play_round(job, A, B)
-        job.lose(C)
-        [paused] = job.named("paused")
-        assert "2 of at least 3 remain" in str(paused["reason"])
-        assert job.operator.next_deadline() is None
-        job.acquire(D)
-        assert job.join(D) == RoundToJoin(round=1)
-        play_round(job, D)
-        assert len(job.named("continued")) == 1
-        await finish_round(job, A, B, D)
-        assert members(job, 1) == names(A, B, D)
-
-    simulate(case)
+async def test_job_pauses_without_its_minimum_and_goes_on_with_a_replacement() -> None:
+    job = begin(rounds={"update_rounds": 9}, resources={"num_workers": 3, "min_workers": 3})
+    play_round(job, A, B)
+    job.lose(C)
+    [paused] = job.named("paused")
+    assert "2 of at least 3 remain" in str(paused["reason"])
+    assert job.operator.next_deadline() is None
+    job.acquire(D)
+    assert job.join(D) == RoundToJoin(round=1)
+    play_round(job, D)
+    assert len(job.named("continued")) == 1
+    await finish_round(job, A, B, D)
+    assert members(job, 1) == names(A, B, D)
 
 
 def test_job_fails_when_nobody_was_found_in_time() -> None:
@@ -606,104 +521,91 @@ def test_job_fails_when_nobody_was_found_in_time() -> None:
 # -------------------------------------------------------------------------------------------------------------- restore
 
 
-def test_scheduler_that_is_back_knows_who_has_joined_and_who_has_not() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        job.lose(C)
-        job.acquire(D)
-        job.open()
-        job.adopt()
-        play_round(job, A, B)
-        assert isinstance(job.join(D), RetryAfter)
-        await finish_round(job, A, B)
-        assert members(job, 2) == names(A, B)
-        assert isinstance(job.join(D), RoundToJoin)
-        job.acquire(E)
-        assert train_config(job.specs[E]).member == 4
-        play_round(job, A, B, D)
-        await finish_round(job, A, B, D)
-        assert members(job, 3) == names(A, B, D)
-        assert START not in {record["weights"] for record in job.rounds}
-
-    simulate(case)
+async def test_scheduler_that_is_back_knows_who_has_joined_and_who_has_not() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    job.lose(C)
+    job.acquire(D)
+    job.open()
+    job.adopt()
+    play_round(job, A, B)
+    assert isinstance(job.join(D), RetryAfter)
+    await finish_round(job, A, B)
+    assert members(job, 2) == names(A, B)
+    assert isinstance(job.join(D), RoundToJoin)
+    job.acquire(E)
+    assert train_config(job.specs[E]).member == 4
+    play_round(job, A, B, D)
+    await finish_round(job, A, B, D)
+    assert members(job, 3) == names(A, B, D)
+    assert START not in {record["weights"] for record in job.rounds}
 
 
-def test_scheduler_that_is_back_tells_workers_of_the_parameter_server_again() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        job.lose(SERVER)
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        job.told.clear()
-        job.open()
-        job.adopt()
-        assert {(told.term, told.server) for told in job.told.values()} == {(2, OTHER_SERVER)}
-        for peer in WORKERS:
-            job.send(peer)
-        await finish_round(job, *WORKERS)
-        assert members(job, 1) == names(*WORKERS)
-
-    simulate(case)
+async def test_scheduler_that_is_back_tells_workers_of_the_parameter_server_again() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    job.lose(SERVER)
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    job.told.clear()
+    job.open()
+    job.adopt()
+    assert {(told.term, told.server) for told in job.told.values()} == {(2, OTHER_SERVER)}
+    for peer in WORKERS:
+        job.send(peer)
+    await finish_round(job, *WORKERS)
+    assert members(job, 1) == names(*WORKERS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
-def test_job_pauses_while_no_data_node_is_reachable() -> None:
+async def test_job_pauses_while_no_data_node_is_reachable() -> None:
     """No worker counts as late for what it cannot fetch, and the deadlines go on where they stood."""
-
-    async def case() -> None:
-        job = begin()
-        for peer in WORKERS:
-            job.train_round(peer, 1)
-        job.context.reachable = False
-        due = job.operator.next_deadline()
-        assert due is not None
-        for number in range(200):
-            job.now = due + number
-            assert job.operator.next_deadline() == job.now
-            job.apply(job.operator.on_deadline(job.now))
-        [paused] = job.named("paused")
-        assert "no data node of dataset" in str(paused["reason"])
-        job.context.reachable = True
-        job.now += 1
+    job = begin()
+    for peer in WORKERS:
+        job.train_round(peer, 1)
+    job.context.reachable = False
+    due = job.operator.next_deadline()
+    assert due is not None
+    for number in range(200):
+        job.now = due + number
+        assert job.operator.next_deadline() == job.now
         job.apply(job.operator.on_deadline(job.now))
-        [continued] = job.named("continued")
-        assert continued["seconds"] == pytest.approx(200)
-        assert job.operator.next_deadline() == pytest.approx(due + 200)
-        assert job.named("worker_late") == job.named("worker_suspected") == []
-        job.apply(job.operator.on_deadline(due + 200))
-        assert job.named("worker_suspected") != []
+    [paused] = job.named("paused")
+    assert "no data node of dataset" in str(paused["reason"])
+    job.context.reachable = True
+    job.now += 1
+    job.apply(job.operator.on_deadline(job.now))
+    [continued] = job.named("continued")
+    assert continued["seconds"] == pytest.approx(200)
+    assert job.operator.next_deadline() == pytest.approx(due + 200)
+    assert job.named("worker_late") == job.named("worker_suspected") == []
+    job.apply(job.operator.on_deadline(due + 200))
+    assert job.named("worker_suspected") != []
 
-    simulate(case)
 
-
-def test_scheduler_that_is_back_without_a_parameter_server_finds_another() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
-        play_round(job, A, B)
-        del job.leases[SERVER], job.leases[C], job.executors[C]
-        job.open()
-        job.adopt()
-        assert set(job.leases) == {A, B}
-        assert [lost["worker"] for lost in job.named("worker_lost")] == [str(C)]
-        assert "there is no parameter server" in str(job.named("paused")[-1]["reason"])
-        job.acquire(OTHER_SERVER, AGGREGATE)
-        assert {(told.term, told.server, told.round) for told in job.told.values()} == {(2, OTHER_SERVER, 2)}
-        for peer in (A, B):
-            job.send(peer)
-        await finish_round(job, A, B)
-        assert members(job, 2) == names(A, B)
-        assert [record["term"] for record in job.rounds] == [1, 2]
-        job.open()
-        job.adopt()
-        assert set(job.listed) == {A, B}
-        play_round(job, A, B)
-        await finish_round(job, A, B)
-        assert members(job, 3) == names(A, B)
-
-    simulate(case)
+async def test_scheduler_that_is_back_without_a_parameter_server_finds_another() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    play_round(job, *WORKERS)
+    await finish_round(job, *WORKERS)
+    play_round(job, A, B)
+    del job.leases[SERVER], job.leases[C], job.executors[C]
+    job.open()
+    job.adopt()
+    assert set(job.leases) == {A, B}
+    assert [lost["worker"] for lost in job.named("worker_lost")] == [str(C)]
+    assert "there is no parameter server" in str(job.named("paused")[-1]["reason"])
+    job.acquire(OTHER_SERVER, AGGREGATE)
+    assert {(told.term, told.server, told.round) for told in job.told.values()} == {(2, OTHER_SERVER, 2)}
+    for peer in (A, B):
+        job.send(peer)
+    await finish_round(job, A, B)
+    assert members(job, 2) == names(A, B)
+    assert [record["term"] for record in job.rounds] == [1, 2]
+    job.open()
+    job.adopt()
+    assert set(job.listed) == {A, B}
+    play_round(job, A, B)
+    await finish_round(job, A, B)
+    assert members(job, 3) == names(A, B)
