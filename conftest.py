@@ -43,7 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an ``async def`` test under trio, with the mark `virtual_clock` as `hypha_net.testing.simulate` does."""
+    """Run an ``async def`` test under trio, with the mark `virtual_clock` as `hypha_net.testing.simulate` does.
+
+    The parameter `seed` of such a test also seeds the order of its tasks.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     test = partial(
@@ -54,7 +57,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     else:
         from hypha_net.testing import simulate  # not needed by every test
 
-        simulate(test)
+        simulate(test, seed=pyfuncitem.funcargs.get("seed", 0))
     return True
 
 

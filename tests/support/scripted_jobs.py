@@ -6,7 +6,7 @@ A test derives an operator from `QuietOperator`, runs it with `run_jobs`, and sp
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ import pytest
 
 from hypha_net import pubsub, rpc
 from hypha_net.errors import NetError
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.datasets import DATA, JSONL, DataRequest, NotFound, SliceAssigned, SliceEntry, UnusableSlice, WireError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -523,19 +523,19 @@ class Lab:
         await self.ended(before + 1)
 
 
-def run_jobs(
+@asynccontextmanager
+async def open_jobs(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     strategy: ScriptedStrategy,
-    case: Callable[[Lab], Awaitable[None]],
     *,
     workers: int = 3,
     cores: int = 1,
     seed: int = 1,
     real_time: bool = False,
     streams: bool = True,
-) -> Lab:
-    """Run a test with a scheduler and workers on a virtual clock, for which work in threads takes no time.
+) -> AsyncIterator[Lab]:
+    """Open a scheduler and workers, for a virtual clock: work in threads takes no time.
 
     Transfers of files have threads of their own, and need `real_time`. Without `streams` workers open no task streams.
     """
@@ -544,33 +544,22 @@ def run_jobs(
         await anyio.lowlevel.checkpoint()
         return work(*arguments)
 
+    async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
+        return dataset(endpoints[1].peer_id)
+
     if not real_time:
         monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
     monkeypatch.setattr("hypha_scheduler.service.load_strategy", lambda _name, _allowed=None: strategy)
-    labs: list[Lab] = []
-
-    async def main() -> None:
-        network = MemoryNetwork(seed=seed)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(anyio.fail_after(REAL_LIMIT if real_time else LIMIT))
-            names = ["scheduler", "data", *(f"worker-{number}" for number in range(workers))]
-            endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in names]
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-
-            async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
-                return dataset(endpoints[1].peer_id)
-
-            monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
-            scripted = [ScriptedWorker(endpoint, cores, streams) for endpoint in endpoints[2:]]
-            for worker in scripted:
-                await tasks.start(worker.run)
-            service = SchedulerService(endpoints[0], folder / "runs")
-            labs.append(Lab(service, strategy, scripted, endpoints[0], tasks))
-            await case(labs[0])
-            tasks.cancel_scope.cancel()
-
-    if real_time:
-        anyio.run(main, backend="trio")
-    else:
-        simulate(main, seed=seed)
-    return labs[0]
+    monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+    network = MemoryNetwork(seed=seed)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(anyio.fail_after(REAL_LIMIT if real_time else LIMIT))
+        names = ["scheduler", "data", *(f"worker-{number}" for number in range(workers))]
+        endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in names]
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        scripted = [ScriptedWorker(endpoint, cores, streams) for endpoint in endpoints[2:]]
+        for worker in scripted:
+            await tasks.start(worker.run)
+        service = SchedulerService(endpoints[0], folder / "runs")
+        yield Lab(service, strategy, scripted, endpoints[0], tasks)
+        tasks.cancel_scope.cancel()

@@ -12,7 +12,6 @@ import anyio
 import numpy as np
 import pytest
 from support.diloco_simulation import PEERS, SERVER, FakeContext, FakeDataset, job_table
-from support.waiting import run
 
 from hypha_proto.update_file import TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
@@ -70,15 +69,12 @@ async def interrupted(tmp_path: Path) -> tuple[Context, Any, Journal]:
     return context, job, journal
 
 
-def test_a_job_goes_on_with_its_own_copy_of_the_start_model(tmp_path: Path) -> None:
-    async def case() -> None:
-        context, job, journal = await interrupted(tmp_path)
-        shutil.rmtree(tmp_path / "start")
-        async with STRATEGY.open(job, context, journal):
-            pass
-        assert (context.directory / "outer-state" / "round-2").is_dir()
-
-    run(case)
+async def test_a_job_goes_on_with_its_own_copy_of_the_start_model(tmp_path: Path) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    shutil.rmtree(tmp_path / "start")
+    async with STRATEGY.open(job, context, journal):
+        pass
+    assert (context.directory / "outer-state" / "round-2").is_dir()
 
 
 def damage_weights(directory: Path) -> None:
@@ -103,23 +99,19 @@ def change_start_model(directory: Path) -> None:
         (change_start_model, r"the job cannot go on: model is 'blake3:\w+', and was 'blake3:\w+'"),
     ],
 )
-def test_files_that_were_changed_since_are_named(tmp_path: Path, change: Callable[[Path], None], what: str) -> None:
-    async def case() -> None:
-        context, job, journal = await interrupted(tmp_path)
-        change(context.directory)
-        with pytest.raises(JobFailedError, match=what):
-            async with STRATEGY.open(job, context, journal):
-                pass
+async def test_files_that_were_changed_since_are_named(
+    tmp_path: Path, change: Callable[[Path], None], what: str
+) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    change(context.directory)
+    with pytest.raises(JobFailedError, match=what):
+        async with STRATEGY.open(job, context, journal):
+            pass
 
-    run(case)
 
-
-def test_a_dataset_that_was_changed_since_is_named(tmp_path: Path) -> None:
-    async def case() -> None:
-        context, job, journal = await interrupted(tmp_path)
-        context.manifest = '{"changed": true}'
-        with pytest.raises(JobFailedError, match=r"the manifest of dataset '.*' has the digest"):
-            async with STRATEGY.open(job, context, journal):
-                pass
-
-    run(case)
+async def test_a_dataset_that_was_changed_since_is_named(tmp_path: Path) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    context.manifest = '{"changed": true}'
+    with pytest.raises(JobFailedError, match=r"the manifest of dataset '.*' has the digest"):
+        async with STRATEGY.open(job, context, journal):
+            pass

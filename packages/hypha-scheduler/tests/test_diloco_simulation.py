@@ -9,12 +9,13 @@ from random import Random
 import pytest
 from support.diloco_simulation import BATCH, PEERS, SERVER, Executor, Job, SchedulerDied, digest_of, job_table
 
-from hypha_net.testing import simulate
 from hypha_proto.contributions import SampleRange, StateContribution
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Done
 from hypha_scheduler.audit.diloco import DilocoFindings, audit_records
 from hypha_scheduler.strategies.base import TaskState
+
+pytestmark = pytest.mark.virtual_clock
 
 WORKERS = PEERS[:4]
 ROUNDS = 6
@@ -287,33 +288,26 @@ def check_ledger(job: Job, used: set[Position]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_records_are_true_and_the_ledger_is_exact_whatever_happens(seed: int) -> None:
-    async def case() -> None:
-        chaos = Chaos(seed)
-        await chaos.run()
-        check_records(chaos)
-        outcome = chaos.job.outcome or ""
-        if outcome == "finished":
-            assert len(chaos.job.rounds) == ROUNDS
-        else:  # nobody is left, or nobody whose update of the round counts
-            assert "remain" in outcome or "0 updates of at least 1" in outcome, outcome
-
-    simulate(case)
+async def test_records_are_true_and_the_ledger_is_exact_whatever_happens(seed: int) -> None:
+    chaos = Chaos(seed)
+    await chaos.run()
+    check_records(chaos)
+    outcome = chaos.job.outcome or ""
+    if outcome == "finished":
+        assert len(chaos.job.rounds) == ROUNDS
+    else:  # nobody is left, or nobody whose update of the round counts
+        assert "remain" in outcome or "0 updates of at least 1" in outcome, outcome
 
 
 @pytest.mark.nightly
-def test_the_seeds_meet_every_fault_and_most_jobs_finish() -> None:
+async def test_the_seeds_meet_every_fault_and_most_jobs_finish() -> None:
     seen: Counter[str] = Counter()
-
-    async def case() -> None:
-        for seed in range(50):
-            chaos = Chaos(seed)
-            await chaos.run()
-            seen.update(chaos.seen)
-            seen["finished"] += chaos.job.outcome == "finished"
-            seen["excluded"] += len(chaos.job.named("worker_excluded"))
-
-    simulate(case)
+    for seed in range(50):
+        chaos = Chaos(seed)
+        await chaos.run()
+        seen.update(chaos.seen)
+        seen["finished"] += chaos.job.outcome == "finished"
+        seen["excluded"] += len(chaos.job.named("worker_excluded"))
     faults = {"NaN", "vanishes", "foreign ranges", "stale weights", "false digest", "replayed", "repeated", "lost"}
     assert faults | {"missing", "taken up", "resumed", "executor ended"} <= {name for name in seen if seen[name]}
     assert seen["finished"] >= 30, seen

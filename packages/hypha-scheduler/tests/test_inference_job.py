@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 from support.inference_simulation import FakeDataset, answer, job_table, part_of
-from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, run_jobs
+from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, open_jobs
 from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
 
@@ -32,6 +33,8 @@ from hypha_scheduler.datasets.dataset import PinnedDataset
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.inference.strategy import STRATEGY
+
+pytestmark = pytest.mark.virtual_clock
 
 ROWS = (3, 5, 1, 4, 7, 2)
 
@@ -150,15 +153,11 @@ class Network:
         assert sorted(record["slice"] for record in records) == list(range(len(ROWS)))
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    case: Callable[[Network], Awaitable[None]],
-    *,
-    workers: int = 2,
-    fake: FakeDataset | None = None,
-) -> None:
-    """Run a test with a dataset of questions and a model."""
+@asynccontextmanager
+async def open_inference(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, workers: int = 2, fake: FakeDataset | None = None
+) -> AsyncIterator[Network]:
+    """Open a network with a dataset of questions and a model."""
     write_model(folder / "model")
     found = fake or FakeDataset(ROWS)
 
@@ -167,17 +166,14 @@ def run(
         entries = from_json(Manifest, found.manifest()).slices
         return PinnedDataset(name, provider, entries, None, found.format, found.columns)
 
-    async def with_dataset(lab: Lab) -> None:
-        monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
-        await case(Network(lab, folder))
-
     provider = PeerId.from_public_key(bytes([77]) * 32)
-    strategy = cast(ScriptedStrategy, STRATEGY)
-    run_jobs(monkeypatch, folder, strategy, with_dataset, workers=workers)
+    async with open_jobs(monkeypatch, folder, cast(ScriptedStrategy, STRATEGY), workers=workers) as lab:
+        monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
+        yield Network(lab, folder)
 
 
-def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
+async def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
         network.serve(diligent)
         network.start()
         result = await network.result()
@@ -188,10 +184,8 @@ def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest.Monke
         assert sorted(index for executor in network.executors for index in executor.slices) == list(range(len(ROWS)))
         assert not (network.directory / "incoming").exists()
 
-    run(monkeypatch, tmp_path, case)
 
-
-def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDataset(ROWS)
     (tmp_path / "questions").mkdir()
     manifest: Manifest = from_json(Manifest, fake.manifest())
@@ -199,8 +193,7 @@ def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "questions" / "manifest.json").write_bytes(to_json(Manifest, manifest))
     for entry in manifest.slices:
         (tmp_path / "questions" / entry.file).write_bytes(b"x")
-
-    async def case(network: Network) -> None:
+    async with open_inference(monkeypatch, tmp_path, fake=fake) as network:
         source = {"path": str(tmp_path / "questions")}
         network.job = job_table(model={"path": str(tmp_path / "model"), "type": "causal-lm"}, dataset=source)
         network.serve(diligent)
@@ -208,11 +201,10 @@ def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: pytest.M
         await network.result()
         network.check()
 
-    run(monkeypatch, tmp_path, case, fake=fake)
 
+async def test_a_worker_that_goes_costs_what_it_had_in_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
 
-def test_a_worker_that_goes_costs_what_it_had_in_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
         async def leaves(executor: Executor) -> None:
             definition = await executor.begin()
             if len([other for other in network.executors if other.worker is executor.worker]) > 1:
@@ -231,11 +223,11 @@ def test_a_worker_that_goes_costs_what_it_had_in_hand(tmp_path: Path, monkeypatc
         lost = next(executor.slices for executor in network.executors if executor.worker is network.lab.workers[0])
         assert result["rows_assigned"] <= sum(ROWS) + sum(ROWS[index] for index in lost)
 
-    run(monkeypatch, tmp_path, case)
 
-
-def test_a_part_that_is_invalid_is_refused_and_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
+async def test_a_part_that_is_invalid_is_refused_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
         refusals: list[str] = []
 
         async def careless(executor: Executor) -> None:
@@ -254,11 +246,10 @@ def test_a_part_that_is_invalid_is_refused_and_computed_again(tmp_path: Path, mo
         assert result["parts_refused"] == len(refusals) >= 1
         assert "is cut short" in refusals[0]
 
-    run(monkeypatch, tmp_path, case)
 
+async def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
 
-def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
         async def repeats(executor: Executor) -> None:
             definition = await executor.begin()
             while (index := await executor.fetch(definition)) is not None:
@@ -274,11 +265,12 @@ def test_a_part_that_is_sent_twice_counts_once(tmp_path: Path, monkeypatch: pyte
         assert result["parts_dropped"] >= len(ROWS) - 2
         assert result["rows"] == sum(ROWS)
 
-    run(monkeypatch, tmp_path, case)
 
+async def test_a_part_does_not_interrupt_another_of_the_same_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_inference(monkeypatch, tmp_path, workers=1) as network:
 
-def test_a_part_does_not_interrupt_another_of_the_same_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
         async def sends_two_at_once(executor: Executor) -> None:
             definition = await executor.begin()
             first, second = await executor.fetch(definition), await executor.fetch(definition)
@@ -301,13 +293,11 @@ def test_a_part_does_not_interrupt_another_of_the_same_attempt(tmp_path: Path, m
         network.check()
         assert (result["parts_dropped"], result["rows_assigned"]) == (0, sum(ROWS))
 
-    run(monkeypatch, tmp_path, case, workers=1)
 
-
-def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
+async def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(network: Network) -> None:
+    async with open_inference(monkeypatch, tmp_path, workers=1) as network:
         was_late = anyio.Event()
 
         async def late_once(executor: Executor) -> None:
@@ -331,11 +321,9 @@ def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
         assert result["parts_dropped"] == 1
         assert result["rows"] == sum(ROWS) < result["rows_assigned"]
 
-    run(monkeypatch, tmp_path, case, workers=1)
 
-
-def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
+async def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_inference(monkeypatch, tmp_path, workers=1) as network:
         is_resumed = False
 
         async def dies_first(executor: Executor) -> None:
@@ -375,10 +363,8 @@ def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkeypatch:
             "accepted", "failed", "resumed", "finished",
         ]  # fmt: skip
 
-    run(monkeypatch, tmp_path, case, workers=1)  # with another one that works, exit code 2 is not believed
 
-
-def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
+async def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def errors(executor: Executor) -> None:
@@ -388,7 +374,7 @@ def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
             await executor.send(definition, index, "".join(rows).encode())
         await executor.stream.tell(definition, finished=TaskFinished(outputs=(), bytes_sent=1, bytes_received=2))
 
-    async def case(network: Network) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
         network.serve(errors)
         network.start()
         assert "the most frequent, TooLong (" in await network.failure()
@@ -400,14 +386,14 @@ def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
         network.check()
         assert (result["errors"], result["error_kinds"]) == (sum(ROWS), {"TooLong": sum(ROWS)})
 
-    run(monkeypatch, tmp_path, case)
 
-
-def test_a_dataset_without_the_prompts_columns_takes_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(network: Network) -> None:
+async def test_a_dataset_without_the_prompts_columns_takes_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_inference(
+        monkeypatch, tmp_path, fake=FakeDataset(ROWS, columns={"text": "text", "id": "integer"})
+    ) as network:
         network.start()
         assert "inference.prompt: dataset 'questions' has no column 'question'; it has text" in await network.failure()
         assert not any(worker.leases for worker in network.lab.workers)
         assert "placed" not in [record["record"] for record in read_journal(network.directory / JOURNAL)]
-
-    run(monkeypatch, tmp_path, case, fake=FakeDataset(ROWS, columns={"text": "text", "id": "integer"}))

@@ -15,13 +15,15 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
+from support.scripted_jobs import SPEC, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.lease_accounts import FILE, AccountsFileError, LeaseAccounts, read_accounts
 from hypha_scheduler.strategies.base import StartTask
+
+pytestmark = pytest.mark.virtual_clock
 
 PEER = PeerId.from_public_key(bytes(32))
 PRICE = 100.0
@@ -198,7 +200,7 @@ def test_the_command_lists_the_leases_of_all_jobs(tmp_path: Path) -> None:
     assert "'lately' is no period" in refused.output
 
 
-def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
+async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy, budget = ScriptedStrategy(), 3 * 60 * PRICE / 3600  # three workers for a minute
@@ -210,8 +212,7 @@ def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
 
     strategy.make = operator
     times: list[float] = []
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start(ScriptedJob(budget=budget))
         await operator.until("acquired")
         began = anyio.current_time()
@@ -225,8 +226,6 @@ def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
         assert "its budget of 5 tokens has to last until its leases have ended" in str(error)
         assert "`hypha-scheduler resume` continues it" in str(error)
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
-
-    lab = run_jobs(monkeypatch, tmp_path, strategy, case)
     [file] = lab.service._runs_dir.glob(f"*/{FILE}")
     spent = sum(account.tokens for account in read_accounts(file))
     assert budget * 0.7 < spent < budget

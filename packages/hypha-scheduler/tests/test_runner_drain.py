@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
 
 from hypha_scheduler.strategies.base import EndJob, StartTask
+
+pytestmark = pytest.mark.virtual_clock
 
 
 def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
@@ -18,13 +20,13 @@ def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
     return [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
 
 
-def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(context: Any) -> QuietOperator:
         operator = QuietOperator(context)
         operator.demand = (role(count=2, distinct=False),)
         return operator
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         [worker] = lab.workers
@@ -35,15 +37,15 @@ def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, monkeyp
         assert operator.told("draining") == [(lease, 42.0) for lease in leases]
         assert operator.told("lost") == []
         await lab.finish(operator)
-
-    lab = run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2)
     [first, second] = events(lab, "lease_draining")
     assert (first["peer"], first["role"], first["seconds"]) == (str(lab.workers[0].endpoint.peer_id), "train", 42.0)
     assert first["reason"] == second["reason"] == "its owner drains it"
 
 
-def test_nobody_drains_the_lease_of_another_worker_or_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_nobody_drains_the_lease_of_another_worker_or_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         first: QuietOperator = await lab.start()
         [[lease]] = await first.until("acquired")
         second: QuietOperator = await lab.start()
@@ -57,10 +59,8 @@ def test_nobody_drains_the_lease_of_another_worker_or_job(tmp_path: Path, monkey
         await lab.finish(first)
         await lab.finish(second)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(
+async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker would refuse the first task on it."""
@@ -70,7 +70,7 @@ def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(
         operator.demand = (role(count=2, minimum=2),)
         return operator
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
         draining, second, late = lab.workers
         second.cores = late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
@@ -85,17 +85,15 @@ def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(
         assert [released for released, _ in draining.released] == [lease]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case)
 
-
-def test_announcement_after_the_end_of_a_job_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_announcement_after_the_end_of_a_job_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator: QuietOperator = await lab.start()
         [[lease]] = await operator.until("acquired")
         operator.act(EndJob())
         await lab.worker(lease).drain(lab.peer, lease.id)
         await lab.ended()
         await lab.worker(lease).drain(lab.peer, lease.id)
-
-    lab = run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
     assert isinstance(lab.results[0], Path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import anyio.to_thread
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, run_jobs
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, open_jobs
 
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import simulate
@@ -27,6 +28,8 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.strategies.base import EmitEvent, EndJob, Lease, PushTarget, StartTask, TaskRef, WriteJournal
+
+pytestmark = pytest.mark.virtual_clock
 
 ON_FSYNC = "hypha_scheduler.jobs.record_file.os.fsync"
 
@@ -64,10 +67,11 @@ def event(name: str) -> EmitEvent:
     return EmitEvent(name, {})
 
 
-async def run_queue(
-    path: Path, case: Callable[[EffectQueue, list[str], list[OSError]], Any], *, names: list[str] | None = None
-) -> None:
-    """Run a queue whose effects are events, of which the names are listed when they are carried out."""
+@asynccontextmanager
+async def open_queue(
+    path: Path, *, names: list[str] | None = None
+) -> AsyncIterator[tuple[EffectQueue, list[str], list[OSError]]]:
+    """Open a queue whose effects are events, of which the names are listed when they are carried out."""
     carried_out: list[str] = [] if names is None else names
     errors: list[OSError] = []
     with Journal(path) as journal:
@@ -75,14 +79,13 @@ async def run_queue(
         with anyio.fail_after(100):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(queue.run)
-                await case(queue, carried_out, errors)
+                yield queue, carried_out, errors
                 tasks.cancel_scope.cancel()
 
 
-def test_record_is_on_disk_before_later_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_record_is_on_disk_before_later_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-
-    async def case(queue: EffectQueue, names: list[str], errors: list[OSError]) -> None:
+    async with open_queue(tmp_path / "j") as (queue, names, errors):
         ticket = queue.submit((event("before"), record(), event("after")))
         await disk.busy.wait()
         assert (names, disk.syncs) == (["before"], 0)
@@ -91,13 +94,10 @@ def test_record_is_on_disk_before_later_effects(tmp_path: Path, monkeypatch: pyt
         assert await queue.wait(ticket)
         assert (names, disk.syncs, errors) == (["before", "after"], 1, [])
 
-    simulate(lambda: run_queue(tmp_path / "j", case))
 
-
-def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-
-    async def case(queue: EffectQueue, names: list[str], _errors: list[OSError]) -> None:
+    async with open_queue(tmp_path / "j") as (queue, names, _errors):
         disk.free.set()
         assert await queue.wait(queue.submit(tuple(record(number) for number in range(10))))
         assert disk.syncs == 1
@@ -110,15 +110,12 @@ def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: 
         assert disk.syncs == 2  # the one that waited for the disk covers what was written by then
         assert names == [str(number) for number in range(10)]
 
-    simulate(lambda: run_queue(tmp_path / "j", case))
 
-
-def test_nothing_after_a_record_that_cannot_be_synced_is_carried_out(
+async def test_nothing_after_a_record_that_cannot_be_synced_is_carried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-
-    async def case(queue: EffectQueue, names: list[str], errors: list[OSError]) -> None:
+    async with open_queue(tmp_path / "j") as (queue, names, errors):
         disk.fails = True
         ticket = queue.submit((record(), event("after")))
         disk.free.set()
@@ -127,8 +124,6 @@ def test_nothing_after_a_record_that_cannot_be_synced_is_carried_out(
         assert not await queue.wait(later)
         assert names == []
         assert [error.errno for error in errors] == [errno.ENOSPC]
-
-    simulate(lambda: run_queue(tmp_path / "j", case))
 
 
 def test_task_whose_record_finds_no_room_will_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +142,9 @@ def test_task_whose_record_finds_no_room_will_start(tmp_path: Path, monkeypatch:
         assert not queue.will_start_on(uuid.uuid4())
 
 
-def test_closed_queue_lets_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_queue_lets_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-
-    async def case(queue: EffectQueue, names: list[str], _errors: list[OSError]) -> None:
+    async with open_queue(tmp_path / "j") as (queue, names, _errors):
         ticket = queue.submit((record(), event("after")))
         await disk.busy.wait()
         async with anyio.create_task_group() as tasks:
@@ -163,8 +157,6 @@ def test_closed_queue_lets_nobody_wait(tmp_path: Path, monkeypatch: pytest.Monke
             await anyio.lowlevel.checkpoint()
             queue.close()
         assert (answers, names) == ([False], [])
-
-    simulate(lambda: run_queue(tmp_path / "j", case))
 
 
 STEPS = st.lists(st.lists(st.sampled_from(["event", "record", "nested", "pause"]), max_size=5), max_size=8)
@@ -247,8 +239,9 @@ class Recording(QuietOperator):
         return (record(),)
 
 
-def run_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Callable[[Lab, Any, Disk], Any]) -> Lab:
-    async def prepared(lab: Lab) -> None:
+@asynccontextmanager
+async def open_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[tuple[Lab, Any, Disk]]:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording)) as lab:
         disk = Disk(monkeypatch)
         disk.free.set()
         operator = await lab.start()
@@ -256,16 +249,14 @@ def run_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Callabl
         operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
         disk.hold()
-        await case(lab, operator, disk)
+        yield lab, operator, disk
         await lab.ended()
 
-    return run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), prepared)
 
-
-def test_report_is_answered_when_its_record_is_on_disk_also_when_repeated(
+async def test_report_is_answered_when_its_record_is_on_disk_also_when_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+    async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
         worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
         answers: list[Any] = []
         request = uuid.uuid4()
@@ -284,14 +275,12 @@ def test_report_is_answered_when_its_record_is_on_disk_also_when_repeated(
         assert len(operator.told("progress")) == 1
         await lab.finish(operator)
 
-    run_recording(monkeypatch, tmp_path, case)
-
 
 @pytest.mark.parametrize("outcome", ["synced", "full"])
-def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
+async def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
-    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+    async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
         worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
         lease, digest = operator.leases[0].id, "blake3:" + "0" * 64
         header = PushHeader(job_id, 1, "k", "n", 0, digest, lab.peer, lease=lease)
@@ -333,13 +322,11 @@ def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
             assert received == [None]
             await lab.finish(operator)
 
-    run_recording(monkeypatch, tmp_path, case)
 
-
-def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
+async def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+    async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
         worker = lab.worker(operator.leases[0])
         disk.fails = True
         disk.free.set()
@@ -350,11 +337,9 @@ def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
         assert '"recorded"' not in events
         await worker.until(lambda: worker.released)
 
-    run_recording(monkeypatch, tmp_path, case)
 
-
-def test_job_ends_after_what_was_recorded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab, operator: Any, disk: Disk) -> None:
+async def test_job_ends_after_what_was_recorded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
         operator.act(record(7), EndJob())
         await disk.busy.wait()
         await anyio.sleep(5)
@@ -364,5 +349,3 @@ def test_job_ends_after_what_was_recorded_before(tmp_path: Path, monkeypatch: py
         assert isinstance(result, Path)
         kinds = [entry["record"] for entry in read_journal(operator.context.directory / JOURNAL)]
         assert kinds == ["accepted", "placed", "step", "finished"]
-
-    run_recording(monkeypatch, tmp_path, case)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
 
+from hypha_net.testing import simulate
 from hypha_proto.datasets import SliceAssigned
 from hypha_proto.progress import Acknowledged
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
@@ -26,18 +28,19 @@ from hypha_scheduler.strategies.base import (
     TaskStarted,
 )
 
+pytestmark = pytest.mark.virtual_clock
+
 
 def journal(lab: Lab) -> list[dict[str, Any]]:
     [path] = (lab.service._runs_dir).glob(f"*/{JOURNAL}")
     return read_journal(path)
 
 
-def test_raised_count_finds_leases_that_are_delivered_one_by_one(
+async def test_raised_count_finds_leases_that_are_delivered_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         operator.demand = (role(count=3),)
@@ -47,20 +50,24 @@ def test_raised_count_finds_leases_that_are_delivered_one_by_one(
         assert {lease.peer for [lease] in found} == {worker.endpoint.peer_id for worker in lab.workers}
         await lab.finish(operator)
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
-
-    lab = run_jobs(monkeypatch, tmp_path, strategy, case)
     kinds = [record["record"] for record in journal(lab)]
     assert kinds == ["accepted", "placed", "leased", "leased", "finished"]
 
 
 @pytest.mark.parametrize("available", [1, 2, 3])
-def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decision(
+async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
     """What else is free is not left to lapse: a second search would wait for these offers to end."""
     strategy = ScriptedStrategy()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=1, early=True),)
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         for worker in lab.workers[available:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start()
@@ -77,19 +84,19 @@ def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decision(
         await lab.finish(operator)
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
 
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=1, early=True),)
-        return made
 
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case)
-
-
-def test_job_that_starts_at_its_minimum_waits_for_the_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = ScriptedStrategy()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=2, early=True),)
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
@@ -99,14 +106,6 @@ def test_job_that_starts_at_its_minimum_waits_for_the_minimum(tmp_path: Path, mo
         first, *_ = await operator.until("acquired")
         assert len(first) == 2
         await lab.finish(operator)
-
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=2, early=True),)
-        return made
-
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 def demanding(*requests: RoleRequest) -> Callable[[Any], QuietOperator]:
@@ -121,10 +120,12 @@ def demanding(*requests: RoleRequest) -> Callable[[Any], QuietOperator]:
 
 
 @pytest.mark.parametrize("comes_at", [None, 1.0])
-def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
+async def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_at: float | None
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(
+        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0)))
+    ) as lab:
         late = lab.workers[2]
         late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -142,13 +143,13 @@ def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
         assert operator.told("timeout") == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0))), case)
 
-
-def test_all_roles_must_have_their_minimum_before_it_settles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_roles_must_have_their_minimum_before_it_settles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that is lost before the start is not counted: the time begins again."""
-
-    async def case(lab: Lab) -> None:
+    demand = (role("train", 3, 2, early=True, settle=2.0), role("one", 1, 1, early=True, settle=2.0))
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(*demand))) as lab:
         for worker in lab.workers[2:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -159,16 +160,14 @@ def test_all_roles_must_have_their_minimum_before_it_settles(tmp_path: Path, mon
         assert sorted(lease.role for lease in leases) == ["one", "train", "train"]
         await lab.finish(operator)
 
-    demand = (role("train", 3, 2, early=True, settle=2.0), role("one", 1, 1, early=True, settle=2.0))
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(*demand)), case)
 
-
-def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
+async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A further loss, or a changed demand, does not give the job more time."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(
+        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0)))
+    ) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         await anyio.sleep(100.0)
@@ -190,13 +189,13 @@ def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
         assert "within 30 s: 1 of 4 for train" in reasons
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0))), case)
 
-
-def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
+async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(
+        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True)))
+    ) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         for loss in range(3):
@@ -210,13 +209,12 @@ def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
         assert operator.told("timeout") == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True))), case)
 
-
-def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(
+async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    demand = role(count=4, minimum=3, early=True, settle=2.0)
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(demand)), workers=2) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
         await anyio.sleep(2.0)
         [first] = shortages(lab)
@@ -232,9 +230,6 @@ def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(
         assert len(shortages(lab)) <= before + 1
         await lab.finish(operator)
 
-    demand = role(count=4, minimum=3, early=True, settle=2.0)
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(demand)), case, workers=2)
-
 
 def shortages(lab: Lab) -> list[dict[str, Any]]:
     [path] = (lab.service._runs_dir).glob(f"*/{EVENTS}")
@@ -242,10 +237,9 @@ def shortages(lab: Lab) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "shortage"]
 
 
-def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).forgotten.add(first.id)
@@ -255,15 +249,12 @@ def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypat
         assert second.id != first.id
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(
+async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that drains is replaced before its lease ends; it may be the only one that comes."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), workers=1) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         operator.demand = (role(count=2),)
@@ -277,16 +268,13 @@ def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_
         assert second.peer == first.peer
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, workers=1)
-
 
 @pytest.mark.parametrize("how", ["lost", "released"])
-def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(
+async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Its task would run on for as long as a scheduler may be away, and hold what a new lease needs."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
         [[first]] = await operator.until("acquired")
         worker, network = lab.worker(first), lab.endpoint._network
@@ -304,15 +292,14 @@ def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(
         assert [lease for lease, _ in worker.released] == [first.id]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
 
 @pytest.mark.parametrize("how", ["stopped", "not started"])
-def test_lease_that_went_with_its_task_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_lease_that_went_with_its_task_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """A task that was stopped for good, or did not start, takes its lease along."""
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).is_silent = how == "not started"
@@ -328,14 +315,13 @@ def test_lease_that_went_with_its_task_is_replaced(tmp_path: Path, monkeypatch: 
         assert operator.told("lost") == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_lease_at_an_excluded_peer_is_replaced_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only lease of a role is kept until there is another one; with several it is released at once."""
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start()
@@ -359,13 +345,10 @@ def test_a_lease_at_an_excluded_peer_is_replaced_and_released(tmp_path: Path, mo
         assert len(operator.told("acquired")) == 3
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -377,13 +360,17 @@ def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, monkeypat
         assert lab.worker(first).released == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=3, minimum=3),)
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         start = [StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)]
@@ -405,19 +392,19 @@ def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypatch: p
         assert lab.worker(busy).released == [(busy.id, "the job needs it no longer")]
         assert lab.worker(other).released == [(other.id, "the job is done")]
 
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=3),)
-        return made
 
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case)
-
-
-def test_several_leases_of_a_job_on_one_peer_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_leases_of_a_job_on_one_peer_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = ScriptedStrategy(dataset=True)
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=2, minimum=2, distinct=False),)
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy, workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         one, two = operator.leases
@@ -433,20 +420,20 @@ def test_several_leases_of_a_job_on_one_peer_are_told_apart(tmp_path: Path, monk
             assert operator.told("slice")[-1][0].name == name
         await lab.finish(operator)
 
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=2, minimum=2, distinct=False),)
-        return made
 
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1, cores=2)
-
-
-def test_search_that_finds_too_few_keeps_nothing_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only roles without their minimum are named, what was found is not held back, and the search is repeated."""
     strategy = ScriptedStrategy()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role("many", 3, 3, distinct=False), role("one", 1, 1, distinct=False))
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         last = lab.workers[-1]
         last.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
@@ -463,16 +450,8 @@ def test_search_that_finds_too_few_keeps_nothing_and_goes_on(tmp_path: Path, mon
         await lab.finish(operator)
         assert isinstance(lab.results[0], Path)
 
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role("many", 3, 3, distinct=False), role("one", 1, 1, distinct=False))
-        return made
 
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case)
-
-
-def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
+async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Giving(QuietOperator):
@@ -480,8 +459,7 @@ def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
             return (EndJob(failure=reasons),)
 
     strategy = ScriptedStrategy(Giving)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         for worker in lab.workers:
             worker.cores = 0
         lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
@@ -494,14 +472,13 @@ def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
         assert "0 of 1 for train" in str(failure)
         assert str(failure).endswith("; 0 of 1 gateways: /ip4/10.0.0.1/tcp/4001: Connection refused")
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_released_leases_are_answered_for_before_a_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_released_leases_are_answered_for_before_a_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lease that is released in the same moment as the job ends does not stay at its worker."""
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[lease]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -511,21 +488,16 @@ def test_released_leases_are_answered_for_before_a_job_ends(tmp_path: Path, monk
         assert lab.worker(lease).released == [(lease.id, "enough")]
         assert isinstance(operator.told("update")[0][1], TaskStarted)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_two_requests_for_one_role_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_requests_for_one_role_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         operator.demand = (role(count=1), role(count=2))
         operator.refresh()
         [failure] = await lab.ended()
         assert "two requests for role 'train'" in str(failure)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 @pytest.mark.parametrize("first", ["alone", "many"])
@@ -537,22 +509,24 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
     alone, many = role("alone", 1, 1), role("many", 2, 2, distinct=False)
     begin = (alone, many) if together else (alone,) if first == "alone" else (many,)
 
-    async def case(lab: Lab) -> None:
-        operator: QuietOperator = await lab.start()
-        await operator.until("acquired")
-        operator.demand = (alone, many)
-        operator.refresh()
-        while len(operator.leases) < 3:
-            await operator.changed.wait()
-        [single] = [lease for lease in operator.leases if lease.role == "alone"]
-        assert single.peer not in {lease.peer for lease in operator.leases if lease.role == "many"}
-        await lab.finish(operator)
+    async def case(seed: int) -> None:
+        folder, strategy = tmp_path / str(seed), ScriptedStrategy(make)
+        folder.mkdir()
+        async with open_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
+            operator: QuietOperator = await lab.start()
+            await operator.until("acquired")
+            operator.demand = (alone, many)
+            operator.refresh()
+            while len(operator.leases) < 3:
+                await operator.changed.wait()
+            [single] = [lease for lease in operator.leases if lease.role == "alone"]
+            assert single.peer not in {lease.peer for lease in operator.leases if lease.role == "many"}
+            await lab.finish(operator)
 
-    def operator(context: Any) -> QuietOperator:
+    def make(context: Any) -> QuietOperator:
         made = QuietOperator(context)
         made.demand = begin
         return made
 
     for seed in range(3):
-        (tmp_path / str(seed)).mkdir()
-        run_jobs(monkeypatch, tmp_path / str(seed), ScriptedStrategy(operator), case, workers=3, cores=3, seed=seed)
+        simulate(partial(case, seed), seed=seed)

@@ -6,17 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, role, run_jobs
+from support.scripted_jobs import SPEC, QuietOperator, ScriptedStrategy, open_jobs, role
 
 from hypha_scheduler.strategies.base import StartTask, TaskStarted, WriteJournal
 
+pytestmark = pytest.mark.virtual_clock
 
-def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
+
+async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = QuietOperator(context)
+        made.demand = (role(count=2, minimum=2),)
+        return made
+
+    strategy.make = make
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator: QuietOperator = await lab.start()
         [(idle, newest)] = await operator.until("acquired")
         operator.demand = (role(count=1),)
@@ -26,11 +34,3 @@ def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
         await lab.worker(idle).until(lambda: lab.worker(idle).released)
         assert lab.worker(newest).released == []
         await lab.finish(operator)
-
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=2, minimum=2),)
-        return made
-
-    strategy.make = operator
-    run_jobs(monkeypatch, tmp_path, strategy, case)

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
-from support.scripted_jobs import Lab, ScriptedJob, ScriptedStrategy, run_jobs
+from support.scripted_jobs import ScriptedJob, ScriptedStrategy, open_jobs
 
 from hypha_scheduler.errors import StrategyError
 from hypha_scheduler.strategies import registry
 from hypha_scheduler.strategies.registry import GROUP, known_types, load_strategy, parse_job
+
+pytestmark = pytest.mark.virtual_clock
 
 MODULE = """
 from support.scripted_jobs import ScriptedStrategy
@@ -48,19 +50,16 @@ def _entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     sys.modules.pop("third_party", None)
 
 
-def test_job_of_an_installed_strategy_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_job_of_an_installed_strategy_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = parse_job({"type": "scripted", "seconds": 5})
     assert job == ScriptedJob(seconds=5)
     strategy = load_strategy(job.type)
     assert isinstance(strategy, ScriptedStrategy)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start(ScriptedJob(seconds=5))
         await operator.until("acquired")
         await lab.finish(operator)
         assert isinstance(lab.results[0], Path)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 def test_unknown_restricted_and_failing_strategies_are_named() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
+from support.scripted_jobs import QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs
 
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import EndJob, JobContext, WriteJournal
+
+pytestmark = pytest.mark.virtual_clock
 
 JOB = uuid.UUID(int=7)
 
@@ -33,10 +35,9 @@ def interrupted(runs: Path, job_id: uuid.UUID = JOB, *, kind: str = "scripted", 
     return directory
 
 
-def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         operator: QuietOperator = await lab.start(job_id=JOB, resume=True)
         assert operator.context.directory == directory
@@ -55,17 +56,14 @@ def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch
         await lab.run(job_id=JOB, resume=True)
         assert "the job cannot be resumed: it has finished" in str(lab.results[-1])
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
+async def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its strategy has copies in the job's directory, or says what it lacks."""
     strategy = ScriptedStrategy()
     monkeypatch.setattr(ScriptedJob, "missing_files", lambda _job: ["model.path: there is no directory gone"])
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         await lab.run()
         assert "model.path: there is no directory gone" in str(lab.results[-1])
         interrupted(tmp_path / "runs")
@@ -73,14 +71,11 @@ def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
         await lab.finish(operator)
         assert lab.results[-1] == tmp_path / "runs" / str(JOB) / "result.json"
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second scheduler is killed, too; the third gets the records of both."""
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         with Journal(directory / JOURNAL) as journal:
             journal.record("resumed")
@@ -88,8 +83,6 @@ def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.Monk
         operator = await lab.start(job_id=JOB, resume=True)
         assert [record["number"] for record in strategy.journals[0] if record["record"] == "done"] == [1, 2]
         await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +98,11 @@ def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.Monk
         ("locked", "another scheduler runs this job"),
     ],
 )
-def test_what_cannot_be_resumed_stays_as_it_is(
+async def test_what_cannot_be_resumed_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, why: str
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         directory = tmp_path / "runs" / str(JOB)
         if spoil == "empty":
             directory.mkdir(parents=True)
@@ -137,10 +129,8 @@ def test_what_cannot_be_resumed_stays_as_it_is(
             assert not strategy.journals
         assert directory.exists() == (spoil != "missing")
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
+async def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dataset may be missing for now: the job has not failed by that, and its files are as before."""
@@ -153,8 +143,7 @@ def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
             return super().open(job, context, journal)
 
     strategy = Unready()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         before = read_journal(directory / JOURNAL)
         await lab.run(job_id=JOB, resume=True)
@@ -169,11 +158,9 @@ def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
         kinds = [record["record"] for record in read_journal(directory / JOURNAL)]
         assert kinds == ["accepted", "done", "resumed", "failed", "resumed", "finished"]
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start(ScriptedJob(), JOB)
         await lab.run(job_id=JOB, resume=True)
         assert str(lab.results[0]) == f"job {JOB} runs already"
@@ -181,5 +168,3 @@ def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.
         assert "name its id" in str(lab.results[1])
         await lab.finish(operator)
         assert isinstance(lab.results[2], Path)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)

@@ -12,13 +12,15 @@ from typing import Any
 import anyio
 import anyio.abc
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, run_jobs
+from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs
 
 from hypha_net.node.lifecycle import Node
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable, SchedulerConfig
 from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.base import EndJob
 from hypha_scheduler.submission.server import socket_path
+
+pytestmark = pytest.mark.virtual_clock
 
 
 def config(runs: Path, jobs: int) -> Any:
@@ -68,12 +70,11 @@ def _parse_scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("last", ["configured", "submitted"])
-def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
+async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         service = Service(lab, runs, jobs=1)
         configured: QuietOperator = await strategy.operator()
         connection = await service.submit()
@@ -93,13 +94,12 @@ def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
         assert "result" in json.loads(await connection.receive())
         assert not socket_path(runs).exists()
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_scheduler_without_configured_jobs_stays(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scheduler_without_configured_jobs_stays(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         service = Service(lab, runs, jobs=0)
         for number in range(2):
             connection = await service.submit()
@@ -110,11 +110,9 @@ def test_scheduler_without_configured_jobs_stays(tmp_path: Path, runs: Path, mon
             await service.ended.wait()
         assert waited.cancelled_caught
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
-
 
 @pytest.mark.parametrize("jobs", [0, 1])
-def test_configured_jobs_run_although_no_jobs_can_be_submitted(
+async def test_configured_jobs_run_although_no_jobs_can_be_submitted(
     tmp_path: Path,
     runs: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,23 +121,20 @@ def test_configured_jobs_run_although_no_jobs_can_be_submitted(
 ) -> None:
     """Another scheduler has the socket; without configured jobs that is an error."""
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
-        other = Service(lab, runs, jobs=0)
-        await other.submit()
-        (await strategy.operator()).act(EndJob())
-        service = Service(lab, runs, jobs)
-        if jobs:
-            operator: QuietOperator = await strategy.operator(len(strategy.operators))
-            operator.act(EndJob())
-        await service.ended.wait()
-        if jobs:
-            assert service.error is None
-            assert "no jobs can be submitted beside the configured ones" in caplog.text
-        else:
-            assert isinstance(service.error, ExceptionGroup)
-            assert service.error.subgroup(OSError) is not None
-        await other.submit()  # the other scheduler's socket is as it was
-
     with caplog.at_level(logging.WARNING):
-        run_jobs(monkeypatch, tmp_path, strategy, case)
+        async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+            other = Service(lab, runs, jobs=0)
+            await other.submit()
+            (await strategy.operator()).act(EndJob())
+            service = Service(lab, runs, jobs)
+            if jobs:
+                operator: QuietOperator = await strategy.operator(len(strategy.operators))
+                operator.act(EndJob())
+            await service.ended.wait()
+            if jobs:
+                assert service.error is None
+                assert "no jobs can be submitted beside the configured ones" in caplog.text
+            else:
+                assert isinstance(service.error, ExceptionGroup)
+                assert service.error.subgroup(OSError) is not None
+            await other.submit()  # the other scheduler's socket is as it was

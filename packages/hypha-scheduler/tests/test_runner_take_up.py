@@ -20,8 +20,8 @@ from support.scripted_jobs import (
     QuietOperator,
     ScriptedJob,
     ScriptedStrategy,
+    open_jobs,
     role,
-    run_jobs,
 )
 
 from hypha_net.errors import NetError
@@ -119,10 +119,10 @@ def grace_ms(lab: Lab, lease: Lease) -> int | None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.mark.virtual_clock
+async def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     strategy = wanting(3)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 3)
         assert {grace_ms(lab, lease) for lease in first.leases} == {120_000}
         tasks = [task for task, _ in first.told("update")]
@@ -157,10 +157,11 @@ def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
         assert kinds.count("interrupted") == (how == "stopped")
         assert kinds[-1] == "finished"
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_what_workers_say_waits_until_the_job_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_what_workers_say_waits_until_the_job_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A report answered with an error would end the executor; a push or an end that gets lost could not count."""
     opening = anyio.Event()
 
@@ -174,8 +175,7 @@ def test_what_workers_say_waits_until_the_job_is_taken_up(tmp_path: Path, monkey
 
     strategy = Slow(wanting(2).make)
     answers: list[Any] = []
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 2)
         reporting, ending = (task for task, _ in first.told("update"))
         await stop(lab)
@@ -206,14 +206,12 @@ def test_what_workers_say_waits_until_the_job_is_taken_up(tmp_path: Path, monkey
         assert second.told("lost") == []  # the leases were renewed while the strategy prepared
         await lab.finish(second)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
     strategy = wanting(3)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 3)
         kept, forgotten, unreachable = (task for task, _ in first.told("update"))
         await stop(lab)
@@ -230,14 +228,12 @@ def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest
         assert kept.lease not in second.told("acquired")[0]
         await lab.finish(second)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker may have got the definition: the lease is released, and the search begins anew."""
     strategy = wanting(1)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         worker = lab.workers[0]
         for other in lab.workers:
             other.is_silent = True
@@ -259,10 +255,9 @@ def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: p
         assert second.told("adopted") == []
         await lab.finish(second)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(ScriptedStrategy):
         def open(self, job: Any, context: JobContext, journal: Any) -> Any:
             if journal:
@@ -270,8 +265,7 @@ def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypat
             return super().open(job, context, journal)
 
     strategy = Refusing(wanting(1).make)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         await stop(lab)
@@ -286,11 +280,10 @@ def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypat
         answer = await worker.report(lab.peer, first.context.job_id, task.lease.id)
         assert isinstance(answer, ProgressError)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
-
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_no_worker_is_told_that_an_interrupted_job_is_over(
+@pytest.mark.virtual_clock
+async def test_no_worker_is_told_that_an_interrupted_job_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The scheduler still listens for a moment; an answer that the job is over would end the executors."""
@@ -301,8 +294,7 @@ def test_no_worker_is_told_that_an_interrupted_job_is_over(
             return Acknowledged(), (WriteJournal("report", {}),)
 
     strategy = wanting(1, Recording)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         answers: list[Any] = []
@@ -328,10 +320,9 @@ def test_no_worker_is_told_that_an_interrupted_job_is_over(
             await anyio.sleep(0.1)
         assert isinstance(answers[0], NetError)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
+@pytest.mark.virtual_clock
+async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Hanging(ScriptedStrategy):
@@ -344,8 +335,7 @@ def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
                 yield operator
 
     strategy = Hanging(wanting(1).make)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         await stop(lab)
@@ -361,13 +351,11 @@ def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
         assert await third.until("adopted") == [(task,)]
         await lab.finish(third)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = wanting(2)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 2)
         tasks = {task for task, _ in first.told("update")}
         for number in (1, 2):
@@ -379,14 +367,12 @@ def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch: pytes
             assert set(adopted) == tasks
         await lab.finish(again)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGINT, or a second SIGTERM: the leases are released, and the job is not taken up by itself, but can resume."""
     strategy = wanting(1)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         async with anyio.create_task_group() as scheduler:
             lab.tasks = scheduler
             first = await begin(lab, 1)
@@ -399,15 +385,13 @@ def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monkeypatc
         assert events[-1]["event"] == "interrupted"
         assert await lab.service.take_up(tmp_path / "runs", []) == []
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
+@pytest.mark.virtual_clock
+async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = wanting(1)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1, grace=0.0)
         assert grace_ms(lab, first.leases[0]) is None
         await stop(lab)
@@ -420,15 +404,13 @@ def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
         resumed = await lab.start(ScriptedJob(), first.context.job_id, resume=True)
         await lab.finish(resumed)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_leases_that_cannot_live_any_more_are_left_to_resume(
+@pytest.mark.virtual_clock
+async def test_leases_that_cannot_live_any_more_are_left_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = wanting(1)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1)
         await stop(lab)
         runs, directory = tmp_path / "runs", first.context.directory
@@ -440,14 +422,12 @@ def test_leases_that_cannot_live_any_more_are_left_to_resume(
         assert find_jobs_to_take_up(runs, [], None, now) == []
         assert f"hypha-scheduler resume {directory} --config FILE" in caplog.text
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_clock
+async def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long round has no records; its leases are young all the same."""
     strategy = wanting(1)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         first = await begin(lab, 1)
         journal = first.context.directory / JOURNAL
         began = time.time()
@@ -455,8 +435,6 @@ def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.Mon
         await anyio.sleep(6.0)
         assert journal.stat().st_mtime > began - 1
         await lab.finish(first)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 # ------------------------------------------------------------------------------------------------- the whole scheduler
@@ -494,7 +472,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
 
 
-def test_the_client_of_an_interrupted_job_is_told(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_client_of_an_interrupted_job_is_told(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = wanting(1)
     heard: list[str] = []
 
@@ -504,7 +484,7 @@ def test_the_client_of_an_interrupted_job_is_told(tmp_path: Path, runs: Path, mo
             heard.extend(json.dumps(answer) for answer in answers)
         heard.append(str(caught.value))
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         while not await anyio.Path(socket_path(runs)).exists():
             await anyio.sleep(0.01)
@@ -517,17 +497,15 @@ def test_the_client_of_an_interrupted_job_is_told(tmp_path: Path, runs: Path, mo
         assert heard[1].startswith(f"job {operator.context.job_id} was interrupted: the scheduler was stopped before")
         assert "start the scheduler again until then, or later continue it with `hypha-scheduler resume" in heard[1]
 
-    run_jobs(monkeypatch, tmp_path, strategy, case, real_time=True)
 
-
-def test_a_configured_job_that_is_taken_up_does_not_run_twice(
+@pytest.mark.virtual_clock
+async def test_a_configured_job_that_is_taken_up_does_not_run_twice(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The jobs of a configuration run in their order: the first one had ended when the scheduler was stopped."""
     strategy = wanting(1)
     jobs = tuple(ScriptedJob(grace=GRACE, seconds=seconds) for seconds in (20.0, 21.0, 22.0))
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         scheduler = Scheduler(lab, runs, jobs)
         (await strategy.operator()).act(EndJob())
         interrupted: QuietOperator = await strategy.operator(1)
@@ -545,8 +523,6 @@ def test_a_configured_job_that_is_taken_up_does_not_run_twice(
         assert taken_up.told("adopted") != []
         assert len(strategy.operators) == 4
         assert len([path async for path in anyio.Path(runs).glob("*/result.json")]) == 3
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 # ---------------------------------------------------------------------------------------------------------- the records

@@ -23,8 +23,8 @@ from support.scripted_jobs import (
     ScriptedStrategy,
     ScriptedWorker,
     dataset,
+    open_jobs,
     role,
-    run_jobs,
 )
 from support.task_stream_worker import TaskStreamWorker, WorkerCodec, subscribe
 
@@ -89,6 +89,8 @@ from hypha_scheduler.strategies.base import (
     WriteJournal,
 )
 
+pytestmark = pytest.mark.virtual_clock
+
 SPEC = TaskSpec(executor="shell/bash")
 DIGEST = "blake3:" + "ab" * 32
 REFUSED = "hypha.scheduler.task_reports.refused"
@@ -131,8 +133,8 @@ def events(context: JobContext, *names: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------- attempts
 
 
-def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(ConstantOperator), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         assert begin == TaskDefinition(job_id=operator.context.job_id, task="task", attempt=0, start=SPEC)
@@ -168,11 +170,9 @@ def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch
         ]
         await worker.until_ended()
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(ConstantOperator), case, streams=False)
-
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_lost_or_repeated_while_streams_break(
+async def test_nothing_is_lost_or_repeated_while_streams_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Attempts run on three leases while their streams are cut at random; the operator starts one after the other."""
@@ -187,7 +187,12 @@ def test_nothing_is_lost_or_repeated_while_streams_break(
             record = WriteJournal("done", {"task": task.name, "attempt": task.attempt})
             return (record, StartTask(after, SPEC)) if after.attempt < attempts else (record,)
 
-    async def case(lab: Lab) -> None:
+    def make(context: JobContext) -> QuietOperator:
+        operator = Chain(context)
+        operator.demand = (role(count=3, minimum=3),)
+        return operator
+
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), streams=False, seed=seed) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         workers = [await open_stream(lab, lease, auto=True) for lease in operator.leases]
@@ -211,16 +216,9 @@ def test_nothing_is_lost_or_repeated_while_streams_break(
         assert len(done) == 3 * attempts
         await lab.finish(operator)
 
-    def make(context: JobContext) -> QuietOperator:
-        operator = Chain(context)
-        operator.demand = (role(count=3, minimum=3),)
-        return operator
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, streams=False, seed=seed)
-
-
-def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC), StopTask(operator.task(), "too late", keep_lease=True))
@@ -232,13 +230,11 @@ def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pyte
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.CANCELLED, "too late")
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
+async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.demand = ()
@@ -259,11 +255,9 @@ def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         assert operator.told("lost") == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=3)
         await worker.finish(begin)
@@ -271,13 +265,12 @@ def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.
         [error] = await lab.ended()
         assert "attempt 3 ran on its lease before; attempts at a task grow" in str(error)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_worker_that_acknowledges_nothing_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_acknowledges_nothing_loses_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The definitions pile up until the limit of the channel."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.demand = ()
@@ -289,10 +282,8 @@ def test_a_worker_that_acknowledges_nothing_loses_its_lease(tmp_path: Path, monk
         await scripted.until(lambda: scripted.released)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_reports_are_acknowledged_when_their_effects_are_carried_out(
+async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Recording(QuietOperator):
@@ -300,7 +291,7 @@ def test_reports_are_acknowledged_when_their_effects_are_carried_out(
             self.hear("update", task, update)
             return (WriteJournal("done", {}),) if isinstance(update, TaskEnded) else ()
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         free = anyio.Event()
@@ -323,14 +314,12 @@ def test_reports_are_acknowledged_when_their_effects_are_carried_out(
         assert len(operator.told("update")) == 2
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), case, streams=False)
-
 
 # ------------------------------------------------------------------------------------------------------ stop and drain
 
 
-def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         stop = StopTask(operator.task(), "enough", keep_lease=True)
@@ -346,14 +335,12 @@ def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pytest.Mon
         assert lab.worker(operator.leases[0]).released == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
-
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_task_whose_end_is_not_reported_loses_its_lease(
+async def test_a_task_whose_end_is_not_reported_loses_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -367,11 +354,9 @@ def test_a_task_whose_end_is_not_reported_loses_its_lease(
         await worker.until_ended()
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         operator.act(StopTask(operator.task(), "move over", drain_seconds=20))
@@ -385,11 +370,11 @@ def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.M
         assert lab.worker(operator.leases[0]).released == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_task_that_is_stopped_for_good_takes_its_lease_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -401,11 +386,9 @@ def test_a_task_that_is_stopped_for_good_takes_its_lease_along(tmp_path: Path, m
         assert [entry.stop for entry in worker.definitions] == [None]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         operator.demand = ()
@@ -421,13 +404,12 @@ def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: 
         assert len(operator.heard) == before
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_lease_is_renewed_at_once_when_its_stream_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its worker may have ended, and its lease with it."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -438,16 +420,14 @@ def test_a_lease_is_renewed_at_once_when_its_stream_breaks(tmp_path: Path, monke
         assert anyio.current_time() - began < 1.0
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
-
 
 # ------------------------------------------------------------------------------------------------------ hostile reports
 
 
-def test_reports_of_other_attempts_are_refused_and_counted(
+async def test_reports_of_other_attempts_are_refused_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=1)
         before = len(operator.heard)
@@ -465,8 +445,6 @@ def test_reports_of_other_attempts_are_refused_and_counted(
         refusals = [record for record in caplog.records if "refused: it is about an attempt" in record.getMessage()]
         assert len(refusals) == 1  # a minute for each lease
         await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 ASKED = TaskSpec(
@@ -520,10 +498,10 @@ def finished(*outputs: StoredOutput) -> dict[str, Any]:
         ({**finished(LOG, MODEL), "ready": Ready()}, "several things in one message"),
     ],
 )
-def test_a_report_that_contradicts_the_task_ends_its_attempt(
+async def test_a_report_that_contradicts_the_task_ends_its_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, what: dict[str, Any], why: str
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, ASKED)
         await worker.tell(begin, **what)
@@ -541,21 +519,17 @@ def test_a_report_that_contradicts_the_task_ends_its_attempt(
         assert operator.told("update")[-1] == (operator.task(attempt=1), ended)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_an_empty_report_is_of_a_later_version_and_skipped(
+async def test_an_empty_report_is_of_a_later_version_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         before = len(operator.heard)
         await worker.tell(begin)
         assert (len(operator.heard), recorded.total(REFUSED)) == (before, 0)
         await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
@@ -569,8 +543,10 @@ async def refused(lab: Lab, worker: ScriptedWorker, lease: uuid.UUID) -> str | N
     return answer.refused
 
 
-def test_streams_of_other_leases_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
-    async def case(lab: Lab) -> None:
+async def test_streams_of_other_leases_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         lease = operator.leases[0]
@@ -583,11 +559,9 @@ def test_streams_of_other_leases_are_refused(tmp_path: Path, monkeypatch: pytest
         assert await refused(lab, lab.worker(lease), lease.id) == unknown
         assert recorded.total("hypha.scheduler.task_streams.refused") == 3
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
@@ -603,14 +577,13 @@ def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
         assert await refused(lab, worker, operator.leases[0].id) is None
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_stream_may_come_before_the_answer_to_its_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_may_come_before_the_answer_to_its_renewal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker opens the stream when it has confirmed the lease, which the scheduler may hear later."""
     answers: list[str | None] = []
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         for worker in lab.workers:
             confirm = worker.renew
 
@@ -634,14 +607,12 @@ def test_a_stream_may_come_before_the_answer_to_its_renewal(tmp_path: Path, monk
         assert answers == ["asked", None]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
-
 
 @pytest.mark.parametrize("data", [b"", b"\xff", (1 << 20).to_bytes(4, "little"), b"\x03\0\0\0\x83\x01\x02"])
-def test_a_malformed_first_message_ends_the_stream(
+async def test_a_malformed_first_message_ends_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         stream: Stream = await lab.workers[0].endpoint.open_stream(lab.peer, [TASKS])
@@ -651,8 +622,6 @@ def test_a_malformed_first_message_ends_the_stream(
         assert "Traceback" not in caplog.text
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
-
 
 def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
     """Return a message that most often still decodes."""
@@ -661,7 +630,7 @@ def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_a_job_survives_whatever_its_worker_sends(
+async def test_a_job_survives_whatever_its_worker_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Mutated reports over many streams; what decodes is about the running attempt or another one."""
@@ -672,8 +641,7 @@ def test_a_job_survives_whatever_its_worker_sends(
         finished(MODEL, LOG),
         {"ready": Ready()},
     ]
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, ASKED)
         await worker.cut()
@@ -710,19 +678,17 @@ def test_a_job_survives_whatever_its_worker_sends(
         assert "Traceback" not in caplog.text
         assert "internal error" not in caplog.text
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
-
-def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         monkeypatch.setattr(lab.endpoint, "is_authorized", lambda _peer, what: what != TASKS)
         with pytest.raises(NetError):
             await refused(lab, lab.worker(operator.leases[0]), operator.leases[0].id)
         await lab.finish(operator)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case, streams=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ resources
@@ -746,13 +712,13 @@ async def locate(worker: TaskStreamWorker, begin: TaskDefinition, resource: str,
     return await rpc.call(worker.endpoint, worker.scheduler, LOCATE_RESOURCE, question)
 
 
-def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
+async def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
     class Locating(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             self.hear("locate", task, request)
             return ResourceLocation(not_yet=NotYet(task="train", retry_ms=500)), (WriteJournal("asked", {}),)
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, INPUTS)
         failure = FailedHolder(peer=lab.peer, reason="a\nb" * 1000)
@@ -800,14 +766,12 @@ def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(operator.told("locate")) == 1
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), case, streams=False)
 
-
-def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DatasetSource(name=DATASET, slices=(3, 1, 3))
     spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), streams=False) as lab:
 
-    async def case(lab: Lab) -> None:
         async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
             return replace(dataset(lab.peer), format=None)
 
@@ -819,8 +783,6 @@ def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pyt
         assert [entry.path for entry in slices.files] == ["digits-3.safetensors", "digits-1.safetensors"]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), case, streams=False)
-
 
 @pytest.mark.parametrize(
     "answer",
@@ -830,22 +792,20 @@ def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pyt
         None,
     ],
 )
-def test_a_malformed_answer_of_an_operator_fails_its_job(
+async def test_a_malformed_answer_of_an_operator_fails_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
     class Wrong(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             return answer, ()
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Wrong), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, INPUTS)
         assert await locate(worker, begin, "model") == ResourceLocation(gone=Gone(reason="the job is over"))
         [error] = await lab.ended()
         assert isinstance(error, JobFailedError)
         assert "internal error of strategy" in str(error)
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Wrong), case, streams=False)
 
 
 def test_traffic_of_attempts_adds_up() -> None:

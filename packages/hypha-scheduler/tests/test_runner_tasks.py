@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, role, run_jobs
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, open_jobs, role
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
@@ -45,6 +45,8 @@ from hypha_scheduler.strategies.base import (
     WriteJournal,
 )
 
+pytestmark = pytest.mark.virtual_clock
+
 
 async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> ScriptedWorker:
     """Start a task on the first lease and wait until its worker has confirmed it; return the worker."""
@@ -59,10 +61,10 @@ async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> 
 # ------------------------------------------------------------------------------------------------------ tasks on leases
 
 
-def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
+async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease, job_id = operator.leases[0].id, operator.context.job_id
@@ -80,11 +82,9 @@ def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
         await lab.finish(operator)
         assert worker.released == [(lease, "the job is done")]
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease = operator.leases[0].id
@@ -104,13 +104,12 @@ def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypa
         assert worker.released == [(lease, "done with it")]
         assert operator.told("lost") == []
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_task_that_cannot_be_cancelled_ends_with_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_that_cannot_be_cancelled_ends_with_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker never reports the end."""
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         operator.demand = (role(count=0),)
@@ -121,11 +120,9 @@ def test_task_that_cannot_be_cancelled_ends_with_its_lease(tmp_path: Path, monke
         await worker.until(lambda: worker.released)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         first = operator.leases[0]
@@ -138,11 +135,11 @@ def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest
         assert worker.started == []
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_task_that_its_worker_does_not_confirm_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_task_that_its_worker_does_not_confirm_loses_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
@@ -156,13 +153,11 @@ def test_task_that_its_worker_does_not_confirm_loses_its_lease(tmp_path: Path, m
         await worker.until(lambda: worker.released)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
+async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         stream = worker.streams[operator.leases[0].id]
@@ -186,14 +181,12 @@ def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
         assert len(operator.told("result")) == 3
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
 
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
@@ -228,10 +221,10 @@ def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatc
         assert {tag: outcomes[tag] for tag in failures} == failures
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_methods_reach_the_operator_from_its_tasks_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Answering(QuietOperator):
         def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
             return (RefusalKnown(), ()) if source else super().on_message(source, name, message, now)
@@ -247,8 +240,7 @@ def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monk
         return RefusalKnown(), ()
 
     monkeypatch.setattr(Answering, "on_message", note)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
@@ -260,10 +252,8 @@ def test_own_methods_reach_the_operator_from_its_tasks_only(tmp_path: Path, monk
         assert heard == [operator.task()]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
     class Waiting(QuietOperator):
@@ -274,8 +264,7 @@ def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: 
             return (RetryAfter(1.0) if now - asked[0] < 3.0 else RefusalKnown()), ()
 
     strategy = ScriptedStrategy(Waiting, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease, peer = operator.leases[0].id, worker.endpoint.peer_id
@@ -286,15 +275,12 @@ def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: 
         assert len(asked) <= 16  # every second, and at other events
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
+async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy(dataset=True)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
@@ -326,10 +312,10 @@ def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
         assert await speak() == 0  # a task that has ended
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_for_a_slice_is_asked_again_at_the_next_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Barrier(QuietOperator):
         answer: Any = RetryAfter(8.0)
 
@@ -340,8 +326,7 @@ def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, mo
             return self.answer
 
     strategy = ScriptedStrategy(Barrier, dataset=True)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         job_id = operator.context.job_id
@@ -380,15 +365,13 @@ def test_request_for_a_slice_is_asked_again_at_the_next_event(tmp_path: Path, mo
         assert anyio.current_time() - began < 1.0
         await lab.ended()
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Barrier(QuietOperator):
         def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
             return RetryAfter(8.0)
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Barrier, dataset=True)) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         answers: list[Any] = []
@@ -404,11 +387,9 @@ def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkeypatch:
         assert len(answers) == MAX_WAITING + 5
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(Barrier, dataset=True), case)
 
-
-def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(lab: Lab) -> None:
+async def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         for seconds in (100.0, 5.0):  # the second replaces the first, which lies further away
@@ -419,46 +400,47 @@ def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: p
         assert anyio.current_time() == pytest.approx(due, abs=0.01)
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
 
-
-def test_a_job_that_needs_no_lease_can_end_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_needs_no_lease_can_end_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class WithoutWork(QuietOperator):
         def on_start(self, now: float) -> Effects:
             self.hear("start", now)
             return (EndJob(),)
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(WithoutWork)) as lab:
         operator = await lab.start()
         [result] = await lab.ended()
         assert isinstance(result, Path)
         assert len(operator.told("start")) == 1
         assert operator.leases == []
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(WithoutWork), case)
 
-
-def test_notices_from_before_the_operator_exists_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_notices_from_before_the_operator_exists_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(context: Any) -> QuietOperator:
         context.notify("listening", 7)
         return QuietOperator(context)
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
         operator = await lab.start()
         assert await operator.until("message") == [(None, "listening", 7)]
         await lab.finish(operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case)
 
-
-def test_pushed_file_is_told_of_once_and_refused_after_its_task(
+async def test_pushed_file_is_told_of_once_and_refused_after_its_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Receiving(QuietOperator):
         def on_push_request(self, task: TaskRef, header: Any, now: float) -> Any:
             return PushTarget(self.context.directory / f"{task.name}-{header.name}", 1000), ()
 
-    async def case(lab: Lab) -> None:
+    def make(context: Any) -> QuietOperator:
+        made = Receiving(context)
+        made.demand = (role(count=2, minimum=2, distinct=False),)
+        return made
+
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), workers=1, cores=2) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         job_id = operator.context.job_id
@@ -479,13 +461,6 @@ def test_pushed_file_is_told_of_once_and_refused_after_its_task(
             await target.on_complete(size, digest)
         assert len(operator.told("pushed")) == 2
         await lab.finish(operator)
-
-    def make(context: Any) -> QuietOperator:
-        made = Receiving(context)
-        made.demand = (role(count=2, minimum=2, distinct=False),)
-        return made
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case, workers=1, cores=2)
 
 
 # ------------------------------------------------------------------------------------------------- errors of a strategy
@@ -553,12 +528,11 @@ async def check_other_job_goes_on(lab: Lab, other: QuietOperator) -> None:
 
 
 @pytest.mark.parametrize("method", BUGS)
-def test_exception_of_an_operator_fails_its_job_alone(
+async def test_exception_of_an_operator_fails_its_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     strategy = ScriptedStrategy(dataset=True)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
         if method == "on_message":
@@ -569,8 +543,6 @@ def test_exception_of_an_operator_fails_its_job_alone(
         await check_other_job_goes_on(lab, other)
         assert "a bug" in str(lab.results[0])
         assert not [lease for lease, peer in worker.leases.items() if lease == operator.leases[0].id]
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 JOB_ID = uuid.UUID(int=1)
@@ -587,23 +559,21 @@ WRONG_EFFECTS = {
 
 @pytest.mark.parametrize("effect", WRONG_EFFECTS.values(), ids=WRONG_EFFECTS)
 @pytest.mark.parametrize("after_record", [False, True])
-def test_wrong_effect_fails_its_job_alone(
+async def test_wrong_effect_fails_its_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: Any, after_record: bool
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator, other = await lab.start(), await lab.start()
         await operator.until("acquired")
         operator.act(*([WriteJournal("first", {})] if after_record else []), effect)
         await check_other_job_goes_on(lab, other)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
 
 @pytest.mark.parametrize("what", ["busy lease", "used attempt"])
-def test_task_that_cannot_be_told_apart_fails_its_job(
+async def test_task_that_cannot_be_told_apart_fails_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         if what == "used attempt":
@@ -613,42 +583,37 @@ def test_task_that_cannot_be_told_apart_fails_its_job(
         expected = "task runs on its lease" if what == "busy lease" else "attempts at a task grow"
         assert expected in str(failure)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)
-
 
 @pytest.mark.parametrize("answer", [SliceToUse(0, 99), (0, 1), "a slice"], ids=["no such slice", "a tuple", "a text"])
-def test_slice_that_does_not_exist_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+async def test_slice_that_does_not_exist_fails_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
     strategy = ScriptedStrategy(dataset=True)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
         operator.next_slice = lambda *_: answer
         assert isinstance(await worker.slice(lab.peer, operator.context.job_id), NotFound)
         await check_other_job_goes_on(lab, other)
 
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
-
-def test_strategy_that_cannot_open_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strategy_that_cannot_open_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     def make(context: Any) -> QuietOperator:
         made.append(context)
         return QuietOperator(context) if len(made) == 1 else raising()
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
         operator = await lab.start()
         lab.tasks.start_soon(lab.run)
         await check_other_job_goes_on(lab, operator)
 
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), case)
 
-
-def test_summary_that_is_not_json_fails_the_job_without_a_result(
+async def test_summary_that_is_not_json_fails_the_job_without_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.summary = lambda _traffic: {"value": Unwritable()}
@@ -656,5 +621,3 @@ def test_summary_that_is_not_json_fails_the_job_without_a_result(
         [failure] = await lab.ended()
         assert "internal error of strategy 'scripted'" in str(failure)
         assert not (operator.context.directory / "result.json").exists()
-
-    run_jobs(monkeypatch, tmp_path, ScriptedStrategy(), case)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 import anyio
@@ -48,6 +49,8 @@ from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import AllocationError
+
+pytestmark = pytest.mark.virtual_clock
 
 BATCH_WINDOW = 0.2
 RENEWED = 10.0
@@ -171,37 +174,30 @@ class Lab:
         return made
 
 
-Case = Callable[[Lab], Awaitable[None]]
-
-
-def play(
-    case: Case,
+@asynccontextmanager
+async def open_lab(
     count: int,
     prepare: Callable[[list[Worker]], None] = lambda workers: None,
     delays: Sequence[float] = (),
     seed: int = 0,
-) -> None:
-    """Run a case with a scheduler and `count` workers; `delays` are the seconds of their links, one way."""
-
-    async def main() -> None:
-        network = MemoryNetwork(seed=seed, faults=Faults(delay=0.005))
-        async with AsyncExitStack() as stack:
-            stack.enter_context(anyio.fail_after(1000))
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
-            workers = []
-            for number in range(count):
-                endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
-                workers.append(Worker(endpoint, tasks))
-            for worker, delay in zip(workers, delays, strict=False):
-                network.degrade(worker.endpoint.peer_id, scheduler.peer_id, Faults(delay=delay))
-            prepare(workers)
-            for worker in workers:
-                await tasks.start(worker.run)
-            await case(Lab(network, scheduler, tasks, workers))
-            tasks.cancel_scope.cancel()
-
-    simulate(main, seed=seed)
+) -> AsyncIterator[Lab]:
+    """Open a scheduler and `count` workers; `delays` are the seconds of their links, one way."""
+    network = MemoryNetwork(seed=seed, faults=Faults(delay=0.005))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(anyio.fail_after(1000))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
+        workers = []
+        for number in range(count):
+            endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
+            workers.append(Worker(endpoint, tasks))
+        for worker, delay in zip(workers, delays, strict=False):
+            network.degrade(worker.endpoint.peer_id, scheduler.peer_id, Faults(delay=delay))
+        prepare(workers)
+        for worker in workers:
+            await tasks.start(worker.run)
+        yield Lab(network, scheduler, tasks, workers)
+        tasks.cancel_scope.cancel()
 
 
 async def never() -> bool:
@@ -222,42 +218,33 @@ def peers(offers: Sequence[AcceptedOffer]) -> set[PeerId]:
 DELAYS = (0.005, 0.05, 0.15, 0.3)
 
 
-def test_workers_with_slow_links_are_placed_among_fast_ones() -> None:
-    async def case(lab: Lab) -> None:
+async def test_workers_with_slow_links_are_placed_among_fast_ones() -> None:
+    async with open_lab(4, delays=DELAYS) as lab:
         allocator = lab.allocator(role_request("train", 4))
         assert len(await allocator.allocate()) == 4
         assert allocator.seconds < 4.0
 
-    play(case, 4, delays=DELAYS)
-
 
 @pytest.mark.parametrize("delay", DELAYS)
-def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: float) -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: float) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].offers = False
+
+    async with open_lab(2, prepare, [delay]) as lab:
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert allocator.seconds < 0.6 + 8 * delay
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-
-    play(case, 2, prepare, [delay])
-
 
 @pytest.mark.parametrize("slow", [0.05, 0.15, 0.3])
-def test_slow_workers_delay_a_fast_one_by_less_than_its_round_trip(slow: float) -> None:
+async def test_slow_workers_delay_a_fast_one_by_less_than_its_round_trip(slow: float) -> None:
     fast, seconds = 0.005, list[float]()
-
-    async def case(lab: Lab) -> None:
-        allocator = lab.allocator(role_request("train", 1))
-        assert peers(await allocator.allocate()) == {lab.workers[0].endpoint.peer_id}
-        seconds.append(allocator.seconds)
-
-    def silent(workers: list[Worker]) -> None:
-        workers[1].offers = False
-
-    play(case, 2, silent, [fast, slow])
-    play(case, 2, delays=[fast, slow])
+    for offers in (False, True):
+        async with open_lab(2, delays=[fast, slow]) as lab:
+            lab.workers[1].offers = offers
+            allocator = lab.allocator(role_request("train", 1))
+            assert peers(await allocator.allocate()) == {lab.workers[0].endpoint.peer_id}
+            seconds.append(allocator.seconds)
     assert seconds[1] <= seconds[0] + 2 * fast
 
 
@@ -280,10 +267,13 @@ async def gateway_between(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         yield
 
 
-def test_behind_a_gateway_a_cheaper_offer_that_comes_later_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_behind_a_gateway_a_cheaper_offer_that_comes_later_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first request reaches workers that the scheduler does not know: it cannot tell that all have answered."""
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].price, workers[1].price = 100.0, 60.0
+
+    async with open_lab(2, prepare, [0.005, 0.04]) as lab:
         near, far = lab.workers
         async with gateway_between(lab, monkeypatch):
             allocator = lab.allocator(role_request("train", 1))
@@ -291,80 +281,72 @@ def test_behind_a_gateway_a_cheaper_offer_that_comes_later_wins(monkeypatch: pyt
             assert allocator.seconds < 0.2 + 0.25 + 0.2
             assert near.renewals == 0
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[1].price = 100.0, 60.0
-
-    play(case, 2, prepare, [0.005, 0.04])
-
 
 # ---------------------------------------------------------------------------------------------------- peers that cheat
 
 
 @pytest.mark.parametrize("grants", [never, deny])
-def test_free_offers_that_are_never_granted_do_not_prevent_placement(grants: Callable[[], Awaitable[bool]]) -> None:
-    async def case(lab: Lab) -> None:
+async def test_free_offers_that_are_never_granted_do_not_prevent_placement(
+    grants: Callable[[], Awaitable[bool]],
+) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        for cheat in workers[:2]:
+            cheat.price, cheat.grants = 0.0, grants
+
+    async with open_lab(4, prepare) as lab:
         allocator = lab.allocator(role_request("train", 2))
         found = await allocator.allocate()
         assert peers(found) == {worker.endpoint.peer_id for worker in lab.workers[2:]}
         assert allocator.seconds < 1.5
         assert sum(worker.renewals for worker in lab.workers[:2]) <= 4
 
+
+async def test_a_peer_that_grants_nothing_is_asked_ever_less_often() -> None:
     def prepare(workers: list[Worker]) -> None:
-        for cheat in workers[:2]:
-            cheat.price, cheat.grants = 0.0, grants
+        workers[0].price, workers[0].grants = 0.0, deny
 
-    play(case, 4, prepare)
-
-
-def test_a_peer_that_grants_nothing_is_asked_ever_less_often() -> None:
-    async def case(lab: Lab) -> None:
+    async with open_lab(2, prepare) as lab:
         allocator = lab.allocator(role_request("train", 2), timeout=60)
         with pytest.raises(AllocationError, match="1 did not grant an offer"):
             await allocator.allocate()
         assert 3 <= lab.workers[0].renewals <= 8
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[0].grants = 0.0, deny
 
-    play(case, 2, prepare)
-
-
-def test_a_renewal_that_is_granted_late_is_released_unless_needed() -> None:
+async def test_a_renewal_that_is_granted_late_is_released_unless_needed() -> None:
     async def late() -> bool:
         await anyio.sleep(3.0)
         return True
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].price, workers[0].grants = 50.0, late
+
+    async with open_lab(2, prepare) as lab:
         first, second = lab.workers
         assert peers(await lab.allocator(role_request("train", 1)).allocate()) == {second.endpoint.peer_id}
         await anyio.sleep(5.0)
         assert first.released == ["it was no longer needed"]
         assert second.released == []
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[0].grants = 50.0, late
 
-    play(case, 2, prepare)
-
-
-def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> None:
+async def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> None:
     async def late() -> bool:
         await anyio.sleep(3.0)
         return True
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].grants = late
+
+    async with open_lab(1, prepare) as lab:
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert 3.0 < allocator.seconds < 4.0
 
+
+async def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
     def prepare(workers: list[Worker]) -> None:
-        workers[0].grants = late
+        workers[0].offers, workers[0].grants = False, deny
 
-    play(case, 1, prepare)
-
-
-def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
-    async def case(lab: Lab) -> None:
+    async with open_lab(2, prepare) as lab:
         cheat, honest = lab.workers
         allocator = lab.allocator(role_request("train", 1))
 
@@ -383,17 +365,15 @@ def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
         assert peers(await allocator.allocate()) == {honest.endpoint.peer_id}
         assert allocator.seconds < 1.0
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].offers, workers[0].grants = False, deny
-
-    play(case, 2, prepare)
-
 
 # ----------------------------------------------------------------------------------------------------- incomplete sets
 
 
-def test_an_incomplete_set_is_released_for_others_and_sought_again() -> None:
-    async def case(lab: Lab) -> None:
+async def test_an_incomplete_set_is_released_for_others_and_sought_again() -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].offers = False
+
+    async with open_lab(3, prepare) as lab:
         allocator = lab.allocator(role_request("train", 3), timeout=60)
 
         async def appear() -> None:
@@ -408,16 +388,17 @@ def test_an_incomplete_set_is_released_for_others_and_sought_again() -> None:
             assert 3 <= worker.released.count(gave_up) <= 10
             assert set(worker.released) <= {gave_up, "the search for workers pauses"}
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].offers = False
 
-    play(case, 3, prepare)
-
-
-def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
+async def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
     """The missing worker appears after 30 s and is found within a publication."""
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        small = Rejection(code="cpu", text="small", required=1.0, available=0.5)
+        workers[2].rejections = (small, BUSY)
+        workers[3].rejections = ()
+        workers[2].offers = workers[3].offers = False
+
+    async with open_lab(4, prepare) as lab:
         allocator = lab.allocator(role_request("train", 3), timeout=60)
 
         async def appear() -> None:
@@ -429,25 +410,9 @@ def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
         assert 30 < allocator.seconds < 31.5
         assert [worker.released for worker in lab.workers] == [[]] * 4
 
-    def prepare(workers: list[Worker]) -> None:
-        small = Rejection(code="cpu", text="small", required=1.0, available=0.5)
-        workers[2].rejections = (small, BUSY)
-        workers[3].rejections = ()
-        workers[2].offers = workers[3].offers = False
-
-    play(case, 4, prepare)
-
 
 @pytest.mark.parametrize("how", ["busy", "silent", "unreachable", "crowd"])
-def test_an_incomplete_set_is_released_while_others_may_compete(how: str) -> None:
-    async def case(lab: Lab) -> None:
-        if how == "unreachable":
-            lab.network.partition(lab.scheduler.peer_id, lab.workers[2].endpoint.peer_id)
-        with pytest.raises(AllocationError):
-            await lab.allocator(role_request("train", 3), timeout=15).allocate()
-        for worker in lab.workers[:2]:
-            assert "the scheduler found too few workers to go with it" in worker.released
-
+async def test_an_incomplete_set_is_released_while_others_may_compete(how: str) -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[2].rejections = (BUSY,)
         workers[2].is_silent = how == "silent"
@@ -458,14 +423,24 @@ def test_an_incomplete_set_is_released_while_others_may_compete(how: str) -> Non
         if how == "crowd":
             workers[2].rejections = workers[3].rejections
 
-    play(case, 24 if how == "crowd" else 4, prepare)
+    async with open_lab(24 if how == "crowd" else 4, prepare) as lab:
+        if how == "unreachable":
+            lab.network.partition(lab.scheduler.peer_id, lab.workers[2].endpoint.peer_id)
+        with pytest.raises(AllocationError):
+            await lab.allocator(role_request("train", 3), timeout=15).allocate()
+        for worker in lab.workers[:2]:
+            assert "the scheduler found too few workers to go with it" in worker.released
 
 
-def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_something_is_held() -> None:
+async def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_something_is_held() -> None:
     """Workers would otherwise share what one scheduler gives up among all others, and none would get a whole set."""
     windows: list[tuple[float, int | None]] = []
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[1].offers = False
+        workers[1].rejections = (BUSY,)
+
+    async with open_lab(2, prepare) as lab:
         allocator = lab.allocator(role_request("train", 2), timeout=15)
 
         async def listen() -> None:
@@ -489,60 +464,55 @@ def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_s
         lab.tasks.start_soon(offer_in_pause)
         with pytest.raises(AllocationError):
             await allocator.allocate()
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-        workers[1].rejections = (BUSY,)
-
-    play(case, 2, prepare)
     first_pause = next(at for at, (held, _) in enumerate(windows) if at and windows[at - 1][0] and not held)
     assert {window for _, window in windows[:first_pause]} == {1250}
     assert {window for _, window in windows[first_pause:]} == {400}
 
 
-def test_a_set_that_is_large_enough_to_start_is_kept_until_the_timeout() -> None:
-    async def case(lab: Lab) -> None:
+async def test_a_set_that_is_large_enough_to_start_is_kept_until_the_timeout() -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].offers = False
+
+    async with open_lab(3, prepare) as lab:
         allocator = lab.allocator(role_request("train", 3), timeout=20, least=2)
         assert len(await allocator.allocate()) == 2
         assert allocator.seconds == pytest.approx(20)
         assert [worker.released for worker in lab.workers] == [[], [], []]
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].offers = False
-
-    play(case, 3, prepare)
-
 
 def test_a_set_that_still_grows_over_slow_links_is_not_released() -> None:
-    async def case(lab: Lab) -> None:
-        assert len(await lab.allocator(role_request("train", 6)).allocate()) == 6
-        assert [worker.released for worker in lab.workers] == [[]] * 6
+    async def case(seed: int) -> None:
+        async with open_lab(6, delays=[0.005, 0.1, 0.2, 0.3, 0.3, 0.3], seed=seed) as lab:
+            assert len(await lab.allocator(role_request("train", 6)).allocate()) == 6
+            assert [worker.released for worker in lab.workers] == [[]] * 6
 
     for seed in range(5):
-        play(case, 6, delays=[0.005, 0.1, 0.2, 0.3, 0.3, 0.3], seed=seed)
+        simulate(partial(case, seed), seed=seed)
 
 
 def test_the_last_attempt_begins_in_time_before_the_deadline() -> None:
-    async def case(lab: Lab) -> None:
-        allocator = lab.allocator(role_request("train", 2), timeout=30)
-        late = lab.workers[1]
+    async def case(seed: int) -> None:
+        async with open_lab(2, seed=seed) as lab:
+            allocator = lab.allocator(role_request("train", 2), timeout=30)
+            late = lab.workers[1]
+            late.offers = False
 
-        async def appear() -> None:
-            await anyio.sleep(27.5)
-            late.offers = True
+            async def appear() -> None:
+                await anyio.sleep(27.5)
+                late.offers = True
 
-        lab.tasks.start_soon(appear)
-        assert len(await allocator.allocate()) == 2
+            lab.tasks.start_soon(appear)
+            assert len(await allocator.allocate()) == 2
 
+    for seed in range(5):
+        simulate(partial(case, seed), seed=seed)
+
+
+async def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_missing() -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[1].offers = False
 
-    for seed in range(5):
-        play(case, 2, prepare, seed=seed)
-
-
-def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_missing() -> None:
-    async def case(lab: Lab) -> None:
+    async with open_lab(2, prepare) as lab:
         first = lab.workers[0]
         allocator = lab.allocator(role_request("train", 2), timeout=100, least=1)
 
@@ -557,14 +527,12 @@ def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_missing()
         assert allocator.seconds < 85
         assert first.renewals > 20
 
+
+async def test_an_offer_after_the_search_is_released() -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[1].offers = False
 
-    play(case, 2, prepare)
-
-
-def test_an_offer_after_the_search_is_released() -> None:
-    async def case(lab: Lab) -> None:
+    async with open_lab(2, prepare) as lab:
         first, second = lab.workers
         allocator = lab.allocator(role_request("train", 1))
         await allocator.allocate()
@@ -579,34 +547,47 @@ def test_an_offer_after_the_search_is_released() -> None:
         assert first.released == []
         await second.send(lab.scheduler.peer_id, uuid.uuid4(), uuid.UUID(int=99), 500)
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
 
-    play(case, 2, prepare)
-
-
-def test_renewals_in_flight_at_the_deadline_are_released() -> None:
+async def test_renewals_in_flight_at_the_deadline_are_released() -> None:
     async def late() -> bool:
         await anyio.sleep(3.0)
         return True
 
-    async def case(lab: Lab) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].grants = late
+
+    async with open_lab(1, prepare) as lab:
         with pytest.raises(AllocationError):
             await lab.allocator(role_request("train", 1), timeout=1.0).allocate()
         await anyio.sleep(5.0)
         assert lab.workers[0].released == ["it was no longer needed"]
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].grants = late
-
-    play(case, 1, prepare)
-
 
 # ------------------------------------------------------------------------------------------------------------- reasons
 
 
-def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCaptureFixture) -> None:
-    async def case(lab: Lab) -> None:
+async def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCaptureFixture) -> None:
+    def gpu(available: float) -> Rejection:
+        return Rejection(code="gpu", text="no", required=40.0, available=available)
+
+    def prepare(workers: list[Worker]) -> None:
+        codes = [
+            (gpu(16.0), PRICE),
+            (BUSY, gpu(24.0)),
+            (gpu(8.0),),
+            (PRICE,),
+            (),
+            (BUSY,),
+            (BUSY,),
+            (Rejection(code="newer", text="no"),),
+            (PRICE, Rejection(code="draining", text="drains")),
+        ]
+        for worker, rejections in zip(workers, codes, strict=True):
+            worker.offers, worker.rejections = False, rejections
+        workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
+
+    caplog.set_level(logging.INFO, "hypha_scheduler.allocation")
+    async with open_lab(9, prepare) as lab:
         wanted = RoleRequest(
             "train",
             WorkerSpec(resources=Resources(gpu=40), executor=(ExecutorDescriptor("train", "train"),)),
@@ -630,31 +611,12 @@ def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest.LogCa
         assert len(lab.shortages) == 2
         assert all(worker.asked == 4 for worker in lab.workers)
 
-    def gpu(available: float) -> Rejection:
-        return Rejection(code="gpu", text="no", required=40.0, available=available)
 
+async def test_unreachable_workers_do_not_end_the_search() -> None:
     def prepare(workers: list[Worker]) -> None:
-        codes = [
-            (gpu(16.0), PRICE),
-            (BUSY, gpu(24.0)),
-            (gpu(8.0),),
-            (PRICE,),
-            (),
-            (BUSY,),
-            (BUSY,),
-            (Rejection(code="newer", text="no"),),
-            (PRICE, Rejection(code="draining", text="drains")),
-        ]
-        for worker, rejections in zip(workers, codes, strict=True):
-            worker.offers, worker.rejections = False, rejections
-        workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
+        workers[0].price = 10.0
 
-    with caplog.at_level(logging.INFO, "hypha_scheduler.allocation"):
-        play(case, 9, prepare)
-
-
-def test_unreachable_workers_do_not_end_the_search() -> None:
-    async def case(lab: Lab) -> None:
+    async with open_lab(2, prepare) as lab:
         first, second = lab.workers
 
         async def vanish() -> bool:
@@ -663,8 +625,3 @@ def test_unreachable_workers_do_not_end_the_search() -> None:
 
         first.grants = vanish
         assert peers(await lab.allocator(role_request("train", 1)).allocate()) == {second.endpoint.peer_id}
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price = 10.0
-
-    play(case, 2, prepare)

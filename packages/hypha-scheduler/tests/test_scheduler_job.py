@@ -7,8 +7,8 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from support.scripted_jobs import ScriptedStart, ScriptedStream
 
 from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.testing.memory_network import Faults
 from hypha_proto.codec import to_json
 from hypha_proto.commands import CommandAnswer, SetMembers
@@ -89,7 +89,7 @@ from hypha_scheduler.strategies.diloco import operator as diloco_operator
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig, RowsTable
 from hypha_scheduler.strategies.diloco.specs import SETTLE
 
-pytestmark = pytest.mark.usefixtures("inline_threads")
+pytestmark = [pytest.mark.usefixtures("inline_threads"), pytest.mark.virtual_clock]
 
 SLICES = 8
 SLICE_SAMPLES = 40
@@ -399,40 +399,28 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None
         await dataset_directory.announce_dataset(endpoint, name, DatasetRecord(num_slices=SLICES))
 
 
-Case = Callable[[SchedulerService, list[Worker], SharedState], Awaitable[None]]
-
-
-def run_network(
+@asynccontextmanager
+async def open_network(
     tmp_path: Path,
-    case: Case,
     prepare: Callable[[list[Worker]], None] = lambda workers: None,
     faults: Faults | None = None,
     form: str | None = None,
-    *,
-    real_time: bool = False,
-) -> None:
-    """Run a test with three training workers, a parameter server, a data node and a scheduler."""
-
-    async def main() -> None:
-        network = MemoryNetwork(seed=7, faults=faults or Faults())
-        shared = SharedState(tmp_path)
-        async with AsyncExitStack() as stack:
-            stack.enter_context(anyio.fail_after(1000))
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
-            workers = [Worker(shared, endpoint, tasks) for endpoint in endpoints[:3]]
-            workers.append(Worker(shared, endpoints[3], tasks, role="aggregate"))
-            prepare(workers)
-            for worker in workers:
-                await tasks.start(worker.run)
-            await data_node(endpoints[5], tmp_path, form)
-            await case(SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared)
-            tasks.cancel_scope.cancel()
-
-    if real_time:
-        anyio.run(main, backend="trio")
-    else:
-        simulate(main, seed=7)
+) -> AsyncIterator[tuple[SchedulerService, list[Worker], SharedState]]:
+    """Open three training workers, a parameter server, a data node and a scheduler."""
+    network = MemoryNetwork(seed=7, faults=faults or Faults())
+    shared = SharedState(tmp_path)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(anyio.fail_after(1000))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
+        workers = [Worker(shared, endpoint, tasks) for endpoint in endpoints[:3]]
+        workers.append(Worker(shared, endpoints[3], tasks, role="aggregate"))
+        prepare(workers)
+        for worker in workers:
+            await tasks.start(worker.run)
+        await data_node(endpoints[5], tmp_path, form)
+        yield SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared
+        tasks.cancel_scope.cancel()
 
 
 def events(tmp_path: Path) -> list[dict[str, Any]]:
@@ -453,8 +441,8 @@ def expect_failure() -> Iterator[list[str]]:
     messages.append(str(caught.value))
 
 
-def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, shared):
         path = await service.run_job(job(model))
         result = json.loads(path.read_text())
         assert result["rounds"] == 3
@@ -472,11 +460,9 @@ def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> None:
         assert found.faults == []
         assert (found.rounds, found.samples, found.is_finished) == (3, result["samples"], True)
 
-    run_network(tmp_path, case)
-
 
 @pytest.mark.parametrize("kind", ["began", "contributed"])
-def test_a_job_that_its_audit_does_not_prove_fails(
+async def test_a_job_that_its_audit_does_not_prove_fails(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     append = Journal.append
@@ -485,28 +471,23 @@ def test_a_job_that_its_audit_does_not_prove_fails(
         append(journal, "lost" if record == kind else record, **fields)
 
     monkeypatch.setattr(Journal, "append", lose)
-
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         with pytest.raises(
             JobFailedError, match=r"the audit of the rounds has failed:\n.*(not begun|contributed nothing)"
         ):
             await service.run_job(job(model))
 
-    run_network(tmp_path, case)
 
-
-def test_the_job_ends_after_the_evaluation_of_its_last_round(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        await service.run_job(
-            job(model, dataset={"dataset": "digits", "evaluation": "held-out"}, rounds={"evaluate_every": 3})
-        )
-
+async def test_the_job_ends_after_the_evaluation_of_its_last_round(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
         for worker in workers[:3]:
             worker.batch_seconds = 20.0  # a share may take four times as long as it would be trained
             worker.evaluation_seconds = 2 * diloco_operator._EXECUTOR_EXIT_TIMEOUT
 
-    run_network(tmp_path, case, prepare)
+    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
+        await service.run_job(
+            job(model, dataset={"dataset": "digits", "evaluation": "held-out"}, rounds={"evaluate_every": 3})
+        )
     measured = [event for event in events(tmp_path) if event["event"] == "metric" and "evaluation_loss" in str(event)]
     assert len(measured) == 3
     assert not any("did not end in time" in str(event) for event in events(tmp_path))
@@ -517,18 +498,19 @@ def test_a_private_repository_is_served_to_workers_without_its_token(
 ) -> None:
     files, token = {path.name: path.read_bytes() for path in model.iterdir()}, "hf_PrivateToken0123456789"
 
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        table = {"repository": "org/model", "type": "vision-classification", "token": token, "serve": True}
-        wanted = job(model).model_copy(update={"model": StartModelTable.model_validate(table)})
-        path = await service.run_job(wanted)  # its workers pull the files from the scheduler
-        with TensorFile(path.parent / "model" / "model.safetensors") as trained:
-            assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]
-        assert not (path.parent / ".model-served").exists()
+    async def case() -> None:
+        async with open_network(tmp_path) as (service, _workers, _shared):
+            table = {"repository": "org/model", "type": "vision-classification", "token": token, "serve": True}
+            wanted = job(model).model_copy(update={"model": StartModelTable.model_validate(table)})
+            path = await service.run_job(wanted)  # its workers pull the files from the scheduler
+            with TensorFile(path.parent / "model" / "model.safetensors") as trained:
+                assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]
+            assert not (path.parent / ".model-served").exists()
 
     monkeypatch.undo()  # a download asks its thread whether it was cancelled
     with hub_server(files, token) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        run_network(tmp_path, case, real_time=True)
+        anyio.run(case, backend="trio")
     fetched = [each.read_bytes() for each in tmp_path.glob("12D3Koo*-model.safetensors")]
     assert fetched == [files["model.safetensors"]] * 3
     assert all(token.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -550,24 +532,20 @@ def test_a_private_repository_is_served_to_workers_without_its_token(
         ("jsonl", RowsTable(completion="{a} {b}"), "rows: dataset 'digits' has no column 'b'; it has a, c"),
     ],
 )
-def test_a_dataset_that_does_not_fit_is_refused_before_any_lease(
+async def test_a_dataset_that_does_not_fit_is_refused_before_any_lease(
     tmp_path: Path, model: Path, form: str | None, rows: RowsTable | None, reason: str
 ) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    async with open_network(tmp_path, form=form) as (service, workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model).model_copy(update={"rows": rows}))
         assert [reason in message for message in messages] == [True]
         assert not any(worker.released for worker in workers)
         assert not any(event["event"] == "placement" for event in events(tmp_path))
 
-    run_network(tmp_path, case, form=form)
 
-
-def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         await service.run_job(job(model))
-
-    run_network(tmp_path, case)
     reported = events(tmp_path)
     [placement] = [event for event in reported if event["event"] == "placement"]
     assert [entry["role"] for entry in placement["workers"]].count("train") == 3
@@ -579,37 +557,38 @@ def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path)
     assert reported[-1]["event"] == "finished"
 
 
-def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].traffic = (700, 30)
+
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         result = json.loads((await service.run_job(job(model))).read_text())
         stated = {peer["peer"]: (peer["bytes_sent"], peer["bytes_received"]) for peer in result["workers"]}
         assert stated == {str(worker.endpoint.peer_id): worker.traffic for worker in workers[:3]}
         server = result["parameter_server"]
         assert (server["bytes_sent"], server["bytes_received"]) == workers[3].traffic
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].traffic = (700, 30)
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_start_of_each_worker_is_logged_once(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_start_of_each_worker_is_logged_once(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     peers: list[str] = []
-
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        await service.run_job(job(model))
-        peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
-
     with caplog.at_level(logging.INFO, "hypha_scheduler.strategies.diloco.start_barrier"):
-        run_network(tmp_path, case)
+        async with open_network(tmp_path) as (service, workers, _shared):
+            await service.run_job(job(model))
+            peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])
     messages = [record.getMessage().split() for record in caplog.records if "is ready after" in record.getMessage()]
     assert sorted(words[1] for words in messages) == sorted(peers)
     assert [" ".join(words[-3:]) for words in messages] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
     assert {words[5] for words in messages} == {"0.0"}
 
 
-def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        for worker, seconds in zip(workers[:3], (0.08, 0.02, 0.02), strict=True):
+            worker.batch_seconds = seconds
+
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         await service.run_job(job(model, rounds={"avg_samples_between_updates": 720}))
         samples: Counter[PeerId] = Counter()
         for message in workers[3].rounds_seen[1:]:
@@ -617,15 +596,13 @@ def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path
         slow, fast = (samples[worker.endpoint.peer_id] for worker in workers[:2])
         assert slow / fast == pytest.approx(0.25, abs=0.02)
 
+
+async def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
-        for worker, seconds in zip(workers[:3], (0.08, 0.02, 0.02), strict=True):
-            worker.batch_seconds = seconds
+        for worker in workers:
+            worker.repeats_messages = True
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    async with open_network(tmp_path, prepare) as (service, workers, shared):
         result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
         reported = {str(worker.endpoint.peer_id): worker.batches for worker in workers[:3]}
@@ -633,32 +610,30 @@ def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
         assert counted == reported
         assert len(set(shared.given)) == len(shared.given)
 
+
+async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(
+    tmp_path: Path, model: Path
+) -> None:
     def prepare(workers: list[Worker]) -> None:
-        for worker in workers:
-            worker.repeats_messages = True
+        workers[1].fails_after = 5
+        workers[1].offers_left = 1
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model, resources={"min_workers": 3, "allocation_timeout": 1.0}))
         assert "exit code 3" in messages[0]
         assert "RuntimeError: no" in messages[0]
         assert str(workers[1].endpoint.peer_id) in messages[0]
         assert all(worker.released for worker in workers)
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].fails_after = 5
-        workers[1].offers_left = 1
-
-    run_network(tmp_path, case, prepare)
     assert events(tmp_path)[-1]["event"] == "failed"
 
 
-def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model: Path) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[2].renewals_left = 2
+        workers[2].offers_left = 1
+
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         with expect_failure() as messages:
             await service.run_job(
                 job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
@@ -666,30 +641,25 @@ def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model:
         assert f"worker {workers[2].endpoint.peer_id} was lost" in messages[0]
         assert "2 of at least 3 remain" in messages[0]
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].renewals_left = 2
-        workers[2].offers_left = 1
-
-    run_network(tmp_path, case, prepare)
-
 
 @pytest.mark.parametrize("resources", [{"min_workers": 2}, {}], ids=["above the minimum", "without a minimum"])
-def test_job_continues_without_a_lost_worker(tmp_path: Path, model: Path, resources: dict[str, int]) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        path = await service.run_job(job(model, resources=resources, rounds={"update_rounds": 6}))
-        assert json.loads(path.read_text())["rounds"] == 6
-        assert len(workers[3].rounds_seen[-1].members) == 2
-
+async def test_job_continues_without_a_lost_worker(tmp_path: Path, model: Path, resources: dict[str, int]) -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[2].renewals_left = 2
         workers[2].hangs = True
 
-    run_network(tmp_path, case, prepare)
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
+        path = await service.run_job(job(model, resources=resources, rounds={"update_rounds": 6}))
+        assert json.loads(path.read_text())["rounds"] == 6
+        assert len(workers[3].rounds_seen[-1].members) == 2
 
 
 @pytest.mark.parametrize("role", ["train", "aggregate"])
-def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[2 if role == "train" else 3].cannot_start = True
+
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         wanted = job(model, resources={"min_workers": 2, "allocation_timeout": 1.0})
         if role == "train":
             path = await service.run_job(wanted)
@@ -703,110 +673,99 @@ def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, mode
             assert [worker.start for worker in workers[:3]] == [None, None, None]
         assert "its task did not start" in workers[2 if role == "train" else 3].released
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[2 if role == "train" else 3].cannot_start = True
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path, model: Path) -> None:
+async def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path, model: Path) -> None:
     slow = list[PeerId]()
-
-    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
-        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
-        await service.run_job(job(model, **changes))
-        assert set(workers[2].released) <= GIVEN_BACK
-        for message in workers[3].rounds_seen:
-            assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
 
     def prepare(workers: list[Worker]) -> None:
         workers[2].batch_seconds = 2.2
         slow.append(workers[2].endpoint.peer_id)
 
-    run_network(tmp_path, case, prepare)
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
+        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
+        await service.run_job(job(model, **changes))
+        assert set(workers[2].released) <= GIVEN_BACK
+        for message in workers[3].rounds_seen:
+            assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
     assert [event["event"] for event in events(tmp_path)][-1] == "finished"
     [late] = [event for event in events(tmp_path) if event["event"] == "worker_late"]
     assert (late["worker"], late["round"]) == (str(slow[0]), 1)
     assert late["seconds"] == pytest.approx(1.5, abs=0.01)
 
 
-def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].fails_after = 5
+        workers[0].outcome = "cancelled"
+        workers[0].offers_left = 1
+
+    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(
                 job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
             )
         assert "its executor was cancelled: the owner needs it" in messages[0]
 
+
+async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
-        workers[0].fails_after = 5
-        workers[0].outcome = "cancelled"
-        workers[0].offers_left = 1
+        workers[3].skipped_round = 2
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model))
         assert "the outer update of round 2 never came" in messages[0]
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[3].skipped_round = 2
 
-    run_network(tmp_path, case, prepare)
-
-
-def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         with anyio.move_on_after(1.0):
             await service.run_job(job(model, rounds={"update_rounds": 10_000}))
         assert all(worker.released for worker in workers)
-
-    run_network(tmp_path, case)
     last = events(tmp_path)[-1]
     assert (last["event"], last["reason"]) == ("interrupted", "the scheduler was stopped")
 
 
-def test_job_without_another_parameter_server_fails(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
-        assert "there is no parameter server" in messages[0]
-
+async def test_job_without_another_parameter_server_fails(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[3].renewals_left = 2
         workers[3].offers_left = 1
 
-    run_network(tmp_path, case, prepare)
+    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
+        with expect_failure() as messages:
+            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
+        assert "there is no parameter server" in messages[0]
 
 
-def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Path, model: Path) -> None:
+async def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Path, model: Path) -> None:
     """It does not wait for the third worker until `allocation_timeout`, 20 s."""
-
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
-        peers = {str(worker.endpoint.peer_id) for worker in workers[1:3]}
-        assert {entry["peer"] for entry in result["workers"]} == peers
 
     def prepare(workers: list[Worker]) -> None:
         workers[0].refuses = True
 
-    run_network(tmp_path, case, prepare)
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
+        result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
+        peers = {str(worker.endpoint.peer_id) for worker in workers[1:3]}
+        assert {entry["peer"] for entry in result["workers"]} == peers
     [placement] = [event for event in events(tmp_path) if event["event"] == "placement"]
     assert placement["seconds"] == pytest.approx(SETTLE + DECISION_WINDOW)
     shortage = next(event for event in events(tmp_path) if event["event"] == "shortage")
     assert (shortage["role"], shortage["held"], shortage["wanted"], shortage["minimum"]) == ("train", 2, 3, 2)
 
 
-def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_allocation_error_explains_missing_offers(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def connected(endpoint: MemoryEndpoint, _topic: str) -> frozenset[PeerId]:
         return frozenset(endpoint.connected())  # as on a real network, where a worker without an offer never connects
 
     monkeypatch.setattr(MemoryEndpoint, "topic_peers", connected)
 
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].refuses = True
+        workers[1].price = 500.0
+
+    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         with pytest.raises(AllocationError) as caught:
             await service.run_job(job(model, resources={"allocation_timeout": 1.5}))
         text = str(caught.value)
@@ -818,20 +777,14 @@ def test_allocation_error_explains_missing_offers(tmp_path: Path, model: Path, m
         counted = "1 of 4 suitable: 1 without the executor, 1 above the price, 1 in another role of this job"
         assert f"train: 1 of 3 held, 2 more needed; {counted}" in text
         assert all(worker.released for worker in (workers[2], workers[3]))
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].refuses = True
-        workers[1].price = 500.0
-
-    run_network(tmp_path, case, prepare)
     early, shortage = [event for event in events(tmp_path) if event["event"] == "shortage"]
     assert (early["held"], early["wanted"], early["minimum"]) == (1, 3, 3)
     assert shortage["rejections"] == {"price": 1, "taken": 1, "executor": 1}
     assert (shortage["role"], shortage["suitable"], shortage["known"]) == ("train", 1, 4)
 
 
-def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         with pytest.raises(JobFailedError, match="not enough workers") as caught:
             await service.run_job(job(model, resources={"num_workers": 4, "allocation_timeout": 1.5}))
         lines = str(caught.value).splitlines()
@@ -839,11 +792,9 @@ def test_allocation_error_names_workers_held_for_another_role(tmp_path: Path, mo
         assert len([line for line in lines if "taken for" in line and "a worker of its own" in line]) == 4
         assert not any(line.endswith(": ") for line in lines)
 
-    run_network(tmp_path, case)
-
 
 @pytest.mark.parametrize("kind", ["accepted", "placed"])
-def test_full_disk_fails_the_job_and_not_the_scheduler(
+async def test_full_disk_fails_the_job_and_not_the_scheduler(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     kept = Journal.append
@@ -853,21 +804,19 @@ def test_full_disk_fails_the_job_and_not_the_scheduler(
             raise OSError(errno.ENOSPC, "No space left on device")
         kept(journal, what, **fields)
 
-    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         with monkeypatch.context() as full, expect_failure() as messages:
             full.setattr(Journal, "append", append)
             await service.run_job(job(model))
         assert "No space left on device" in messages[0]
         assert "; free space on that disk, then resume the job or submit it again" in messages[0]
         assert [len(worker.released) for worker in workers] == ([0] * 4 if kind == "accepted" else [1] * 4)
-
-    run_network(tmp_path, case)
     assert events(tmp_path)[-1]["event"] == "failed"
     assert "No space left on device; free space on that disk" in events(tmp_path)[-1]["error"]
 
 
 @pytest.mark.parametrize("kind", ["announced", "round", "contributed", "ended"])
-def test_job_pauses_while_the_disk_has_no_room_for_its_records(
+async def test_job_pauses_while_the_disk_has_no_room_for_its_records(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     kept, failures = Journal.append, 3
@@ -879,13 +828,11 @@ def test_job_pauses_while_the_disk_has_no_room_for_its_records(
             raise OSError(errno.ENOSPC, "No space left on device")
         kept(journal, what, **fields)
 
-    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         with monkeypatch.context() as full:
             full.setattr(Journal, "append", append)
             result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
-
-    run_network(tmp_path, case)
     assert failures == 0
     [paused] = [event for event in events(tmp_path) if event["event"] == "paused"]
     assert "No space left on device; free space on that disk, then the job goes on" in paused["reason"]
@@ -894,7 +841,7 @@ def test_job_pauses_while_the_disk_has_no_room_for_its_records(
     assert [r["round"] for r in records(tmp_path) if r["record"] == "round"] == [1, 2, 3]
 
 
-def test_job_pauses_while_there_is_no_room_for_an_outer_update(
+async def test_job_pauses_while_there_is_no_room_for_an_outer_update(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
@@ -904,30 +851,26 @@ def test_job_pauses_while_there_is_no_room_for_an_outer_update(
         looks += 1
         return SimpleNamespace(free=100 if looks < 3 else 1 << 40)
 
-    async def case(service: SchedulerService, workers: list[Worker], _shared: SharedState) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         with monkeypatch.context() as full:
             full.setattr("shutil.disk_usage", disk_usage)
             result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
-
-    run_network(tmp_path, case)
     [paused] = [event for event in events(tmp_path) if event["event"] == "paused"]
     assert "bytes, 100 are free" in paused["reason"]
     assert "; free space on that disk, then the job goes on" in paused["reason"]
     assert sum(event["event"] == "continued" for event in events(tmp_path)) == 1
 
 
-def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
         assert "dataset 'mnist' was not found within 0.5 s: no data node announces it" in messages[0]
 
-    run_network(tmp_path, case)
 
-
-def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         await service.run_job(job(model))
         for worker in workers:
             assert worker.requests
@@ -936,35 +879,33 @@ def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
                 assert b"\xf9\x57\xb0" not in WORKER_REQUESTS.encode(request)  # 123.0 as CBOR half
             assert "123.0" not in repr(worker.start)
 
-    run_network(tmp_path, case)
 
-
-def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01)) as (
+        service,
+        _workers,
+        _shared,
+    ):
         path = await service.run_job(job(model, resources={"allocation_timeout": 20.0}))
         assert json.loads(path.read_text())["rounds"] == 3
 
-    run_network(tmp_path, case, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01))
 
-
-def test_a_job_continues_without_a_slice_that_no_provider_has(
+async def test_a_job_continues_without_a_slice_that_no_provider_has(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        result = json.loads((await service.run_job(job(model))).read_text())
-        assert result["rounds"] == 3
-        assert [entry["slice"] for entry in result["slices_set_aside"]] == [2, 5]
-        assert list(result["slices_set_aside"][0]["providers"].values()) == ["the digest is wrong"]
-        assert not {2, 5} & {index for _, index in shared.given}
-        assert len({epoch for epoch, _ in shared.given}) > 1
-
     def prepare(workers: list[Worker]) -> None:
         for worker in workers:
             worker.unusable = frozenset({2, 5})
             worker.repeats_messages = True
 
     with caplog.at_level(logging.WARNING, "hypha_scheduler.strategies.diloco"):
-        run_network(tmp_path, case, prepare)
+        async with open_network(tmp_path, prepare) as (service, _workers, shared):
+            result = json.loads((await service.run_job(job(model))).read_text())
+            assert result["rounds"] == 3
+            assert [entry["slice"] for entry in result["slices_set_aside"]] == [2, 5]
+            assert list(result["slices_set_aside"][0]["providers"].values()) == ["the digest is wrong"]
+            assert not {2, 5} & {index for _, index in shared.given}
+            assert len({epoch for epoch, _ in shared.given}) > 1
     reported = [event for event in events(tmp_path) if event["event"] == "slice_set_aside"]
     assert sorted(event["slice"] for event in reported) == [2, 5]
     assert [event["left"] for event in reported] == [7, 6]
@@ -973,22 +914,21 @@ def test_a_job_continues_without_a_slice_that_no_provider_has(
     assert "the digest is wrong; restore the file there" in first
 
 
-def test_a_job_without_a_usable_slice_fails_and_says_why(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_a_job_without_a_usable_slice_fails_and_says_why(tmp_path: Path, model: Path) -> None:
+    def prepare(workers: list[Worker]) -> None:
+        for worker in workers[:3]:
+            worker.unusable = frozenset(range(SLICES))
+
+    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model))
         assert messages[0].startswith("dataset 'digits': all 8 slices were set aside; the last, slice ")
         assert "the digest is wrong; restore the file there" in messages[0]
 
-    def prepare(workers: list[Worker]) -> None:
-        for worker in workers[:3]:
-            worker.unusable = frozenset(range(SLICES))
 
-    run_network(tmp_path, case, prepare)
+async def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, shared):
 
-
-def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
         async def lie() -> None:
             while not shared.given:
                 await anyio.sleep(0.01)
@@ -1005,11 +945,9 @@ def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_path: Pat
         result = json.loads((await service.run_job(job(model))).read_text())
         assert result["slices_set_aside"] == []
 
-    run_network(tmp_path, case)
 
-
-def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         left = workers[1]
 
         async def say_goodbye() -> None:
@@ -1027,33 +965,34 @@ def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_path: 
         result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
         assert result["rounds"] == 3
         assert left.renewals_left == 0
-
-    run_network(tmp_path, case)
     [lost] = [event for event in events(tmp_path) if event["event"] == "worker_lost"]
     assert lost["reason"] == "it shuts down"
 
 
-def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
+async def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[ProgressResponse] = []
-
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
-        async def report_nonsense() -> None:
-            while workers[0].batches < 3:
-                await anyio.sleep(0.01)
-            [(lease, scheduler)] = [(lease, peer) for lease, peer in workers[0].leases.items()]
-            assert workers[0].start is not None
-            known = workers[0].start.definition.job_id
-            for job_id, its in ((uuid.UUID(int=7), lease), (known, uuid.UUID(int=8)), (known, lease), (known, lease)):
-                message = ProgressRequest(job_id=job_id, progress=OuterStepTaken(), lease=its)
-                answers.append(await rpc.call(workers[0].endpoint, scheduler, REPORT, message))
-
-        workers[0].tasks.start_soon(report_nonsense)
-        await service.run_job(job(model))
-
     with caplog.at_level(logging.WARNING, "hypha_scheduler.service"):
-        run_network(tmp_path, case)
+        async with open_network(tmp_path) as (service, workers, _shared):
+
+            async def report_nonsense() -> None:
+                while workers[0].batches < 3:
+                    await anyio.sleep(0.01)
+                [(lease, scheduler)] = [(lease, peer) for lease, peer in workers[0].leases.items()]
+                assert workers[0].start is not None
+                known = workers[0].start.definition.job_id
+                for job_id, its in (
+                    (uuid.UUID(int=7), lease),
+                    (known, uuid.UUID(int=8)),
+                    (known, lease),
+                    (known, lease),
+                ):
+                    message = ProgressRequest(job_id=job_id, progress=OuterStepTaken(), lease=its)
+                    answers.append(await rpc.call(workers[0].endpoint, scheduler, REPORT, message))
+
+            workers[0].tasks.start_soon(report_nonsense)
+            await service.run_job(job(model))
     reasons = [answer.reason or "" for answer in answers if isinstance(answer, ProgressError)]
     assert "runs no job 00000000-" in reasons[0]
     assert "under this lease" in reasons[1]
@@ -1076,8 +1015,8 @@ def drain_at(worker: Worker, batches: int, *others: uuid.UUID) -> None:
     worker.tasks.start_soon(announce)
 
 
-def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         draining = workers[1]
         drain_at(draining, 3)
         wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
@@ -1090,8 +1029,6 @@ def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Pa
         [share] = [entry for entry in result["workers"] if entry["peer"] == str(draining.endpoint.peer_id)]
         assert share["batches"] == draining.batches > 0
         assert set(draining.released) <= GIVEN_BACK  # its executor has ended by itself
-
-    run_network(tmp_path, case)
     kinds = [event["event"] for event in events(tmp_path)]
     assert "worker_lost" not in kinds
     [left] = [event for event in events(tmp_path) if event["event"] == "worker_left"]
@@ -1100,8 +1037,8 @@ def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "goodbye"])
-def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Path, end: str) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Path, end: str) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         left = workers[1]
         drain_at(left, 3)
         normal_end = left.end
@@ -1116,21 +1053,17 @@ def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Pa
         left.end = ends  # type: ignore[method-assign]
         wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
         assert json.loads((await service.run_job(wanted)).read_text())["rounds"] == 6
-
-    run_network(tmp_path, case)
     assert "worker_lost" not in [event["event"] for event in events(tmp_path)]
     warnings = [event["text"] for event in events(tmp_path) if event["event"] == "warning"]
     assert ["it crashed at its exit" in text for text in warnings] == ([True] if end == "failed" else [])
 
 
-def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Path, model: Path) -> None:
-    async def case(service: SchedulerService, workers: list[Worker], shared: SharedState) -> None:
+async def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Path, model: Path) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         drain_at(workers[1], 3)
         drain_at(workers[3], 0)  # a parameter server cannot be handed over
         path = await service.run_job(job(model, resources={"min_workers": 3}))  # it needs all three, and ends in time
         assert json.loads(path.read_text())["rounds"] == 3
-
-    run_network(tmp_path, case)
     kinds = [event["event"] for event in events(tmp_path)]
     assert kinds.count("lease_draining") == 2
     assert "worker_left" not in kinds

@@ -11,11 +11,10 @@ import anyio
 import pytest
 from click.testing import CliRunner
 from support.diloco_simulation import FakeDataset
-from support.waiting import run
 
 from hypha_net import rpc, transfer
 from hypha_net.dataset_directory import announce_dataset
-from hypha_net.testing import MemoryNetwork, simulate
+from hypha_net.testing import MemoryNetwork
 from hypha_proto.codec import to_json
 from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
 from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
@@ -186,22 +185,20 @@ def test_a_name_is_a_word(name: str) -> None:
         DilocoJobConfig.model_validate(table | {"name": name})
 
 
-def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
+@pytest.mark.virtual_clock
+async def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
     model = {"repository": "a/b", "type": "auto"}
     table = {"dataset": "mnits", "model": model, "inner_optimizer": {"learning_rate": 1}}
     job = DilocoJobConfig.model_validate(table)
-
-    async def case() -> None:
-        async with MemoryNetwork(seed=1).endpoint("scheduler") as endpoint:
-            began = anyio.current_time()
-            with pytest.raises(UnusableDatasetError, match=r"'mnits': no data node announces it; correct the name"):
-                await check_datasets(endpoint, job)
-            assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
-
-    simulate(case, seed=1)
+    async with MemoryNetwork(seed=1).endpoint("scheduler") as endpoint:
+        began = anyio.current_time()
+        with pytest.raises(UnusableDatasetError, match=r"'mnits': no data node announces it; correct the name"):
+            await check_datasets(endpoint, job)
+        assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
 
-def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lists() -> None:
+@pytest.mark.virtual_clock
+async def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lists() -> None:
     model = {"repository": "a/b", "type": "auto"}
     table = {"dataset": "mnits", "model": model, "inner_optimizer": {"learning_rate": 1}}
     job = DilocoJobConfig.model_validate(table)
@@ -211,20 +208,17 @@ def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lists() -
     async def answer(_peer: PeerId, _request: ListDatasets) -> DatasetPage:
         return DatasetPage(datasets=(mnist, *others))
 
-    async def case() -> None:
-        network = MemoryNetwork(seed=1)
-        async with network.endpoint("scheduler") as endpoint, network.endpoint("gateway") as gateway:
-            rpc.serve(gateway, LIST_DATASETS, answer)
-            endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
-            began = anyio.current_time()
-            with pytest.raises(UnusableDatasetError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
-                await check_datasets(endpoint, job)
-            assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
-
-    simulate(case, seed=1)
+    network = MemoryNetwork(seed=1)
+    async with network.endpoint("scheduler") as endpoint, network.endpoint("gateway") as gateway:
+        rpc.serve(gateway, LIST_DATASETS, answer)
+        endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
+        began = anyio.current_time()
+        with pytest.raises(UnusableDatasetError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
+            await check_datasets(endpoint, job)
+        assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
 
-def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) -> None:
+async def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) -> None:
     model = {"repository": "a/b", "type": "causal-lm"}
     table = {"dataset": "digits", "model": model, "inner_optimizer": {"learning_rate": 1}}
     job = DilocoJobConfig.model_validate(table)
@@ -232,20 +226,16 @@ def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) -> None:
     columns = {"pixel_values": "float32[8,8]", "labels": "int64"}
     manifest = tmp_path / "manifest.json"
     manifest.write_bytes(to_json(Manifest, Manifest(dataset="digits", slices=(entry,), columns=columns)))
+    network = MemoryNetwork(seed=1)
+    async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
 
-    async def case() -> None:
-        network = MemoryNetwork(seed=1)
-        async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
+        async def give_manifest(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(manifest)
 
-            async def give_manifest(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
-                return transfer.PullSource(manifest)
-
-            transfer.serve_pulls(data, give_manifest)
-            await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
-            with pytest.raises(UnusableDatasetError, match=r"has no column 'input_ids'; it has pixel_values, labels;"):
-                await check_datasets(endpoint, job)
-
-    run(case)  # a file is sent in a thread, for which a virtual clock would not wait
+        transfer.serve_pulls(data, give_manifest)
+        await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
+        with pytest.raises(UnusableDatasetError, match=r"has no column 'input_ids'; it has pixel_values, labels;"):
+            await check_datasets(endpoint, job)
 
 
 TEXT, IMAGE = {"type": "tokenizer", "path": "t"}, {"type": "image", "path": "t"}
@@ -281,22 +271,19 @@ def test_lacking_columns_of_training_data_are_named(
     assert job.model_copy(update={"resources": resources}).dataset_faults(FakeDataset(columns={})) == []
 
 
-def test_a_dataset_that_is_announced_meanwhile_is_accepted() -> None:
+@pytest.mark.virtual_clock
+async def test_a_dataset_that_is_announced_meanwhile_is_accepted() -> None:
     model = {"repository": "a/b", "type": "auto"}
     table = {"dataset": "digits", "model": model, "inner_optimizer": {"learning_rate": 1}}
     job = DilocoJobConfig.model_validate(table)
+    network = MemoryNetwork(seed=1)
+    async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
 
-    async def case() -> None:
-        network = MemoryNetwork(seed=1)
-        async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
+        async def announce_later() -> None:
+            await anyio.sleep(3)
+            await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
 
-            async def announce_later() -> None:
-                await anyio.sleep(3)
-                await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(announce_later)
-                await check_datasets(endpoint, job)
-                tasks.cancel_scope.cancel()
-
-    simulate(case, seed=1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(announce_later)
+            await check_datasets(endpoint, job)
+            tasks.cancel_scope.cancel()

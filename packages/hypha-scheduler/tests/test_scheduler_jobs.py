@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import uuid
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, role, run_jobs
+from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
 
 from hypha_net.node.lifecycle import Node
 from hypha_proto.codec import parse_json
@@ -112,22 +111,11 @@ class Scheduler:
         assert self.error is None
 
 
-def run_scheduler(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: ScriptedStrategy,
-    case: Callable[[Lab], Awaitable[None]],
-    workers: int = 3,
-) -> None:
-    run_jobs(monkeypatch, tmp_path, strategy, case, workers=workers, real_time=True)
-
-
-def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
+async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         first, second, third = [await scheduler.submit(name) for name in ("one", "two", "three")]
         operator: QuietOperator = await strategy.operator()
@@ -164,15 +152,12 @@ def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
         assert [json.loads((runs / third / "result.json").read_text())["job_id"]] == [third]
         assert not [job_id for job_id in (first, second, third) if (runs / job_id / QUEUED).exists()]
 
-    run_scheduler(tmp_path, monkeypatch, strategy, case)
 
-
-def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
+async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         ids = [await scheduler.submit(name) for name in ("same", "same", "same-again", "other")]
         for wanted, meant in (("same", ids[:2]), ("sam", ids[:3])):
@@ -191,15 +176,12 @@ def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
             with pytest.raises(JobCommandError, match="command: "):
                 await anyio.to_thread.run_sync(send_command, socket_path(runs), request)
 
-    run_scheduler(tmp_path, monkeypatch, strategy, case)
 
-
-def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
+async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         for name in ("one", "two", "three"):
             await scheduler.submit(name)
@@ -217,13 +199,12 @@ def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
         ended = await again.states(every=True)
         assert ended == {"one": "interrupted", "two": "finished", "three": "finished"}
 
-    run_scheduler(tmp_path, monkeypatch, strategy, case)
 
-
-def test_no_more_jobs_wait_than_the_queue_takes(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_jobs_wait_than_the_queue_takes(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = ScriptedStrategy()
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1, max_waiting=1)
         await scheduler.submit("one")
         operator: QuietOperator = await strategy.operator()
@@ -234,13 +215,12 @@ def test_no_more_jobs_wait_than_the_queue_takes(tmp_path: Path, runs: Path, monk
         with pytest.raises(JobCommandError, match=r"max_waiting = 1"):
             await scheduler.submit("three")
 
-    run_scheduler(tmp_path, monkeypatch, strategy, case)
 
-
-def test_further_clients_are_told_to_try_again(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_further_clients_are_told_to_try_again(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hypha_scheduler.submission.server.MAX_CONNECTIONS", 2)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         await scheduler.is_up()
         silent = [await anyio.connect_unix(socket_path(runs)) for _ in range(2)]
@@ -251,17 +231,17 @@ def test_further_clients_are_told_to_try_again(tmp_path: Path, runs: Path, monke
         while await is_busy(scheduler):
             await anyio.sleep(0.01)
 
-    run_scheduler(tmp_path, monkeypatch, ScriptedStrategy(), case)
 
-
-def test_programs_submit_follow_and_cancel_jobs(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_programs_submit_follow_and_cancel_jobs(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = ScriptedStrategy()
     kinds: list[str] = []
 
     def follow_plainly(job: str) -> list[str]:
         return [event["event"] for event in Client(socket_path(runs)).follow(job)]
 
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         await scheduler.is_up()
         client = AsyncClient(socket_path(runs))
@@ -292,8 +272,6 @@ def test_programs_submit_follow_and_cancel_jobs(tmp_path: Path, runs: Path, monk
             await follow_all(client, "mine")
         with pytest.raises(NoSchedulerError):
             await client.jobs()
-
-    run_scheduler(tmp_path, monkeypatch, strategy, case)
 
 
 async def follow_all(client: AsyncClient, job: str) -> list[Event]:
@@ -330,12 +308,12 @@ class NeedingOperator(QuietOperator):
         self.demand = (role(minimum=1),)
 
 
-def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(
+@pytest.mark.virtual_clock
+async def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy(NeedingOperator)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy, workers=1) as lab:
         [worker] = lab.workers
         worker.leases[uuid.uuid4()] = worker.endpoint.peer_id  # it works for somebody else
         job = add_waiting(lab, tmp_path)
@@ -355,8 +333,6 @@ def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(
         await job.ended.wait()
         assert worker.leases == {}
 
-    run_jobs(monkeypatch, tmp_path, strategy, case, workers=1)
-
 
 class StubbornOperator(QuietOperator):
     """Operator that does not end its job when it is cancelled."""
@@ -366,12 +342,12 @@ class StubbornOperator(QuietOperator):
         return ()
 
 
-def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
+@pytest.mark.virtual_clock
+async def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = ScriptedStrategy(StubbornOperator)
-
-    async def case(lab: Lab) -> None:
+    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
         job = add_waiting(lab, tmp_path)
         lab.tasks.start_soon(run_waiting, lab, job)
         operator: QuietOperator = await strategy.operator()
@@ -385,8 +361,6 @@ def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
         assert lab.worker(operator.leases[0]).leases == {}
         last = json.loads((job.directory / EVENTS).read_text().splitlines()[-1])
         assert (last["event"], last["error"], last["cancelled"]) == ("failed", CANCELLED, True)
-
-    run_jobs(monkeypatch, tmp_path, strategy, case)
 
 
 def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
@@ -403,7 +377,7 @@ def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
     assert read_queue(runs) == []
 
 
-def test_clients_are_accepted_after_one_could_not_be(
+async def test_clients_are_accepted_after_one_could_not_be(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when no further file can be opened: under trio, anyio raises `BrokenResourceError` then."""
@@ -422,10 +396,8 @@ def test_clients_are_accepted_after_one_could_not_be(
         monkeypatch.setattr(type(listener), "accept", fail_at_first)
         return listener
 
-    async def case(lab: Lab) -> None:
+    monkeypatch.setattr(anyio, "create_unix_listener", create_failing)
+    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         assert (await scheduler.command("jobs"))["jobs"] == []
         assert failures == []
-
-    monkeypatch.setattr(anyio, "create_unix_listener", create_failing)
-    run_scheduler(tmp_path, monkeypatch, ScriptedStrategy(), case)

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hypha_net import rpc
-from hypha_net.testing import MemoryNetwork, simulate
+from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, Renewed, RenewLease
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
+
+pytestmark = pytest.mark.virtual_clock
 
 PEER = PeerId.from_public_key(bytes(32))
 IDS = st.sampled_from([uuid.UUID(int=n) for n in range(4)])
@@ -97,56 +99,48 @@ def test_renewals_of_leases_that_were_taken_together_spread_out() -> None:
 
 
 @pytest.mark.parametrize(("away", "kept"), [(6.0, True), (11.0, False)])
-def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: bool) -> None:
+async def test_lease_survives_a_worker_unreachable_for_six_seconds(away: float, kept: bool) -> None:
     lease, lost = uuid.UUID(int=1), list[str]()
+    network = MemoryNetwork()
+    async with (
+        network.endpoint("scheduler") as scheduler,
+        network.endpoint("worker") as worker,
+        anyio.create_task_group() as tasks,
+    ):
+        back = anyio.current_time() + 3.0 + away  # it becomes unreachable just before the first renewal
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with (
-            network.endpoint("scheduler") as scheduler,
-            network.endpoint("worker") as worker,
-            anyio.create_task_group() as tasks,
-        ):
-            back = anyio.current_time() + 3.0 + away  # it becomes unreachable just before the first renewal
+        async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
+            if anyio.current_time() < back:
+                await anyio.sleep_forever()
+            return Renewed(id=request.id, timeout_ms=10_000)
 
-            async def renew(_peer: PeerId, request: RenewLease) -> LeaseRenewal:
-                if anyio.current_time() < back:
-                    await anyio.sleep_forever()
-                return Renewed(id=request.id, timeout_ms=10_000)
+        def gone(_held: HeldLease, why: str) -> None:
+            lost.append(why)
 
-            def gone(_held: HeldLease, why: str) -> None:
-                lost.append(why)
-
-            rpc.serve(worker, RENEW_LEASE, renew)
-            leases = HeldLeases()
-            leases.record_renewal(lease, worker.peer_id, anyio.current_time())
-            tasks.start_soon(renew_leases, scheduler, leases, gone)
-            await anyio.sleep(60)
-            assert (lease in leases) is kept
-            assert lost == ([] if kept else ["its lease ran out before the worker answered a renewal"])
-            tasks.cancel_scope.cancel()
-
-    simulate(main)
+        rpc.serve(worker, RENEW_LEASE, renew)
+        leases = HeldLeases()
+        leases.record_renewal(lease, worker.peer_id, anyio.current_time())
+        tasks.start_soon(renew_leases, scheduler, leases, gone)
+        await anyio.sleep(60)
+        assert (lease in leases) is kept
+        assert lost == ([] if kept else ["its lease ran out before the worker answered a renewal"])
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_lease_whose_worker_has_ended_is_lost_at_once(ended: bool) -> None:
+async def test_lease_whose_worker_has_ended_is_lost_at_once(ended: bool) -> None:
     """A worker that only cannot be reached keeps it until it runs out."""
     lease, lost = uuid.UUID(int=1), list[tuple[float, str]]()
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("scheduler") as scheduler, anyio.create_task_group() as tasks:
-            async with network.endpoint("worker") as worker:
-                leases = HeldLeases()
-                leases.record_renewal(lease, worker.peer_id, anyio.current_time(), life=10.0)
-                if not ended:
-                    network.partition(scheduler.peer_id, worker.peer_id)
-            tasks.start_soon(renew_leases, scheduler, leases, lambda _, why: lost.append((anyio.current_time(), why)))
-            leases.check(lease, began := anyio.current_time())
-            await anyio.sleep(60)
-            [(at, why)] = lost
-            assert (at - began < 1.0, "its worker has ended" in why) == (ended, ended)
-            tasks.cancel_scope.cancel()
-
-    simulate(main)
+    network = MemoryNetwork()
+    async with network.endpoint("scheduler") as scheduler, anyio.create_task_group() as tasks:
+        async with network.endpoint("worker") as worker:
+            leases = HeldLeases()
+            leases.record_renewal(lease, worker.peer_id, anyio.current_time(), life=10.0)
+            if not ended:
+                network.partition(scheduler.peer_id, worker.peer_id)
+        tasks.start_soon(renew_leases, scheduler, leases, lambda _, why: lost.append((anyio.current_time(), why)))
+        leases.check(lease, began := anyio.current_time())
+        await anyio.sleep(60)
+        [(at, why)] = lost
+        assert (at - began < 1.0, "its worker has ended" in why) == (ended, ended)
+        tasks.cancel_scope.cancel()

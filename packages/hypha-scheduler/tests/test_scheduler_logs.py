@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,140 +79,122 @@ class Lab:
         return logs
 
 
+@asynccontextmanager
+async def open_lab(runs: Path) -> AsyncIterator[Lab]:
+    network = MemoryNetwork(seed=1)
+    async with network.endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
+        server = SubmissionServer(runs, never, ask_logs=LogRelay(endpoint).ask)
+        tasks.start_soon(server.serve)
+        while not await anyio.Path(socket_path(runs)).exists():
+            await anyio.sleep(0.01)
+        yield Lab(network, runs, endpoint.peer_id)
+        tasks.cancel_scope.cancel()
+
+
 @pytest.fixture
-def in_lab(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Lab], Awaitable[None]]], None]:
+def in_lab(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractAsyncContextManager[Lab]]:
     runs = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
-
-    def run(case: Callable[[Lab], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(60):
-                network = MemoryNetwork(seed=1)
-                async with network.endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
-                    server = SubmissionServer(runs, never, ask_logs=LogRelay(endpoint).ask)
-                    tasks.start_soon(server.serve)
-                    while not await anyio.Path(socket_path(runs)).exists():
-                        await anyio.sleep(0.01)
-                    await case(Lab(network, runs, endpoint.peer_id))
-                    tasks.cancel_scope.cancel()
-
-        anyio.run(main, backend="trio")
-
-    return run
+    return lambda: open_lab(runs)
 
 
 async def never(*_: object) -> Path:
     raise AssertionError("no job runs")
 
 
-def test_lines_of_all_workers_are_shown_and_escaped(in_lab: Any) -> None:
-    async def case(lab: Lab) -> None:
-        async with lab.network.endpoint("one") as one, lab.network.endpoint("two") as two:
-            first = Worker(one, a="step 1\nstep 2\n", b="\x1b]0;title\x07done\r\n")
-            Worker(two, c="begin\nend\n")
-            lab.note_workers((one, "gpu-1"), (two, None))
-            named, short = describe_peer(one.peer_id, "gpu-1"), describe_peer(two.peer_id)
-            done = await lab.logs("digits")
-            assert done.exit_code == 0, done.output
-            assert done.stdout.splitlines() == [
-                f"{named}: step 1",
-                f"{named}: step 2",
-                rf"{named}: \x1b]0;title\x07done",
-                f"{short}: begin",
-                f"{short}: end",
-            ]
-            assert set(first.asked) == {lab.scheduler}
-            assert (await lab.logs("digits", "--tail", "1")).stdout.splitlines() == [
-                rf"{named}: \x1b]0;title\x07done",
-                f"{short}: end",
-            ]
-            chosen = await lab.logs(str(JOB)[:8], "--worker", short, "--format", "json", "--follow")
-            assert [json.loads(line) for line in chosen.stdout.splitlines()] == [
-                {"worker": short, "peer": str(two.peer_id), "run": "c", "line": line} for line in ("begin", "end")
-            ]
-
-    in_lab(case)
+async def test_lines_of_all_workers_are_shown_and_escaped(in_lab: Any) -> None:
+    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("two") as two:
+        first = Worker(one, a="step 1\nstep 2\n", b="\x1b]0;title\x07done\r\n")
+        Worker(two, c="begin\nend\n")
+        lab.note_workers((one, "gpu-1"), (two, None))
+        named, short = describe_peer(one.peer_id, "gpu-1"), describe_peer(two.peer_id)
+        done = await lab.logs("digits")
+        assert done.exit_code == 0, done.output
+        assert done.stdout.splitlines() == [
+            f"{named}: step 1",
+            f"{named}: step 2",
+            rf"{named}: \x1b]0;title\x07done",
+            f"{short}: begin",
+            f"{short}: end",
+        ]
+        assert set(first.asked) == {lab.scheduler}
+        assert (await lab.logs("digits", "--tail", "1")).stdout.splitlines() == [
+            rf"{named}: \x1b]0;title\x07done",
+            f"{short}: end",
+        ]
+        chosen = await lab.logs(str(JOB)[:8], "--worker", short, "--format", "json", "--follow")
+        assert [json.loads(line) for line in chosen.stdout.splitlines()] == [
+            {"worker": short, "peer": str(two.peer_id), "run": "c", "line": line} for line in ("begin", "end")
+        ]
 
 
-def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(in_lab: Any) -> None:
-    async def case(lab: Lab) -> None:
-        async with lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
-            async with lab.network.endpoint("gone") as gone:
-                Worker(one, a="step 1\n")
-                lab.note_workers((one, "gpu-1"), (old, "older"), (gone, "away"))
-            done = await lab.logs("digits")
-            assert (done.exit_code, done.stdout) == (0, f"{describe_peer(one.peer_id, 'gpu-1')}: step 1\n")
-            older, away = describe_peer(old.peer_id, "older"), describe_peer(gone.peer_id, "away")
-            assert f"worker {older}: it gives no logs to schedulers: its owner updates hypha-worker" in done.stderr
-            assert f"worker {away}: " in done.stderr
-            assert (await lab.logs("digits", "--worker", "older")).exit_code == 1
-            unknown = await lab.logs("digits", "--worker", "gpu-7")
-            assert unknown.exit_code == 2
-            assert "'gpu-7' is no worker of the job; its workers: gpu-1…" in unknown.stderr
-            assert (await lab.logs("letters")).exit_code == 2
-
-    in_lab(case)
+async def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(in_lab: Any) -> None:
+    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
+        async with lab.network.endpoint("gone") as gone:
+            Worker(one, a="step 1\n")
+            lab.note_workers((one, "gpu-1"), (old, "older"), (gone, "away"))
+        done = await lab.logs("digits")
+        assert (done.exit_code, done.stdout) == (0, f"{describe_peer(one.peer_id, 'gpu-1')}: step 1\n")
+        older, away = describe_peer(old.peer_id, "older"), describe_peer(gone.peer_id, "away")
+        assert f"worker {older}: it gives no logs to schedulers: its owner updates hypha-worker" in done.stderr
+        assert f"worker {away}: " in done.stderr
+        assert (await lab.logs("digits", "--worker", "older")).exit_code == 1
+        unknown = await lab.logs("digits", "--worker", "gpu-7")
+        assert unknown.exit_code == 2
+        assert "'gpu-7' is no worker of the job; its workers: gpu-1…" in unknown.stderr
+        assert (await lab.logs("letters")).exit_code == 2
 
 
-def test_the_python_api_returns_lines_and_which_workers_gave_none(in_lab: Any) -> None:
-    async def case(lab: Lab) -> None:
-        async with lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
-            Worker(one, a="step 1\nstep\x1b 2\n")
-            lab.note_workers((one, "gpu-1"), (old, "older"))
-            client = AsyncClient(socket_path(lab.runs))
-            printed = await client.logs("digits")
-            peer, shown = str(one.peer_id), describe_peer(one.peer_id, "gpu-1")
-            last = LogLine(shown, peer, "a", r"step\x1b 2")
-            assert printed.lines == (LogLine(shown, peer, "a", "step 1"), last)
-            assert list(printed.failures) == [describe_peer(old.peer_id, "older")]
-            blocking = Client(client.socket)
-            chosen = await anyio.to_thread.run_sync(lambda: blocking.logs(str(JOB)[:8], worker="gpu-1", tail=1))
-            assert (chosen.lines, chosen.failures) == ((last,), {})
-            with pytest.raises(ValueError, match="tail: -1 is negative"):
-                await client.logs("digits", tail=-1)
-            with pytest.raises(JobCommandError):
-                await client.logs("letters")
-
-    in_lab(case)
+async def test_the_python_api_returns_lines_and_which_workers_gave_none(in_lab: Any) -> None:
+    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
+        Worker(one, a="step 1\nstep\x1b 2\n")
+        lab.note_workers((one, "gpu-1"), (old, "older"))
+        client = AsyncClient(socket_path(lab.runs))
+        printed = await client.logs("digits")
+        peer, shown = str(one.peer_id), describe_peer(one.peer_id, "gpu-1")
+        last = LogLine(shown, peer, "a", r"step\x1b 2")
+        assert printed.lines == (LogLine(shown, peer, "a", "step 1"), last)
+        assert list(printed.failures) == [describe_peer(old.peer_id, "older")]
+        blocking = Client(client.socket)
+        chosen = await anyio.to_thread.run_sync(lambda: blocking.logs(str(JOB)[:8], worker="gpu-1", tail=1))
+        assert (chosen.lines, chosen.failures) == ((last,), {})
+        with pytest.raises(ValueError, match="tail: -1 is negative"):
+            await client.logs("digits", tail=-1)
+        with pytest.raises(JobCommandError):
+            await client.logs("letters")
 
 
-def test_only_what_is_new_is_read_and_no_more_than_the_bound(in_lab: Any) -> None:
-    async def case(lab: Lab) -> None:
-        async with lab.network.endpoint("one") as one:
-            worker = Worker(one, a="x" * 99 + "\n")
-            worker.texts["a"] *= (MAX_BYTES // 100) + 1000
-            lab.note_workers((one, "gpu-1"))
-            logs = lab.reader()
-            read = await anyio.to_thread.run_sync(lambda: list(logs.read()))
-            assert 0.9 * MAX_BYTES < sum(len(line.text) for line in read) <= MAX_BYTES
-            assert await anyio.to_thread.run_sync(lambda: list(logs.read())) == []
-            worker.texts |= {"a": worker.texts["a"] + "more\n", "b": "another run\n"}
-            new = await anyio.to_thread.run_sync(lambda: list(logs.read()))
-            assert [(line.run, line.text) for line in new] == [("a", "more"), ("b", "another run")]
-
-    in_lab(case)
+async def test_only_what_is_new_is_read_and_no_more_than_the_bound(in_lab: Any) -> None:
+    async with in_lab() as lab, lab.network.endpoint("one") as one:
+        worker = Worker(one, a="x" * 99 + "\n")
+        worker.texts["a"] *= (MAX_BYTES // 100) + 1000
+        lab.note_workers((one, "gpu-1"))
+        logs = lab.reader()
+        read = await anyio.to_thread.run_sync(lambda: list(logs.read()))
+        assert 0.9 * MAX_BYTES < sum(len(line.text) for line in read) <= MAX_BYTES
+        assert await anyio.to_thread.run_sync(lambda: list(logs.read())) == []
+        worker.texts |= {"a": worker.texts["a"] + "more\n", "b": "another run\n"}
+        new = await anyio.to_thread.run_sync(lambda: list(logs.read()))
+        assert [(line.run, line.text) for line in new] == [("a", "more"), ("b", "another run")]
 
 
 @pytest.mark.parametrize("advance", [0, 1], ids=["stays", "never ends"])
-def test_a_worker_that_answers_without_end_is_left(in_lab: Any, advance: int) -> None:
-    async def case(lab: Lab) -> None:
-        async with lab.network.endpoint("one") as one:
-            reads = 0
+async def test_a_worker_that_answers_without_end_is_left(in_lab: Any, advance: int) -> None:
+    async with in_lab() as lab, lab.network.endpoint("one") as one:
+        reads = 0
 
-            class Endless(Worker):
-                async def list_logs(self, _peer: PeerId, _request: ListLogs) -> LogsListed:
-                    return LogsListed((LogEntry("a", 0, 2**60, False),))
+        class Endless(Worker):
+            async def list_logs(self, _peer: PeerId, _request: ListLogs) -> LogsListed:
+                return LogsListed((LogEntry("a", 0, 2**60, False),))
 
-                async def read_log(self, _peer: PeerId, request: ReadLog) -> LogPart:
-                    nonlocal reads
-                    reads += 1
-                    return LogPart(known=True, text="", start=0, next=request.position + advance)
+            async def read_log(self, _peer: PeerId, request: ReadLog) -> LogPart:
+                nonlocal reads
+                reads += 1
+                return LogPart(known=True, text="", start=0, next=request.position + advance)
 
-            Endless(one)
-            lab.note_workers((one, "gpu-1"))
-            assert (await lab.logs("digits")).exit_code == 0
-            assert reads == (64 if advance else 1)
-
-    in_lab(case)
+        Endless(one)
+        lab.note_workers((one, "gpu-1"))
+        assert (await lab.logs("digits")).exit_code == 0
+        assert reads == (64 if advance else 1)
 
 
 @pytest.mark.parametrize(

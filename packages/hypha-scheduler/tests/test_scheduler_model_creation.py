@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from support.waiting import run
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -74,59 +73,45 @@ async def created(copy: Path, model: StartModelTable, command: tuple[str, ...]) 
     return found
 
 
-def test_the_same_configuration_and_seed_give_the_same_bytes(tmp_path: Path, command: tuple[str, ...]) -> None:
+async def test_the_same_configuration_and_seed_give_the_same_bytes(tmp_path: Path, command: tuple[str, ...]) -> None:
     config = configuration(tmp_path / "config")
-
-    async def case() -> None:
-        first = await created(tmp_path / "1" / START_MODEL, table(config, 7), command)
-        assert first.keys() == {"config.json", "model.safetensors"}
-        assert json.loads(first["config.json"]) == {"model_type": "plain", "width": 40, "task": "causal-lm"}
-        assert await created(tmp_path / "2" / START_MODEL, table(config / "config.json", 7), command) == first
-        assert await created(tmp_path / "3" / START_MODEL, table(config, 8), command) != first
-
-    run(case, 60)
+    first = await created(tmp_path / "1" / START_MODEL, table(config, 7), command)
+    assert first.keys() == {"config.json", "model.safetensors"}
+    assert json.loads(first["config.json"]) == {"model_type": "plain", "width": 40, "task": "causal-lm"}
+    assert await created(tmp_path / "2" / START_MODEL, table(config / "config.json", 7), command) == first
+    assert await created(tmp_path / "3" / START_MODEL, table(config, 8), command) != first
 
 
-def test_a_tokenizer_beside_the_configuration_comes_with_the_model(tmp_path: Path, command: tuple[str, ...]) -> None:
+async def test_a_tokenizer_beside_the_configuration_comes_with_the_model(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     config = configuration(tmp_path / "config")
     (config / "tokenizer.json").write_text('{"tokens": 4}')
     (config / "notes.md").write_text("notes")
     (config / "weights.bin").write_bytes(b"pickle")
-
-    async def case() -> None:
-        found = await created(tmp_path / "job" / START_MODEL, table(config), command)
-        assert found.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
-        assert b"task" in found["config.json"], "the configuration is that of the created model"
-
-    run(case, 60)
+    found = await created(tmp_path / "job" / START_MODEL, table(config), command)
+    assert found.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert b"task" in found["config.json"], "the configuration is that of the created model"
 
 
-def test_an_interrupted_job_creates_no_model_again(tmp_path: Path, command: tuple[str, ...]) -> None:
+async def test_an_interrupted_job_creates_no_model_again(tmp_path: Path, command: tuple[str, ...]) -> None:
     config, copy = configuration(tmp_path / "config"), tmp_path / "job" / START_MODEL
     left = copy.with_name(f".{START_MODEL}-served")
     left.mkdir(parents=True)
     (left / "half").write_bytes(b"of a scheduler that was killed")
-
-    async def case() -> None:
-        first = await created(copy, table(config), command)
-        assert await created(copy, table(config), ("no-such-command",)) == first
-
-    run(case, 60)
+    first = await created(copy, table(config), command)
+    assert await created(copy, table(config), ("no-such-command",)) == first
 
 
-def test_a_command_that_fails_or_is_missing_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
+async def test_a_command_that_fails_or_is_missing_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
     config = configuration(tmp_path / "config")
     (config / "config.json").write_text('{"model_type": "plain"}')
     copy = tmp_path / "job" / START_MODEL
-
-    async def case() -> None:
-        with pytest.raises(JobFailedError, match=r"failed:\n  \| no such width\n  \| the model cannot be created"):
-            await created(copy, table(config), command)
-        with pytest.raises(JobFailedError, match=r"no-such-command, which is not installed.*scheduler\.model_command"):
-            await created(copy, table(config), ("no-such-command",))
-        assert not await anyio.Path(copy).exists()
-
-    run(case, 60)
+    with pytest.raises(JobFailedError, match=r"failed:\n  \| no such width\n  \| the model cannot be created"):
+        await created(copy, table(config), command)
+    with pytest.raises(JobFailedError, match=r"no-such-command, which is not installed.*scheduler\.model_command"):
+        await created(copy, table(config), ("no-such-command",))
+    assert not await anyio.Path(copy).exists()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +164,7 @@ def test_a_relative_configuration_is_relative_to_the_job_file(tmp_path: Path) ->
     assert read_job(tmp_path / "job.toml")["model"]["config"] == str(tmp_path / "small")
 
 
-def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
+async def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     directory = tmp_path / "job"
     start = directory / START_MODEL
     start.mkdir(parents=True)
@@ -188,15 +173,11 @@ def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
         writer.write("w", np.ones(3, np.float32))
     update = tmp_path / "update.safetensors"
     write_update(update, {"w": (3,)}, [("w", np.full(3, 2, "f4"))], UpdateMetadata(round=1))
-
-    async def case() -> None:
-        result = ResultModel(directory, Nesterov(learning_rate=0.7, momentum=0.9), checkpoint_every=1)
-        await result.advance(update, 1)
-        await result.commit(1)
-        checkpoint = await result.write_checkpoint()
-        model = StartModelTable(path=checkpoint, type="causal-lm")
-        await open_start_model(model, tmp_path / "next" / START_MODEL, JOB, PEER, unchanged=True)
-
-    run(case, 60)
+    result = ResultModel(directory, Nesterov(learning_rate=0.7, momentum=0.9), checkpoint_every=1)
+    await result.advance(update, 1)
+    await result.commit(1)
+    checkpoint = await result.write_checkpoint()
+    model = StartModelTable(path=checkpoint, type="causal-lm")
+    await open_start_model(model, tmp_path / "next" / START_MODEL, JOB, PEER, unchanged=True)
     with TensorFile(tmp_path / "next" / START_MODEL / "model.safetensors") as file:
         assert file.tensor("w").tolist() == [3.0] * 3

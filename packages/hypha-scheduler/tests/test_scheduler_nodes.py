@@ -10,7 +10,6 @@ import anyio
 import anyio.to_thread
 import pytest
 from click.testing import CliRunner, Result
-from support.waiting import run
 
 from hypha_net import pubsub, rpc
 from hypha_net.testing import MemoryNetwork
@@ -46,7 +45,7 @@ async def never(*_: object) -> Path:
     raise AssertionError("no job runs")
 
 
-def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
+async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     runs = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
@@ -55,47 +54,44 @@ def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
         command = ["nodes", *words, "--socket", str(socket_path(runs))]
         return await anyio.to_thread.run_sync(lambda: CliRunner().invoke(main, command))
 
-    async def case() -> None:
-        network, now = MemoryNetwork(seed=1), 1000.0
-        async with (
-            network.endpoint("scheduler") as endpoint,
-            network.endpoint("gateway") as gateway,
-            anyio.create_task_group() as tasks,
-        ):
-            rpc.serve(gateway, LIST_DATASETS, list_digits)
-            endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
-            directory = NodeDirectory(endpoint, lambda: now)
-            tasks.start_soon(directory.watch)
-            tasks.start_soon(SubmissionServer(runs, never, list_nodes=directory.describe).serve)
-            while not await anyio.Path(socket_path(runs)).exists():
-                await anyio.sleep(0.01)
-            async with network.endpoint("one") as one, pubsub.subscribe(one, WORKER_REQUESTS):
-                await endpoint.connect(one.addresses[0])
-                rpc.serve(one, DESCRIBE_WORKER, describe)
-                shown = describe_peer(one.peer_id)
-                lines = (await nodes()).stdout.splitlines()
-                assert lines[0] == "workers:"
-                assert lines[1].startswith(f"  {shown}  seen ")
-                assert lines[1].endswith(", price 50/h, running tasks: 2")
-                assert lines[2:] == [
-                    "    free: cpu 6 of 8 cores, memory 0 of 32 GB",
-                    r"    executors: train/diloco, train/\x1b[2J",
-                    "    no offers: its owner has paused it",
-                    "datasets:",
-                    "  digits  8 slices, data nodes: 2, 2 different manifests",
-                ]
-                [entry] = map(json.loads, (await nodes(str(one.peer_id), "--format", "json")).stdout.splitlines())
-                assert (entry["worker"]["seen"], entry["worker"]["free"]["cpu"]) == (1000.0, 6.0)
-                assert (await nodes("digits")).stdout.splitlines()[0] == "datasets:"
-                wrong = await nodes("digit")
-                assert (wrong.exit_code, wrong.stdout) == (2, "")
-                assert "no worker or dataset is called 'digit'; the nearest is 'digits'" in wrong.stderr
-            await anyio.wait_all_tasks_blocked()  # that it has left is noted
-            now = 2000.0
-            [gone, _] = map(json.loads, (await nodes("--format", "json")).stdout.splitlines())
-            assert gone["worker"]["peer"] == str(one.peer_id)
-            assert gone["worker"]["seen"] == 1000.0
-            assert "no answer: " in gone["worker"]["reasons"][0]
-            tasks.cancel_scope.cancel()
-
-    run(case)
+    network, now = MemoryNetwork(seed=1), 1000.0
+    async with (
+        network.endpoint("scheduler") as endpoint,
+        network.endpoint("gateway") as gateway,
+        anyio.create_task_group() as tasks,
+    ):
+        rpc.serve(gateway, LIST_DATASETS, list_digits)
+        endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
+        directory = NodeDirectory(endpoint, lambda: now)
+        tasks.start_soon(directory.watch)
+        tasks.start_soon(SubmissionServer(runs, never, list_nodes=directory.describe).serve)
+        while not await anyio.Path(socket_path(runs)).exists():
+            await anyio.sleep(0.01)
+        async with network.endpoint("one") as one, pubsub.subscribe(one, WORKER_REQUESTS):
+            await endpoint.connect(one.addresses[0])
+            rpc.serve(one, DESCRIBE_WORKER, describe)
+            shown = describe_peer(one.peer_id)
+            lines = (await nodes()).stdout.splitlines()
+            assert lines[0] == "workers:"
+            assert lines[1].startswith(f"  {shown}  seen ")
+            assert lines[1].endswith(", price 50/h, running tasks: 2")
+            assert lines[2:] == [
+                "    free: cpu 6 of 8 cores, memory 0 of 32 GB",
+                r"    executors: train/diloco, train/\x1b[2J",
+                "    no offers: its owner has paused it",
+                "datasets:",
+                "  digits  8 slices, data nodes: 2, 2 different manifests",
+            ]
+            [entry] = map(json.loads, (await nodes(str(one.peer_id), "--format", "json")).stdout.splitlines())
+            assert (entry["worker"]["seen"], entry["worker"]["free"]["cpu"]) == (1000.0, 6.0)
+            assert (await nodes("digits")).stdout.splitlines()[0] == "datasets:"
+            wrong = await nodes("digit")
+            assert (wrong.exit_code, wrong.stdout) == (2, "")
+            assert "no worker or dataset is called 'digit'; the nearest is 'digits'" in wrong.stderr
+        await anyio.wait_all_tasks_blocked()  # that it has left is noted
+        now = 2000.0
+        [gone, _] = map(json.loads, (await nodes("--format", "json")).stdout.splitlines())
+        assert gone["worker"]["peer"] == str(one.peer_id)
+        assert gone["worker"]["seen"] == 1000.0
+        assert "no answer: " in gone["worker"]["reasons"][0]
+        tasks.cancel_scope.cancel()

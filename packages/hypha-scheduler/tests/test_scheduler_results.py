@@ -11,7 +11,6 @@ import anyio
 import pytest
 from pydantic import ValidationError
 from support.stored_model import write_model
-from support.waiting import run
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -31,44 +30,36 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
+async def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
     source = make_model(tmp_path / "start")
+    model = ModelTable(path=source, type="vision-classification")
+    job_id = uuid.UUID(int=5)
+    start = await open_start_model(model, tmp_path / "copy", job_id, PEER)
+    assert isinstance(start.reference, PeersReference)
+    assert start.reference.filenames == ("config.json", "model.safetensors")
+    found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
+    assert isinstance(found, PullSource)
+    assert found.source == source / "model.safetensors"
+    assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
 
-    async def case() -> None:
-        model = ModelTable(path=source, type="vision-classification")
-        job_id = uuid.UUID(int=5)
-        start = await open_start_model(model, tmp_path / "copy", job_id, PEER)
+
+async def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "start")
+    table = ModelTable(file=source, type="vision-classification")
+    start = await open_start_model(table, tmp_path / "copy", uuid.UUID(int=5), PEER)
+    assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
+    named = ModelTable(file=source, type="vision-classification", filenames=("config.json", "model.safetensors"))
+    for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True), (named, False)):
+        copy = tmp_path / f"served-{unchanged}"
+        start = await open_start_model(served, copy, uuid.UUID(int=5), PEER, unchanged=unchanged)
         assert isinstance(start.reference, PeersReference)
         assert start.reference.filenames == ("config.json", "model.safetensors")
-        found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
-        assert isinstance(found, PullSource)
-        assert found.source == source / "model.safetensors"
-        assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
-        assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
-
-    run(case)
-
-
-def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp_path: Path) -> None:
-    source = make_model(tmp_path / "start")
-
-    async def case() -> None:
-        table = ModelTable(file=source, type="vision-classification")
-        start = await open_start_model(table, tmp_path / "copy", uuid.UUID(int=5), PEER)
-        assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
-        assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
-        named = ModelTable(file=source, type="vision-classification", filenames=("config.json", "model.safetensors"))
-        for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True), (named, False)):
-            copy = tmp_path / f"served-{unchanged}"
-            start = await open_start_model(served, copy, uuid.UUID(int=5), PEER, unchanged=unchanged)
-            assert isinstance(start.reference, PeersReference)
-            assert start.reference.filenames == ("config.json", "model.safetensors")
-        preprocessor = PreprocessorTable(file=source)
-        opened = await open_preprocessor(preprocessor, tmp_path / "preprocessor", uuid.UUID(int=5), PEER)
-        assert opened is not None
-        assert opened.reference == UriReference(value=source.as_uri())
-
-    run(case)
+    preprocessor = PreprocessorTable(file=source)
+    opened = await open_preprocessor(preprocessor, tmp_path / "preprocessor", uuid.UUID(int=5), PEER)
+    assert opened is not None
+    assert opened.reference == UriReference(value=source.as_uri())
     assert missing_files(ModelTable(file=source, type="vision-classification")) == []
     [line] = missing_files(ModelTable(file=tmp_path / "none", type="vision-classification"))
     assert str(tmp_path / "none") in line
@@ -77,53 +68,42 @@ def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp
             ModelTable(file=wrong, type="vision-classification")
 
 
-def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
+async def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
     source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
-
-    async def case() -> None:
-        for _ in range(2):
-            await open_start_model(ModelTable(path=source, type="vision-classification"), copy, uuid.UUID(int=5), PEER)
-            assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-            (copy / "model.safetensors").write_bytes(b"trained")
-
-    run(case)
+    for _ in range(2):
+        await open_start_model(ModelTable(path=source, type="vision-classification"), copy, uuid.UUID(int=5), PEER)
+        assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(b"trained")
 
 
-def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
+async def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
     source = tmp_path / "tokenizer"
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.md"):
         (source / name).write_text("{}")
-
-    async def case() -> None:
-        job_id, table = uuid.UUID(int=5), PreprocessorTable(path=source)
-        opened = await open_preprocessor(table, tmp_path / "copy", job_id, PEER)
-        assert opened is not None
-        (source / "tokenizer.json").write_text("changed since")
-        assert isinstance(opened.reference, PeersReference)
-        assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
-        found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
-        assert isinstance(found, PullSource)
-        assert isinstance(found.source, Path)
-        assert found.source.read_text() == "{}"
-        assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None
-        with pytest.raises(JobFailedError, match=r"missing\.json"):
-            lacking = PreprocessorTable(path=source, filenames=("missing.json",))
-            await open_preprocessor(lacking, tmp_path / "other", job_id, PEER)
-
-    run(case)
+    job_id, table = uuid.UUID(int=5), PreprocessorTable(path=source)
+    opened = await open_preprocessor(table, tmp_path / "copy", job_id, PEER)
+    assert opened is not None
+    (source / "tokenizer.json").write_text("changed since")
+    assert isinstance(opened.reference, PeersReference)
+    assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
+    found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
+    assert isinstance(found, PullSource)
+    assert isinstance(found.source, Path)
+    assert found.source.read_text() == "{}"
+    assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None
+    with pytest.raises(JobFailedError, match=r"missing\.json"):
+        lacking = PreprocessorTable(path=source, filenames=("missing.json",))
+        await open_preprocessor(lacking, tmp_path / "other", job_id, PEER)
 
 
-def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    async def case() -> None:
-        model = ModelTable(path=tmp_path, type="vision-classification")
-        with pytest.raises(JobFailedError, match=r"there is no config\.json, .*: save_pretrained writes it"):
-            await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
-
-    run(case)
+async def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    model = ModelTable(path=tmp_path, type="vision-classification")
+    with pytest.raises(JobFailedError, match=r"there is no config\.json, .*: save_pretrained writes it"):
+        await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
 
 
-def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path: Path) -> None:
+async def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path: Path) -> None:
     source, copy, job_id = make_model(tmp_path / "start"), tmp_path / "copy", uuid.UUID(int=5)
 
     async def served(table: ModelTable) -> dict[str, bytes]:
@@ -138,18 +118,15 @@ def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path:
             found[name] = await anyio.Path(path).read_bytes()
         return found
 
-    async def case() -> None:
-        table = ModelTable(path=source, type="vision-classification")
-        first = await served(table)
-        assert first.keys() == {"config.json", "model.safetensors"}
-        (source / "config.json").write_text("changed since")
-        assert await served(table) == first
-        assert await served(ModelTable(path=tmp_path / "gone", type="vision-classification")) == first
-
-    run(case)
+    table = ModelTable(path=source, type="vision-classification")
+    first = await served(table)
+    assert first.keys() == {"config.json", "model.safetensors"}
+    (source / "config.json").write_text("changed since")
+    assert await served(table) == first
+    assert await served(ModelTable(path=tmp_path / "gone", type="vision-classification")) == first
 
 
-def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
+async def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
@@ -160,11 +137,8 @@ def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         return copied(source, target)
 
-    async def case() -> None:
-        table = ModelTable(path=source, type="vision-classification")
-        with pytest.raises(JobFailedError, match="No space left on device"):
-            await open_start_model(table, copy, uuid.UUID(int=5), PEER, unchanged=True)
-
     monkeypatch.setattr("shutil.copyfile", fail)
-    run(case)
+    table = ModelTable(path=source, type="vision-classification")
+    with pytest.raises(JobFailedError, match="No space left on device"):
+        await open_start_model(table, copy, uuid.UUID(int=5), PEER, unchanged=True)
     assert [path.name for path in tmp_path.iterdir()] == ["start"]

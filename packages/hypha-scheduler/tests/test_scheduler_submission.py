@@ -255,7 +255,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize("nested", NESTED, ids=["100 kB of arrays", "100 kB of objects", "within a job", "a table"])
-def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path: Path, nested: bytes) -> None:
+async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path: Path, nested: bytes) -> None:
     async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
         return Path("/somewhere/result.json")
 
@@ -270,20 +270,17 @@ def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path
                     answer += await stream.receive()
         return [json.loads(line) for line in answer.splitlines()]
 
-    async def case() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
-            while not await anyio.Path(socket_path(tmp_path / "r")).exists():
-                await anyio.sleep(0.01)
-            [refused] = await send(nested)
-            assert "nested" in str(refused["error"])
-            path = str(write_model(tmp_path / "start"))
-            job = {"dataset": "d", "model": {"path": path, "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
-            accepted, result = await send(json.dumps({"job": job}).encode())
-            assert (accepted["accepted"], result["result"]) == (True, "/somewhere/result.json")
-            tasks.cancel_scope.cancel()
-
-    run(case)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
+        while not await anyio.Path(socket_path(tmp_path / "r")).exists():
+            await anyio.sleep(0.01)
+        [refused] = await send(nested)
+        assert "nested" in str(refused["error"])
+        path = str(write_model(tmp_path / "start"))
+        job = {"dataset": "d", "model": {"path": path, "type": "auto"}, "inner_optimizer": {"learning_rate": 1}}
+        accepted, result = await send(json.dumps({"job": job}).encode())
+        assert (accepted["accepted"], result["result"]) == (True, "/somewhere/result.json")
+        tasks.cancel_scope.cancel()
 
 
 JSON_VALUES = st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
