@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from support.diloco_simulation import (
     job_table,
 )
 
-from hypha_net.testing import simulate
 from hypha_net.transfer import PullSource
 from hypha_proto.contributions import CommitStatus, SampleRange
 from hypha_proto.job_spec import AggregateConfig, PeersReference, SliceAddress, TrainConfig
@@ -32,6 +31,8 @@ from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 from hypha_scheduler.strategies.base import EmitEvent, PushTarget, RetryAfter, SliceToUse, TaskState
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.slices import SliceLedger
+
+pytestmark = pytest.mark.virtual_clock
 
 A, B, C = PEERS[:3]
 WORKERS = (A, B, C)
@@ -43,10 +44,6 @@ def begin(**changes: Any) -> Job:
     job.open()
     job.lease(WORKERS)
     return job
-
-
-def play(case: Callable[[], Awaitable[None]]) -> None:
-    simulate(case)
 
 
 def train(job: Job, *peers: Any, batches: int = 2) -> None:
@@ -95,105 +92,84 @@ def used(job: Job) -> list[tuple[int, int, int]]:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
-def test_each_step_of_a_round_is_recorded() -> None:
-    async def case() -> None:
-        job = begin()
+async def test_each_step_of_a_round_is_recorded() -> None:
+    job = begin()
+    await whole_round(job)
+    assert kinds(job) == ["began", "term", "contributed", "contributed", "contributed", "announced", "round"]
+    [record] = job.rounds
+    assert (record["round"], record["term"], record["unused"]) == (1, 1, [])
+    assert record["weights_before"] == START
+    assert record["weights"] == digest_of(START, record["update"])
+    assert members(job) == sorted(map(str, WORKERS), key=members(job).index)
+    assert {member["samples"] for member in record["members"]} == {2 * BATCH}
+    assert all(member["contribution"]["update"] == member["update"] for member in record["members"])
+    assert len(set(used(job))) == len(used(job)) == 6 * BATCH
+
+
+async def test_members_are_announced_with_the_digests() -> None:
+    job = begin()
+    job.holds_messages = True
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    [message] = job.unanswered
+    assert {member.peer: member.update for member in message.members} == {
+        peer: job.executors[peer].sent for peer in WORKERS
+    }
+
+
+async def test_job_runs_to_its_end() -> None:
+    job = begin()
+    for _ in range(3):
         await whole_round(job)
-        assert kinds(job) == ["began", "term", "contributed", "contributed", "contributed", "announced", "round"]
-        [record] = job.rounds
-        assert (record["round"], record["term"], record["unused"]) == (1, 1, [])
-        assert record["weights_before"] == START
-        assert record["weights"] == digest_of(START, record["update"])
-        assert members(job) == sorted(map(str, WORKERS), key=members(job).index)
-        assert {member["samples"] for member in record["members"]} == {2 * BATCH}
-        assert all(member["contribution"]["update"] == member["update"] for member in record["members"])
-        assert len(set(used(job))) == len(used(job)) == 6 * BATCH
-
-    play(case)
+    for peer in (*WORKERS, SERVER):
+        job.end_task(peer)
+    await job.run_background()
+    assert (job.outcome, job.result.is_finished) == ("finished", True)
+    assert job.operator.summary({})["samples"] == 3 * 6 * BATCH
 
 
-def test_members_are_announced_with_the_digests() -> None:
-    async def case() -> None:
-        job = begin()
-        job.holds_messages = True
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        [message] = job.unanswered
-        assert {member.peer: member.update for member in message.members} == {
-            peer: job.executors[peer].sent for peer in WORKERS
-        }
-
-    play(case)
+async def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() -> None:
+    job = begin()
+    for _ in range(3):
+        await whole_round(job)
+    job.end_task(A)
+    job.end_task(B, TaskState.FAILED, "the delivered model does not load: 1 tensor differs", exit_code=65)
+    assert job.outcome is not None
+    assert f"worker {B}" in job.outcome
+    assert "exit code 65: the delivered model does not load" in job.outcome
+    assert not job.result.is_finished
 
 
-def test_job_runs_to_its_end() -> None:
-    async def case() -> None:
-        job = begin()
-        for _ in range(3):
-            await whole_round(job)
-        for peer in (*WORKERS, SERVER):
-            job.end_task(peer)
-        await job.run_background()
-        assert (job.outcome, job.result.is_finished) == ("finished", True)
-        assert job.operator.summary({})["samples"] == 3 * 6 * BATCH
-
-    play(case)
-
-
-def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() -> None:
-    async def case() -> None:
-        job = begin()
-        for _ in range(3):
-            await whole_round(job)
-        job.end_task(A)
-        job.end_task(B, TaskState.FAILED, "the delivered model does not load: 1 tensor differs", exit_code=65)
-        assert job.outcome is not None
-        assert f"worker {B}" in job.outcome
-        assert "exit code 65: the delivered model does not load" in job.outcome
-        assert not job.result.is_finished
-
-    play(case)
-
-
-def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        executor = job.executors[A]
-        executor.take()  # a batch of which no report has come, as while the scheduler was away
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        samples = {member["peer"]: member["samples"] for member in job.rounds[0]["members"]}
-        assert samples == {str(A): 3 * BATCH, str(B): 2 * BATCH, str(C): 2 * BATCH}
-
-    play(case)
+async def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    executor = job.executors[A]
+    executor.take()  # a batch of which no report has come, as while the scheduler was away
+    contribute(job, *WORKERS)
+    await finish_round(job)
+    samples = {member["peer"]: member["samples"] for member in job.rounds[0]["members"]}
+    assert samples == {str(A): 3 * BATCH, str(B): 2 * BATCH, str(C): 2 * BATCH}
 
 
 # ----------------------------------------------------------------------------------------------------------- statements
 
 
-def test_worker_that_states_its_updates_is_not_waited_for_without_the_statement() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, A, B)
-        job.report(C, SendingUpdate())
-        assert "announced" not in kinds(job)
-        contribute(job, C)
-        assert kinds(job)[-1] == "announced"
-
-    play(case)
+async def test_worker_that_states_its_updates_is_not_waited_for_without_the_statement() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, A, B)
+    job.report(C, SendingUpdate())
+    assert "announced" not in kinds(job)
+    contribute(job, C)
+    assert kinds(job)[-1] == "announced"
 
 
-def test_statement_that_is_repeated_is_accepted_and_recorded_once() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, A)
-        statement = job.executors[A].statement(job.leases[A].lease.id)
-        assert job.state(A, statement) == job.state(A, statement) == (True, "")
-        assert kinds(job).count("contributed") == 1
-
-    play(case)
+async def test_statement_that_is_repeated_is_accepted_and_recorded_once() -> None:
+    job = begin()
+    train(job, A)
+    statement = job.executors[A].statement(job.leases[A].lease.id)
+    assert job.state(A, statement) == job.state(A, statement) == (True, "")
+    assert kinds(job).count("contributed") == 1
 
 
 FOREIGN = (SampleRange(7, 0, 0, 4),)
@@ -211,91 +187,78 @@ FOREIGN = (SampleRange(7, 0, 0, 4),)
         ({"batch_size": 0}, "batch_size is 0"),
     ],
 )
-def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(changes: dict[str, Any], why: str) -> None:
-    async def case() -> None:
-        job = begin()
-        await whole_round(job)
-        train(job, *WORKERS)
-        accepted, reason = job.state(A, **changes)
-        assert not accepted
-        assert why in reason
-        [refused] = job.named("update_refused")
-        assert (refused["worker"], refused["count"]) == (str(A), 1)
-        if changes.get("round") == 1:
-            assert job.state(A) == (True, "")  # a replay costs nothing
-            return
-        contribute(job, B, C)
-        if changes.get("round") == 3:
-            return
-        await finish_round(job)
-        assert members(job, 2) == [str(B), str(C)]
-        assert job.outcome is None
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        assert str(A) in members(job, 3)
-
-    play(case)
-
-
-def test_ranges_are_used_once() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        ranges = tuple(SampleRange(*part) for part in job.executors[A].used)
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        train(job, A)
-        accepted, reason = job.state(A, ranges=ranges)
-        assert not accepted
-        assert "were contributed before" in reason
-
-    play(case)
+async def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(
+    changes: dict[str, Any], why: str
+) -> None:
+    job = begin()
+    await whole_round(job)
+    train(job, *WORKERS)
+    accepted, reason = job.state(A, **changes)
+    assert not accepted
+    assert why in reason
+    [refused] = job.named("update_refused")
+    assert (refused["worker"], refused["count"]) == (str(A), 1)
+    if changes.get("round") == 1:
+        assert job.state(A) == (True, "")  # a replay costs nothing
+        return
+    contribute(job, B, C)
+    if changes.get("round") == 3:
+        return
+    await finish_round(job)
+    assert members(job, 2) == [str(B), str(C)]
+    assert job.outcome is None
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    await finish_round(job)
+    assert str(A) in members(job, 3)
 
 
-def test_digest_of_the_file_must_be_the_one_that_is_stated() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, A)
-        message = job.executors[A].statement(job.leases[A].lease.id)
-        assert message.contribution is not None
-        other = type(message)(
-            message.job_id, message.lease, message.round, digest_of("other"), 8, message.contribution, id=None
-        )
-        accepted, reason = job.state(A, other)
-        assert not accepted
-        assert "the executor states an update with digest" in reason
-
-    play(case)
+async def test_ranges_are_used_once() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    ranges = tuple(SampleRange(*part) for part in job.executors[A].used)
+    contribute(job, *WORKERS)
+    await finish_round(job)
+    train(job, A)
+    accepted, reason = job.state(A, ranges=ranges)
+    assert not accepted
+    assert "were contributed before" in reason
 
 
-def test_second_update_of_a_round_is_refused() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, A)
-        assert job.state(A) == (True, "")
-        accepted, reason = job.state(A)
-        assert not accepted
-        assert "has stated an update of round 1 with digest" in reason
+async def test_digest_of_the_file_must_be_the_one_that_is_stated() -> None:
+    job = begin()
+    train(job, A)
+    message = job.executors[A].statement(job.leases[A].lease.id)
+    assert message.contribution is not None
+    other = type(message)(
+        message.job_id, message.lease, message.round, digest_of("other"), 8, message.contribution, id=None
+    )
+    accepted, reason = job.state(A, other)
+    assert not accepted
+    assert "the executor states an update with digest" in reason
 
-    play(case)
+
+async def test_second_update_of_a_round_is_refused() -> None:
+    job = begin()
+    train(job, A)
+    assert job.state(A) == (True, "")
+    accepted, reason = job.state(A)
+    assert not accepted
+    assert "has stated an update of round 1 with digest" in reason
 
 
-def test_what_a_refused_update_held_goes_back() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        train(job, *WORKERS)
-        lost = set(positions(job.executors[A].used))
-        job.state(A, weights="blake3:" + "1" * 64, ranges=FOREIGN)
-        contribute(job, B, C)
-        await finish_round(job)
-        train(job, B, C, batches=9)
-        given = {part for peer in (B, C) for part in positions(job.executors[peer].used)}
-        assert lost <= given
-        contribute(job, B, C)
-        assert job.outcome is None
-
-    play(case)
+async def test_what_a_refused_update_held_goes_back() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    train(job, *WORKERS)
+    lost = set(positions(job.executors[A].used))
+    job.state(A, weights="blake3:" + "1" * 64, ranges=FOREIGN)
+    contribute(job, B, C)
+    await finish_round(job)
+    train(job, B, C, batches=9)
+    given = {part for peer in (B, C) for part in positions(job.executors[peer].used)}
+    assert lost <= given
+    contribute(job, B, C)
+    assert job.outcome is None
 
 
 def positions(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
@@ -305,36 +268,30 @@ def positions(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, i
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_update_that_the_parameter_server_refuses_costs_its_round() -> None:
-    async def case() -> None:
-        job = begin(resources={"num_workers": 3, "min_workers": 3})
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        job.refuse(A)
-        await finish_round(job)
-        assert job.outcome is None
-        assert members(job) == [str(B), str(C)]
-        [unused] = job.rounds[0]["unused"]
-        assert (unused["peer"], unused["why"]) == (str(A), "tensor 'w' holds NaN")
-        await whole_round(job)
-        assert str(A) in members(job, 2)
-
-    play(case)
+async def test_update_that_the_parameter_server_refuses_costs_its_round() -> None:
+    job = begin(resources={"num_workers": 3, "min_workers": 3})
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    job.refuse(A)
+    await finish_round(job)
+    assert job.outcome is None
+    assert members(job) == [str(B), str(C)]
+    [unused] = job.rounds[0]["unused"]
+    assert (unused["peer"], unused["why"]) == (str(A), "tensor 'w' holds NaN")
+    await whole_round(job)
+    assert str(A) in members(job, 2)
 
 
-def test_executor_that_ends_after_a_refusal_is_started_again() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        job.refuse(A)
-        job.end_task(A, TaskState.FAILED, "the update was refused")
-        assert job.outcome is None
-        assert [found["worker"] for found in job.named("worker_restarted")] == [str(A)]
-        await finish_round(job, B, C)
-        assert members(job) == [str(B), str(C)]
-
-    play(case)
+async def test_executor_that_ends_after_a_refusal_is_started_again() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    job.refuse(A)
+    job.end_task(A, TaskState.FAILED, "the update was refused")
+    assert job.outcome is None
+    assert [found["worker"] for found in job.named("worker_restarted")] == [str(A)]
+    await finish_round(job, B, C)
+    assert members(job) == [str(B), str(C)]
 
 
 async def refuse_in_three_rounds(job: Job) -> None:
@@ -347,166 +304,138 @@ async def refuse_in_three_rounds(job: Job) -> None:
     job.state(A, ranges=FOREIGN)
 
 
-def test_third_refusal_excludes_the_worker() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
-        await refuse_in_three_rounds(job)
-        [excluded] = job.named("worker_excluded")
-        assert excluded["worker"] == str(A)
-        assert "3 of its updates were refused, the last because" in str(excluded["reason"])
-        assert A not in job.leases
-        train_request, _ = job.operator.role_requests()
-        assert (train_request.count, train_request.excluded) == (3, {A})
-        contribute(job, B, C)
-        await finish_round(job, B, C)
-        assert (job.outcome, members(job, 3)) == (None, [str(B), str(C)])
-
-    play(case)
+async def test_third_refusal_excludes_the_worker() -> None:
+    job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
+    await refuse_in_three_rounds(job)
+    [excluded] = job.named("worker_excluded")
+    assert excluded["worker"] == str(A)
+    assert "3 of its updates were refused, the last because" in str(excluded["reason"])
+    assert A not in job.leases
+    train_request, _ = job.operator.role_requests()
+    assert (train_request.count, train_request.excluded) == (3, {A})
+    contribute(job, B, C)
+    await finish_round(job, B, C)
+    assert (job.outcome, members(job, 3)) == (None, [str(B), str(C)])
 
 
 @pytest.mark.parametrize("rounds", [[1], [1, 2, 3, 4], range(2, 100)])
-def test_flood_of_refused_statements_has_few_effects(rounds: Sequence[int]) -> None:
+async def test_flood_of_refused_statements_has_few_effects(rounds: Sequence[int]) -> None:
     """A worker that is stopped may take its time over it, and state whatever it likes meanwhile."""
+    job = begin()
+    train(job, *WORKERS)
+    task, effects = job.leases[A], []
+    for number in range(100):
+        stated = job.executors[A].statement(
+            task.lease.id, round=rounds[number % len(rounds)], ranges=FOREIGN, update=digest_of(str(number))
+        )
+        answer, found = job.operator.on_message(task, "state", stated, job.now)
+        assert not answer.accepted
+        effects += found
+    events = [effect.name for effect in effects if isinstance(effect, EmitEvent)]
+    assert events.count("update_refused") == min(len(rounds), 3)
+    assert events.count("worker_excluded") == (len(rounds) >= 3)
 
-    async def case() -> None:
-        job = begin()
+
+async def test_job_pauses_if_too_few_workers_remain_after_an_exclusion() -> None:
+    job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 3})
+    await refuse_in_three_rounds(job)
+    contribute(job, B, C)
+    await finish_round(job, B, C)
+    assert job.outcome is None
+    [paused] = job.named("paused")
+    assert "2 of at least 3 remain" in str(paused["reason"])
+
+
+async def test_missing_update_is_no_refusal() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    for _ in range(4):
         train(job, *WORKERS)
-        task, effects = job.leases[A], []
-        for number in range(100):
-            stated = job.executors[A].statement(
-                task.lease.id, round=rounds[number % len(rounds)], ranges=FOREIGN, update=digest_of(str(number))
-            )
-            answer, found = job.operator.on_message(task, "state", stated, job.now)
-            assert not answer.accepted
-            effects += found
-        events = [effect.name for effect in effects if isinstance(effect, EmitEvent)]
-        assert events.count("update_refused") == min(len(rounds), 3)
-        assert events.count("worker_excluded") == (len(rounds) >= 3)
-
-    play(case)
-
-
-def test_job_pauses_if_too_few_workers_remain_after_an_exclusion() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 3})
-        await refuse_in_three_rounds(job)
-        contribute(job, B, C)
-        await finish_round(job, B, C)
-        assert job.outcome is None
-        [paused] = job.named("paused")
-        assert "2 of at least 3 remain" in str(paused["reason"])
-
-    play(case)
-
-
-def test_missing_update_is_no_refusal() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        for _ in range(4):
-            train(job, *WORKERS)
-            contribute(job, *WORKERS)
-            job.refuse(A, "it did not arrive in time", missing=True)
-            await finish_round(job)
-        assert job.named("worker_excluded") == []
-        assert len(job.named("update_missing")) == 4
-
-    play(case)
+        contribute(job, *WORKERS)
+        job.refuse(A, "it did not arrive in time", missing=True)
+        await finish_round(job)
+    assert job.named("worker_excluded") == []
+    assert len(job.named("update_missing")) == 4
 
 
 # ------------------------------------------------------------------------------------------------ lost and late members
 
 
-def test_lost_member_that_was_not_averaged_is_not_recorded_and_its_samples_go_back() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        held = set(positions(job.executors[C].used))
-        job.lose(C)  # the parameter server agrees to the other two
-        await finish_round(job, A, B)
-        assert members(job) == [str(A), str(B)]
-        assert not held & set(used(job))
-        train(job, A, batches=6)
-        assert held <= set(positions(job.executors[A].used))
-
-    play(case)
+async def test_lost_member_that_was_not_averaged_is_not_recorded_and_its_samples_go_back() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    held = set(positions(job.executors[C].used))
+    job.lose(C)  # the parameter server agrees to the other two
+    await finish_round(job, A, B)
+    assert members(job) == [str(A), str(B)]
+    assert not held & set(used(job))
+    train(job, A, batches=6)
+    assert held <= set(positions(job.executors[A].used))
 
 
-def test_lost_member_that_was_averaged_before_is_recorded_and_its_samples_are_used() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 9})
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        held = set(positions(job.executors[C].used))
-        header = job.server.step()
-        job.lose(C)  # too late: the round is over
-        train(job, A, batches=6)
-        assert not held & set(positions(job.executors[A].used[2:]))
-        assert await job.push(header) is None
-        assert sorted(members(job)) == sorted(map(str, WORKERS))
-        assert held <= set(used(job))
-
-    play(case)
+async def test_lost_member_that_was_averaged_before_is_recorded_and_its_samples_are_used() -> None:
+    job = begin(rounds={"update_rounds": 9})
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    held = set(positions(job.executors[C].used))
+    header = job.server.step()
+    job.lose(C)  # too late: the round is over
+    train(job, A, batches=6)
+    assert not held & set(positions(job.executors[A].used[2:]))
+    assert await job.push(header) is None
+    assert sorted(members(job)) == sorted(map(str, WORKERS))
+    assert held <= set(used(job))
 
 
-def test_record_waits_until_the_parameter_server_says_who_is_a_member() -> None:
-    async def case() -> None:
-        import anyio
+async def test_record_waits_until_the_parameter_server_says_who_is_a_member() -> None:
+    import anyio
 
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        job.holds_messages = True
-        header = job.server.step()
-        job.lose(C)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(job.push, header)
-            await anyio.sleep(1)
-            assert job.rounds == []
-            job.answer_message()
-        assert sorted(members(job)) == sorted(map(str, WORKERS))
-
-    play(case)
-
-
-def test_sum_of_the_weights_tells_which_announcement_was_followed() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, A, B)
-        train(job, C, batches=3)
-        contribute(job, *WORKERS)
-        job.holds_messages = True
-        job.lose(C)
-        job.server.announce(job.unanswered[0])  # accepted, but the response is lost; the repetition comes too late
-        header = job.server.step()
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    job.holds_messages = True
+    header = job.server.step()
+    job.lose(C)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(job.push, header)
+        await anyio.sleep(1)
+        assert job.rounds == []
         job.answer_message()
-        assert await job.push(header) is None
-        assert members(job) == [str(A), str(B)] == [str(peer) for peer in job.server.averaged[1]]
-
-    play(case)
+    assert sorted(members(job)) == sorted(map(str, WORKERS))
 
 
-def test_late_update_may_be_sent_and_does_not_count() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
-        train(job, *WORKERS)
-        contribute(job, A, B)
-        job.now += 200.0
-        job.apply(job.operator.on_deadline(job.now))
-        assert [late["worker"] for late in job.named("worker_late")] == [str(C)]
-        held = set(positions(job.executors[C].used))
-        await finish_round(job, A, B)
-        assert job.state(C) == (True, "")
-        assert job.named("update_refused") == []
-        job.merge(C)
-        train(job, A, batches=8)
-        assert held <= set(positions(job.executors[A].used))
-        train(job, B, C)
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        assert [unused["peer"] for unused in job.rounds[1]["unused"]] == [str(C)]
+async def test_sum_of_the_weights_tells_which_announcement_was_followed() -> None:
+    job = begin()
+    train(job, A, B)
+    train(job, C, batches=3)
+    contribute(job, *WORKERS)
+    job.holds_messages = True
+    job.lose(C)
+    job.server.announce(job.unanswered[0])  # accepted, but the response is lost; the repetition comes too late
+    header = job.server.step()
+    job.answer_message()
+    assert await job.push(header) is None
+    assert members(job) == [str(A), str(B)] == [str(peer) for peer in job.server.averaged[1]]
 
-    play(case)
+
+async def test_late_update_may_be_sent_and_does_not_count() -> None:
+    job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
+    train(job, *WORKERS)
+    contribute(job, A, B)
+    job.now += 200.0
+    job.apply(job.operator.on_deadline(job.now))
+    assert [late["worker"] for late in job.named("worker_late")] == [str(C)]
+    held = set(positions(job.executors[C].used))
+    await finish_round(job, A, B)
+    assert job.state(C) == (True, "")
+    assert job.named("update_refused") == []
+    job.merge(C)
+    train(job, A, batches=8)
+    assert held <= set(positions(job.executors[A].used))
+    train(job, B, C)
+    contribute(job, *WORKERS)
+    await finish_round(job)
+    assert [unused["peer"] for unused in job.rounds[1]["unused"]] == [str(C)]
 
 
 def available(job: Job) -> list[tuple[int, int, int]]:
@@ -517,435 +446,362 @@ def available(job: Job) -> list[tuple[int, int, int]]:
     return [(span.epoch, span.index, at) for span in ledger.available for at in range(span.first, span.end)]
 
 
-def test_update_under_way_is_not_late_while_its_worker_computes_the_digest() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
-        train(job, *WORKERS)
-        contribute(job, A, B)
-        job.now = 59.0
-        job.report(C, SendingUpdate())
-        deadline = job.operator.next_deadline()
-        assert deadline == 59.0 + 60.0
-
-    play(case)
+async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest() -> None:
+    job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
+    train(job, *WORKERS)
+    contribute(job, A, B)
+    job.now = 59.0
+    job.report(C, SendingUpdate())
+    deadline = job.operator.next_deadline()
+    assert deadline == 59.0 + 60.0
 
 
 # -------------------------------------------------------------------------------------------------------------- commits
 
 
-def test_outer_update_is_committed_by_its_digest_only() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        assert isinstance(job.ask_commit(A, 1, header.digest), RetryAfter)
-        assert await job.push(header) is None
-        assert job.ask_commit(A, 1, header.digest) == CommitStatus(committed=True, weights=job.rounds[0]["weights"])
-        other = job.ask_commit(A, 1, digest_of("other"))
-        assert isinstance(other, CommitStatus)
-        assert not other.committed
-        assert "committed with another outer update" in other.reason
-
-    play(case)
+async def test_outer_update_is_committed_by_its_digest_only() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    assert isinstance(job.ask_commit(A, 1, header.digest), RetryAfter)
+    assert await job.push(header) is None
+    assert job.ask_commit(A, 1, header.digest) == CommitStatus(committed=True, weights=job.rounds[0]["weights"])
+    other = job.ask_commit(A, 1, digest_of("other"))
+    assert isinstance(other, CommitStatus)
+    assert not other.committed
+    assert "committed with another outer update" in other.reason
 
 
-def test_older_term_is_refused() -> None:
-    async def case() -> None:
-        job = begin()
-        await whole_round(job)
-        job.open()
-        job.lease(WORKERS)
-        assert job.server.term == 2
-        for peer in WORKERS:
-            job.executors[peer].round = 2
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        old = PushHeader(JOB_ID, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
-        assert await job.push(old) == "term 1 is over: the parameter server is of term 2"
-        assert await job.push(header) is None
-        assert [record["term"] for record in job.rounds] == [1, 2]
-
-    play(case)
+async def test_older_term_is_refused() -> None:
+    job = begin()
+    await whole_round(job)
+    job.open()
+    job.lease(WORKERS)
+    assert job.server.term == 2
+    for peer in WORKERS:
+        job.executors[peer].round = 2
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    old = PushHeader(JOB_ID, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
+    assert await job.push(old) == "term 1 is over: the parameter server is of term 2"
+    assert await job.push(header) is None
+    assert [record["term"] for record in job.rounds] == [1, 2]
 
 
-def test_outer_update_that_comes_again_is_received_and_recorded_once() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        assert await job.push(header) is None
-        assert await job.push(header) is None
-        assert len(job.rounds) == 1
-        again = PushHeader(JOB_ID, 1, header.kind, "outer", 100, digest_of("other"), SCHEDULER, term=1)
-        assert await job.push(again) == "the outer update of round 1 was already received"
-
-    play(case)
+async def test_outer_update_that_comes_again_is_received_and_recorded_once() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    assert await job.push(header) is None
+    assert await job.push(header) is None
+    assert len(job.rounds) == 1
+    again = PushHeader(JOB_ID, 1, header.kind, "outer", 100, digest_of("other"), SCHEDULER, term=1)
+    assert await job.push(again) == "the outer update of round 1 was already received"
 
 
-def test_outer_update_of_members_that_were_not_announced_is_refused() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        header = PushHeader(JOB_ID, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
-        assert await job.push(header) == "the members of round 1 were not announced"
-
-    play(case)
+async def test_outer_update_of_members_that_were_not_announced_is_refused() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    header = PushHeader(JOB_ID, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
+    assert await job.push(header) == "the members of round 1 were not announced"
 
 
-def test_newest_weights_are_served_to_workers_and_the_momentum_to_the_parameter_server() -> None:
-    async def case() -> None:
-        job = begin()
+async def test_newest_weights_are_served_to_workers_and_the_momentum_to_the_parameter_server() -> None:
+    job = begin()
 
-        def pull(peer: Any, name: str) -> PullSource | Refusal:
-            return job.operator.on_pull_request(job.leases[peer], PullRequest(dataset=f"{JOB_ID}/{name}", index=0))
+    def pull(peer: Any, name: str) -> PullSource | Refusal:
+        return job.operator.on_pull_request(job.leases[peer], PullRequest(dataset=f"{JOB_ID}/{name}", index=0))
 
-        assert isinstance(pull(A, "weights"), Refusal)
-        await whole_round(job)
-        assert pull(A, "weights") == PullSource(Path("/run/weights.safetensors"))
-        assert pull(SERVER, "momentum") == PullSource(Path("/run/momentum.safetensors"))
-        assert isinstance(pull(A, "momentum"), Refusal)
-        assert isinstance(pull(A, "journal.jsonl"), Refusal)
-
-    play(case)
+    assert isinstance(pull(A, "weights"), Refusal)
+    await whole_round(job)
+    assert pull(A, "weights") == PullSource(Path("/run/weights.safetensors"))
+    assert pull(SERVER, "momentum") == PullSource(Path("/run/momentum.safetensors"))
+    assert isinstance(pull(A, "momentum"), Refusal)
+    assert isinstance(pull(A, "journal.jsonl"), Refusal)
 
 
-def test_worker_that_fetches_the_weights_is_counted() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, A)
-        job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5}))
-        job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0}))
-        assert job.named("weights_fetched") == [{"worker": str(A), "round": 1}]
-        contribute(job, A)
-        train(job, B, C)
-        contribute(job, B, C)
-        assert await job.push() is None
-        assert job.rounds[0]["loss"] == 0.5  # the second report takes nothing back
-
-    play(case)
+async def test_worker_that_fetches_the_weights_is_counted() -> None:
+    job = begin()
+    train(job, A)
+    job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5}))
+    job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0}))
+    assert job.named("weights_fetched") == [{"worker": str(A), "round": 1}]
+    contribute(job, A)
+    train(job, B, C)
+    contribute(job, B, C)
+    assert await job.push() is None
+    assert job.rounds[0]["loss"] == 0.5  # the second report takes nothing back
 
 
-def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> None:
-    async def case() -> None:
-        job = begin()
-        for peer in (A, B, C):
-            train(job, peer)
-            contribute(job, peer)
-        assert await job.push() is None
-        for peer, loss in ((B, {"loss": 0.5}), (C, {"loss": 0.5}), (A, {})):
-            assert job.named("round") == []
-            job.report(peer, RoundMetrics(round=1, metrics=loss | {"samples": 16.0, "micro_batch": 4.0}))
-        assert [(each["round"], each["loss"]) for each in job.named("round")] == [(1, 0.5)]
-
-    play(case)
+async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> None:
+    job = begin()
+    for peer in (A, B, C):
+        train(job, peer)
+        contribute(job, peer)
+    assert await job.push() is None
+    for peer, loss in ((B, {"loss": 0.5}), (C, {"loss": 0.5}), (A, {})):
+        assert job.named("round") == []
+        job.report(peer, RoundMetrics(round=1, metrics=loss | {"samples": 16.0, "micro_batch": 4.0}))
+    assert [(each["round"], each["loss"]) for each in job.named("round")] == [(1, 0.5)]
 
 
-def test_summary_adds_up_where_the_time_of_a_worker_has_gone() -> None:
-    async def case() -> None:
-        job = begin()
-        spent = {"compute_seconds": 3.0, "data_wait_seconds": 0.25, "report_wait_seconds": 0.5}
-        job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5} | spent))
-        job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0, "compute_seconds": 7.0}))
-        job.report(A, RoundMetrics(round=2, metrics={"loss": 0.5, "sync_seconds": 1.5, "other_seconds": 9.0} | spent))
-        job.report(B, RoundMetrics(round=1, metrics={"loss": 0.5, "compute_seconds": -1.0, "sync_seconds": math.nan}))
-        job.report(SERVER, RoundMetrics(round=1, metrics={"loss": 0.5, "compute_seconds": 1.0}))
-        found = {worker["peer"]: worker["seconds"] for worker in job.operator.summary({})["workers"]}  # type: ignore[attr-defined]
-        assert found[str(A)] == {
-            "compute_seconds": 6.0,
-            "data_wait_seconds": 0.5,
-            "report_wait_seconds": 1.0,
-            "sync_seconds": 1.5,
-        }
-        assert found[str(B)] is None
-
-    play(case)
+async def test_summary_adds_up_where_the_time_of_a_worker_has_gone() -> None:
+    job = begin()
+    spent = {"compute_seconds": 3.0, "data_wait_seconds": 0.25, "report_wait_seconds": 0.5}
+    job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5} | spent))
+    job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0, "compute_seconds": 7.0}))
+    job.report(A, RoundMetrics(round=2, metrics={"loss": 0.5, "sync_seconds": 1.5, "other_seconds": 9.0} | spent))
+    job.report(B, RoundMetrics(round=1, metrics={"loss": 0.5, "compute_seconds": -1.0, "sync_seconds": math.nan}))
+    job.report(SERVER, RoundMetrics(round=1, metrics={"loss": 0.5, "compute_seconds": 1.0}))
+    found = {worker["peer"]: worker["seconds"] for worker in job.operator.summary({})["workers"]}  # type: ignore[attr-defined]
+    assert found[str(A)] == {
+        "compute_seconds": 6.0,
+        "data_wait_seconds": 0.5,
+        "report_wait_seconds": 1.0,
+        "sync_seconds": 1.5,
+    }
+    assert found[str(B)] is None
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
-def test_job_pauses_while_the_weights_find_no_room() -> None:
-    async def case() -> None:
-        import anyio
+async def test_job_pauses_while_the_weights_find_no_room() -> None:
+    import anyio
 
-        job = begin(rounds={"update_rounds": 3, "timeout": 60.0})
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        job.result.errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(job.push)
-            await anyio.sleep(3)
-            await job.run_background()
-            assert "free space on that disk, then the job goes on" in str(job.named("paused")[0]["reason"])
-            assert job.operator.next_deadline() is None
-            job.now += 5000.0
-        assert len(job.rounds) == 1
-        assert job.outcome is None
-        assert [event["seconds"] for event in job.named("continued")] == [5000.0]
-        deadline = job.operator.next_deadline()
-        assert deadline is not None
-        assert deadline > job.now
-
-    play(case)
-
-
-def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        job.result.lacking = "100 bytes are free; free space on that disk"
-        for _ in range(2):
-            refusal = await job.push(header)
-            assert refusal is not None
-            assert refusal.startswith(NO_ROOM)
-        job.now += 5000.0
+    job = begin(rounds={"update_rounds": 3, "timeout": 60.0})
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    job.result.errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(job.push)
+        await anyio.sleep(3)
+        await job.run_background()
+        assert "free space on that disk, then the job goes on" in str(job.named("paused")[0]["reason"])
         assert job.operator.next_deadline() is None
-        job.result.lacking = None
-        assert await job.push(header) is None
-        assert (len(job.named("paused")), len(job.named("continued"))) == (1, 1)
-        assert job.outcome is None
+        job.now += 5000.0
+    assert len(job.rounds) == 1
+    assert job.outcome is None
+    assert [event["seconds"] for event in job.named("continued")] == [5000.0]
+    deadline = job.operator.next_deadline()
+    assert deadline is not None
+    assert deadline > job.now
 
-    play(case)
+
+async def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    job.result.lacking = "100 bytes are free; free space on that disk"
+    for _ in range(2):
+        refusal = await job.push(header)
+        assert refusal is not None
+        assert refusal.startswith(NO_ROOM)
+    job.now += 5000.0
+    assert job.operator.next_deadline() is None
+    job.result.lacking = None
+    assert await job.push(header) is None
+    assert (len(job.named("paused")), len(job.named("continued"))) == (1, 1)
+    assert job.outcome is None
 
 
 # ------------------------------------------------------------------------------------------------------ restart, resume
 
 
-def test_resumed_job_begins_after_the_last_record_in_a_new_term() -> None:
-    async def case() -> None:
-        job = begin()
-        await whole_round(job)
+async def test_resumed_job_begins_after_the_last_record_in_a_new_term() -> None:
+    job = begin()
+    await whole_round(job)
+    train(job, *WORKERS)
+    contribute(job, A)
+    before = used(job)
+    job.open()
+    job.lease(WORKERS)
+    train_config = job.specs[A].spec.training
+    assert train_config is not None
+    assert isinstance(train_config, TrainConfig)
+    assert (train_config.first_round, train_config.term) == (2, 2)
+    assert isinstance(train_config.weights, PeersReference)
+    assert train_config.weights.resource == SliceAddress(dataset=f"{JOB_ID}/weights", index=0)
+    aggregate = job.specs[SERVER].spec.aggregation
+    assert aggregate is not None
+    assert isinstance(aggregate, AggregateConfig)
+    assert (aggregate.term, aggregate.momentum is not None) == (2, True)
+    await whole_round(job)
+    assert [record["round"] for record in job.rounds] == [1, 2]
+    assert used(job)[: len(before)] == before
+    assert len(set(used(job))) == len(used(job))
+    assert kinds(job).count("began") == 1
+
+
+async def test_first_job_has_no_momentum_and_no_first_round() -> None:
+    job = begin()
+    train_config = job.specs[A].spec.training
+    assert train_config is not None
+    assert isinstance(train_config, TrainConfig)
+    assert (train_config.first_round, train_config.term, train_config.weights is not None) == (None, 1, True)
+    aggregate = job.specs[SERVER].spec.aggregation
+    assert aggregate is not None
+    assert isinstance(aggregate, AggregateConfig)
+    assert aggregate.momentum is None
+
+
+async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
+    job = begin(rounds={"update_rounds": 1})
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    assert await job.push() is None
+    job.open()
+    assert job.operator.role_requests() == ()
+    await job.run_background()
+    assert (job.outcome, job.result.is_finished) == ("finished", True)
+    assert job.operator.summary({})["rounds"] == 1
+    assert job.operator.summary({})["samples"] == 6 * BATCH
+
+
+async def test_scheduler_that_is_back_goes_on_with_the_open_round() -> None:
+    job = begin()
+    await whole_round(job)
+    train(job, *WORKERS)
+    contribute(job, A)
+    job.open()
+    job.adopt()
+    assert [event["round"] for event in job.named("taken_up")] == [2]
+    assert kinds(job).count("term") == 1
+    contribute(job, B, C)
+    await finish_round(job)
+    assert sorted(members(job, 2)) == sorted(map(str, WORKERS))
+    assert len(set(used(job))) == len(used(job))
+    await whole_round(job)
+    assert len(job.rounds) == 3
+
+
+async def test_scheduler_that_is_back_takes_an_update_of_members_that_it_had_announced() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    job.open()
+    job.adopt()  # the parameter server rejects the announcement: the round is over
+    assert job.outcome is None
+    assert await job.push(header) is None
+    assert sorted(members(job)) == sorted(map(str, WORKERS))
+
+
+async def test_refusals_before_a_restart_count() -> None:
+    job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
+    for _ in range(2):
         train(job, *WORKERS)
-        contribute(job, A)
-        before = used(job)
-        job.open()
-        job.lease(WORKERS)
-        train_config = job.specs[A].spec.training
-        assert train_config is not None
-        assert isinstance(train_config, TrainConfig)
-        assert (train_config.first_round, train_config.term) == (2, 2)
-        assert isinstance(train_config.weights, PeersReference)
-        assert train_config.weights.resource == SliceAddress(dataset=f"{JOB_ID}/weights", index=0)
-        aggregate = job.specs[SERVER].spec.aggregation
-        assert aggregate is not None
-        assert isinstance(aggregate, AggregateConfig)
-        assert (aggregate.term, aggregate.momentum is not None) == (2, True)
-        await whole_round(job)
-        assert [record["round"] for record in job.rounds] == [1, 2]
-        assert used(job)[: len(before)] == before
-        assert len(set(used(job))) == len(used(job))
-        assert kinds(job).count("began") == 1
-
-    play(case)
-
-
-def test_first_job_has_no_momentum_and_no_first_round() -> None:
-    async def case() -> None:
-        job = begin()
-        train_config = job.specs[A].spec.training
-        assert train_config is not None
-        assert isinstance(train_config, TrainConfig)
-        assert (train_config.first_round, train_config.term, train_config.weights is not None) == (None, 1, True)
-        aggregate = job.specs[SERVER].spec.aggregation
-        assert aggregate is not None
-        assert isinstance(aggregate, AggregateConfig)
-        assert aggregate.momentum is None
-
-    play(case)
-
-
-def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 1})
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        assert await job.push() is None
-        job.open()
-        assert job.operator.role_requests() == ()
-        await job.run_background()
-        assert (job.outcome, job.result.is_finished) == ("finished", True)
-        assert job.operator.summary({})["rounds"] == 1
-        assert job.operator.summary({})["samples"] == 6 * BATCH
-
-    play(case)
-
-
-def test_scheduler_that_is_back_goes_on_with_the_open_round() -> None:
-    async def case() -> None:
-        job = begin()
-        await whole_round(job)
-        train(job, *WORKERS)
-        contribute(job, A)
-        job.open()
-        job.adopt()
-        assert [event["round"] for event in job.named("taken_up")] == [2]
-        assert kinds(job).count("term") == 1
-        contribute(job, B, C)
-        await finish_round(job)
-        assert sorted(members(job, 2)) == sorted(map(str, WORKERS))
-        assert len(set(used(job))) == len(used(job))
-        await whole_round(job)
-        assert len(job.rounds) == 3
-
-    play(case)
-
-
-def test_scheduler_that_is_back_takes_an_update_of_members_that_it_had_announced() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        job.open()
-        job.adopt()  # the parameter server rejects the announcement: the round is over
-        assert job.outcome is None
-        assert await job.push(header) is None
-        assert sorted(members(job)) == sorted(map(str, WORKERS))
-
-    play(case)
-
-
-def test_refusals_before_a_restart_count() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
-        for _ in range(2):
-            train(job, *WORKERS)
-            contribute(job, *WORKERS)
-            job.refuse(A)
-            await finish_round(job)
-        job.open()
-        job.adopt()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        await finish_round(job)
-        train(job, *WORKERS)
-        job.state(A, ranges=FOREIGN)
-        assert [excluded["worker"] for excluded in job.named("worker_excluded")] == [str(A)]
-
-    play(case)
-
-
-def test_update_that_was_refused_before_a_restart_does_not_count() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        held = set(positions(job.executors[A].used))
         contribute(job, *WORKERS)
         job.refuse(A)
-        job.open()
-        job.adopt()
-        assert held <= set(available(job))
-        assert not job.state(A)[0]
         await finish_round(job)
-        assert members(job) == [str(B), str(C)]
-
-    play(case)
-
-
-def test_worker_that_was_lost_meanwhile_counts_if_it_was_averaged() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        held = set(positions(job.executors[C].used))
-        header = job.server.step()
-        del job.leases[C], job.executors[C]
-        job.open()
-        job.adopt()
-        assert await job.push(header) is None
-        assert sorted(members(job)) == sorted(map(str, WORKERS))
-        assert held <= set(used(job))
-
-    play(case)
+    job.open()
+    job.adopt()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    await finish_round(job)
+    train(job, *WORKERS)
+    job.state(A, ranges=FOREIGN)
+    assert [excluded["worker"] for excluded in job.named("worker_excluded")] == [str(A)]
 
 
-def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged() -> None:
+async def test_update_that_was_refused_before_a_restart_does_not_count() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    held = set(positions(job.executors[A].used))
+    contribute(job, *WORKERS)
+    job.refuse(A)
+    job.open()
+    job.adopt()
+    assert held <= set(available(job))
+    assert not job.state(A)[0]
+    await finish_round(job)
+    assert members(job) == [str(B), str(C)]
+
+
+async def test_worker_that_was_lost_meanwhile_counts_if_it_was_averaged() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    held = set(positions(job.executors[C].used))
+    header = job.server.step()
+    del job.leases[C], job.executors[C]
+    job.open()
+    job.adopt()
+    assert await job.push(header) is None
+    assert sorted(members(job)) == sorted(map(str, WORKERS))
+    assert held <= set(used(job))
+
+
+async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged() -> None:
     """The members without it were announced, and nobody knows whether the parameter server has accepted that."""
-
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        job.holds_messages = True
-        job.lose(C)
-        job.holds_messages = False
-        job.open()
-        job.adopt()
-        assert await job.push(header) is None
-        assert sorted(members(job)) == sorted(map(str, WORKERS))
-
-    play(case)
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    job.holds_messages = True
+    job.lose(C)
+    job.holds_messages = False
+    job.open()
+    job.adopt()
+    assert await job.push(header) is None
+    assert sorted(members(job)) == sorted(map(str, WORKERS))
 
 
-def test_worker_that_was_lost_meanwhile_does_not_count_if_it_was_not_averaged() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        held = set(positions(job.executors[C].used))
-        del job.leases[C], job.executors[C]
-        job.open()
-        job.adopt()
-        assert await job.push() is None
-        assert sorted(members(job)) == sorted(map(str, (A, B)))
-        assert held <= set(available(job))
-
-    play(case)
+async def test_worker_that_was_lost_meanwhile_does_not_count_if_it_was_not_averaged() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    held = set(positions(job.executors[C].used))
+    del job.leases[C], job.executors[C]
+    job.open()
+    job.adopt()
+    assert await job.push() is None
+    assert sorted(members(job)) == sorted(map(str, (A, B)))
+    assert held <= set(available(job))
 
 
-def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        assert await job.push() is None
-        job.merge(A)
-        job.open()
-        job.adopt()
-        assert isinstance(job.merge(B), Continue)
-        job.merge(C)
-        await whole_round(job)
-        assert len(job.rounds) == 2
-
-    play(case)
+async def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    assert await job.push() is None
+    job.merge(A)
+    job.open()
+    job.adopt()
+    assert isinstance(job.merge(B), Continue)
+    job.merge(C)
+    await whole_round(job)
+    assert len(job.rounds) == 2
 
 
-def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
-    async def case() -> None:
-        job = begin(rounds={"update_rounds": 1})
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        assert await job.push() is None
-        job.open()
-        job.adopt()
-        await job.run_background()
-        assert (job.leases, job.outcome) == ({}, "finished")
-
-    play(case)
+async def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
+    job = begin(rounds={"update_rounds": 1})
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    assert await job.push() is None
+    job.open()
+    job.adopt()
+    await job.run_background()
+    assert (job.leases, job.outcome) == ({}, "finished")
 
 
 # ---------------------------------------------------------------------------------------------------------- older peers
 
 
-def test_executors_that_have_stated_nothing_get_whole_slices() -> None:
-    async def case() -> None:
-        job = begin()
-        given: list[SliceToUse] = []
-        train(job, *WORKERS)
-        job.lose(C)
-        for _ in range(9):
-            found = job.operator.next_slice(job.leases[A], DATASET, job.now)
-            assert isinstance(found, SliceToUse)
-            given.append(found)
-        assert all((each.first, each.end) == (0, FakeDataset().samples[each.index]) for each in given)
-
-    play(case)
+async def test_executors_that_have_stated_nothing_get_whole_slices() -> None:
+    job = begin()
+    given: list[SliceToUse] = []
+    train(job, *WORKERS)
+    job.lose(C)
+    for _ in range(9):
+        found = job.operator.next_slice(job.leases[A], DATASET, job.now)
+        assert isinstance(found, SliceToUse)
+        given.append(found)
+    assert all((each.first, each.end) == (0, FakeDataset().samples[each.index]) for each in given)
 
 
 def test_slice_of_unknown_size_is_given_without_an_end() -> None:
@@ -958,44 +814,38 @@ def test_slice_of_unknown_size_is_given_without_an_end() -> None:
     assert (found.first, found.end) == (0, None)
 
 
-def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_it() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        held = set(positions(job.executors[C].used))
-        header = job.server.step()
-        job.apply(job.operator.on_lease_draining(job.leases[C].lease, 60.0, job.now))
-        assert isinstance(job.report(C, UpdateMerged()), Done)  # it has not asked whether the update is committed
-        job.end_task(C)
-        for _ in range(6):
-            job.give_slice(A)
-        given = [(part.epoch, part.index, part.first or 0, part.end or 0) for part in job.executors[A].queue]
-        assert held.isdisjoint(positions(given))
-        assert await job.push(header) is None
-        assert str(C) in members(job)
-        assert held <= set(used(job))
-        assert held.isdisjoint(available(job))
-
-    play(case)
+async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_it() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    held = set(positions(job.executors[C].used))
+    header = job.server.step()
+    job.apply(job.operator.on_lease_draining(job.leases[C].lease, 60.0, job.now))
+    assert isinstance(job.report(C, UpdateMerged()), Done)  # it has not asked whether the update is committed
+    job.end_task(C)
+    for _ in range(6):
+        job.give_slice(A)
+    given = [(part.epoch, part.index, part.first or 0, part.end or 0) for part in job.executors[A].queue]
+    assert held.isdisjoint(positions(given))
+    assert await job.push(header) is None
+    assert str(C) in members(job)
+    assert held <= set(used(job))
+    assert held.isdisjoint(available(job))
 
 
-def test_parameter_server_without_terms_closes_the_round_by_its_report() -> None:
-    async def case() -> None:
-        job = begin()
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
-        header = job.server.step()
-        plain = PushHeader(JOB_ID, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
-        target, effects = job.operator.on_push_request(job.leases[SERVER], plain, job.now)
-        job.apply(effects)
-        assert isinstance(target, PushTarget)
-        await job.receive(target, plain)
-        await job.run_background()
-        assert job.named("round") == []
-        assert await job.push(plain) is None  # and reports the step
-        for peer in WORKERS:
-            assert not isinstance(job.report(peer, RoundMetrics(round=1, metrics={"loss": 1.0})), Done)
-        assert len(job.named("round")) == len(job.rounds) == 1
-
-    play(case)
+async def test_parameter_server_without_terms_closes_the_round_by_its_report() -> None:
+    job = begin()
+    train(job, *WORKERS)
+    contribute(job, *WORKERS)
+    header = job.server.step()
+    plain = PushHeader(JOB_ID, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
+    target, effects = job.operator.on_push_request(job.leases[SERVER], plain, job.now)
+    job.apply(effects)
+    assert isinstance(target, PushTarget)
+    await job.receive(target, plain)
+    await job.run_background()
+    assert job.named("round") == []
+    assert await job.push(plain) is None  # and reports the step
+    for peer in WORKERS:
+        assert not isinstance(job.report(peer, RoundMetrics(round=1, metrics={"loss": 1.0})), Done)
+    assert len(job.named("round")) == len(job.rounds) == 1
