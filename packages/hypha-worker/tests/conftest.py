@@ -6,9 +6,10 @@ import json
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -91,11 +92,6 @@ work_dir, job = sys.argv[2], json.loads(sys.argv[3])
 config = job["settings"]
 """
 )
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "trio"
 
 
 @pytest.fixture(autouse=True)
@@ -379,39 +375,28 @@ async def open_lab(folder: Path, **changes: Any) -> AsyncIterator[Lab]:
 
 
 @pytest.fixture
-def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run an async function with a `Lab`, with a bound on its time."""
+def in_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncContextManager[Lab]]:
+    """Return a function that opens a `Lab`."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-    def run(case: Callable[[Lab], Any], *, seconds: float = 60.0, **changes: Any) -> None:
-        async def main() -> None:
-            with anyio.fail_after(seconds):
-                async with open_lab(tmp_path, **changes) as lab:
-                    await case(lab)
-
-        anyio.run(main, backend="trio")
-
-    return run
+    return partial(open_lab, tmp_path)
 
 
 @pytest.fixture
-def in_task_lab(in_lab: Callable[..., None]) -> Callable[..., None]:
-    """Run an async function with a `Lab`, a scripted scheduler of tasks and one lease that is renewed."""
+def in_task_lab(in_lab: Callable[..., AbstractAsyncContextManager[Lab]]) -> Callable[..., Any]:
+    """Return a function that opens a `Lab`, a scripted scheduler of tasks and one lease that is renewed."""
 
-    def run(
-        case: Callable[[Any, ScriptedTaskScheduler, uuid.UUID], Any], requested: str = "shell/python", **options: Any
-    ) -> None:
-        async def with_lease(lab: Any) -> None:
+    @asynccontextmanager
+    async def opened(
+        requested: str = "shell/python", **options: Any
+    ) -> AsyncIterator[tuple[Lab, ScriptedTaskScheduler, uuid.UUID]]:
+        async with in_lab(**({"executors": [PYTHON]} | options)) as lab, anyio.create_task_group() as group:
             tasks = lab.scheduler.tasks
             lease = await lab.scheduler.hire(ExecutorDescriptor.parse(requested), cpu=1.0)
-            async with anyio.create_task_group() as group:
-                group.start_soon(tasks.keep, lab.peer, lease)
-                await case(lab, tasks, lease)
-                group.cancel_scope.cancel()
+            group.start_soon(tasks.keep, lab.peer, lease)
+            yield lab, tasks, lease
+            group.cancel_scope.cancel()
 
-        in_lab(with_lease, **({"executors": [PYTHON]} | options))
-
-    return run
+    return opened
 
 
 async def _serve_slices(lab: Any, count: int) -> None:
@@ -498,45 +483,43 @@ def listens(path: Path) -> bool:
 
 
 @pytest.fixture
-def on_site(tmp_path: Path) -> Callable[..., None]:
-    """Run a test's function beside a worker program; the function returns when the program may be cancelled."""
+def on_site(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Site]]:
+    """Return a function that opens a worker program; it ends with the context."""
 
-    def play(case: Callable[[Site], Awaitable[None]], **changes: Any) -> None:
-        async def main() -> None:
-            network = MemoryNetwork()
-            async with (
-                network.endpoint("worker") as endpoint,
-                network.endpoint("scheduler") as scheduler,
-                pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
-                anyio.create_task_group() as tasks,
-            ):
-                await scheduler.connect(endpoint.addresses[0])
-                terminated = anyio.Event()
-                node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
-                config = worker_config(tmp_path, **changes)
-                serve_health(endpoint, node.readiness, role="worker", version="1")
-                site = Site(
-                    _lab_before(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
-                    node,
-                    terminated,
-                    socket_path(config.work_dir),
-                )
+    @asynccontextmanager
+    async def opened(**changes: Any) -> AsyncIterator[Site]:
+        network = MemoryNetwork()
+        async with (
+            network.endpoint("worker") as endpoint,
+            network.endpoint("scheduler") as scheduler,
+            pubsub.subscribe(scheduler, WORKER_REQUESTS),  # a worker alone on the topic waits to become ready
+            anyio.create_task_group() as tasks,
+        ):
+            await scheduler.connect(endpoint.addresses[0])
+            terminated = anyio.Event()
+            node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
+            config = worker_config(tmp_path, **changes)
+            serve_health(endpoint, node.readiness, role="worker", version="1")
+            site = Site(
+                _lab_before(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
+                node,
+                terminated,
+                socket_path(config.work_dir),
+            )
 
-                async def program() -> None:
-                    await serve(config, node)
-                    site.ended.set()
+            async def program() -> None:
+                await serve(config, node)
+                site.ended.set()
 
-                tasks.start_soon(program)
-                with anyio.fail_after(60):
-                    while not listens(site.socket) or not node.readiness.is_ready:
-                        await anyio.sleep(0.01)
-                    await case(site)
-                tasks.cancel_scope.cancel()
-
-        anyio.run(main, backend="trio")
+            tasks.start_soon(program)
+            with anyio.fail_after(60):
+                while not listens(site.socket) or not node.readiness.is_ready:
+                    await anyio.sleep(0.01)
+                yield site
+            tasks.cancel_scope.cancel()
         assert not socket_path(tmp_path / "work").exists()
 
-    return play
+    return opened
 
 
 @pytest.fixture

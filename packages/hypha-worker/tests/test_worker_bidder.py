@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import anyio.abc
 import pytest
 
 from hypha_net import pubsub, rpc
-from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import Faults, MemoryEndpoint, MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
     RELEASE_LEASE,
@@ -46,6 +46,8 @@ from hypha_worker.service import Worker
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+
+pytestmark = pytest.mark.virtual_clock
 
 TRAIN = ExecutorDescriptor("train", "x")
 MACHINE = Capacity(Resources(cpu=4.0))
@@ -108,7 +110,8 @@ class Site:
 
 
 @asynccontextmanager
-async def open_site(terms: LeaseTerms) -> AsyncIterator[Site]:
+async def open_site(terms: LeaseTerms | None = None) -> AsyncIterator[Site]:
+    terms = terms or LeaseTerms()
     network = MemoryNetwork()
     policy = OfferPolicy(price=50.0, quota=terms.quota)
     async with (
@@ -131,18 +134,9 @@ async def open_site(terms: LeaseTerms) -> AsyncIterator[Site]:
         tasks.cancel_scope.cancel()
 
 
-def play(case: Callable[[Site], Awaitable[None]], terms: LeaseTerms | None = None) -> None:
-    async def main() -> None:
-        with anyio.fail_after(1000):
-            async with open_site(terms or LeaseTerms()) as site:
-                await case(site)
-
-    simulate(main)
-
-
 @pytest.mark.parametrize("delay", [0.005, 0.05, 0.15, 0.3])
-def test_an_offer_can_be_accepted_over_a_link_of_any_length(delay: float) -> None:
-    async def case(site: Site) -> None:
+async def test_an_offer_can_be_accepted_over_a_link_of_any_length(delay: float) -> None:
+    async with open_site() as site:
         [scheduler, _] = site.schedulers
         site.delay(scheduler, delay)
         offer = await scheduler.get_offer()
@@ -150,11 +144,9 @@ def test_an_offer_can_be_accepted_over_a_link_of_any_length(delay: float) -> Non
         await anyio.sleep(0.25)  # the scheduler's decision window
         assert isinstance(await scheduler.renew(site.peer, offer.id), Renewed)
 
-    play(case)
 
-
-def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> None:
-    async def case(site: Site) -> None:
+async def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> None:
+    async with open_site() as site:
         [scheduler, _] = site.schedulers
         site.delay(scheduler, 0.3)
         begun = anyio.current_time()
@@ -167,29 +159,23 @@ def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> N
         await anyio.sleep(0.01 + 0.25)
         assert site.free == 4.0
 
-    play(case)
 
-
-def test_no_offer_lives_longer_than_two_seconds() -> None:
-    async def case(site: Site) -> None:
+async def test_no_offer_lives_longer_than_two_seconds() -> None:
+    async with open_site() as site:
         for scheduler, delay in zip(site.schedulers, (0.45, 0.0), strict=True):
             site.delay(scheduler, delay)
             await scheduler.get_offer()
         assert [offer.timeout_ms for scheduler in site.schedulers for _, _, offer in scheduler.offers] == [2000, 500]
 
-    play(case)
 
-
-def test_a_configured_temporary_lease_is_stated() -> None:
-    async def case(site: Site) -> None:
+async def test_a_configured_temporary_lease_is_stated() -> None:
+    async with open_site(LeaseTerms(temporary_lease=1.2)) as site:
         assert (await site.schedulers[0].get_offer()).timeout_ms == 1200
-
-    play(case, LeaseTerms(temporary_lease=1.2))
 
 
 @pytest.mark.parametrize("how", ["cut", "silent"])
-def test_an_offer_to_an_unreachable_scheduler_is_given_up(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def case(site: Site) -> None:
+async def test_an_offer_to_an_unreachable_scheduler_is_given_up(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_site() as site:
         lost, other = site.schedulers
         await lost.publish(cpu=4.0)
         if how == "cut":
@@ -202,13 +188,11 @@ def test_an_offer_to_an_unreachable_scheduler_is_given_up(how: str, caplog: pyte
         assert site.free == 4.0
         assert lost.offers == []
         await other.get_offer(cpu=4.0)
-
-    play(case)
     assert [record.levelname for record in caplog.records if "did not reach" in record.getMessage()] == ["WARNING"]
 
 
-def test_a_slow_handshake_goes_on_so_that_the_next_request_gets_an_offer() -> None:
-    async def case(site: Site) -> None:
+async def test_a_slow_handshake_goes_on_so_that_the_next_request_gets_an_offer() -> None:
+    async with open_site() as site:
         [scheduler, _] = site.schedulers
         await scheduler.publish(cpu=4.0)
         site.delay(scheduler, 3.0)
@@ -221,11 +205,9 @@ def test_a_slow_handshake_goes_on_so_that_the_next_request_gets_an_offer() -> No
         assert scheduler.offers == []
         await scheduler.get_offer(cpu=4.0)
 
-    play(case)
 
-
-def test_an_offer_is_made_after_an_attempt_to_connect_has_failed() -> None:
-    async def case(site: Site) -> None:
+async def test_an_offer_is_made_after_an_attempt_to_connect_has_failed() -> None:
+    async with open_site() as site:
         [lost, _] = site.schedulers
         await lost.publish(cpu=0.0)
         site.delay(lost, 3600.0)
@@ -233,13 +215,10 @@ def test_an_offer_is_made_after_an_attempt_to_connect_has_failed() -> None:
         site.delay(lost, 0.0)
         await lost.get_offer()
 
-    play(case)
 
-
-def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hypha_worker")
-
-    async def case(site: Site) -> None:
+    async with open_site() as site:
         scheduler, other = site.schedulers
         offer, begun = await scheduler.get_offer(bid=1e9, cpu=4.0), anyio.current_time()
         while isinstance(await scheduler.renew(site.peer, offer.id), Renewed):
@@ -251,22 +230,18 @@ def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureF
         assert [line for line in lines if f"lease {offer.id}" in line and "ended: no job ran on it" in line]
         assert any(line.startswith("renewal refused: ") for line in lines)
 
-    play(case)
 
-
-def test_a_flood_of_requests_leaves_capacity_for_an_equal_bid() -> None:
-    async def case(site: Site) -> None:
+async def test_a_flood_of_requests_leaves_capacity_for_an_equal_bid() -> None:
+    async with open_site() as site:
         cheat, honest = site.schedulers
         for _ in range(100):
             await cheat.publish()
         await honest.get_offer()
         assert len(cheat.offers) <= 3
 
-    play(case)
 
-
-def test_a_worker_answers_why_it_would_not_bid_with_codes() -> None:
-    async def case(site: Site) -> None:
+async def test_a_worker_answers_why_it_would_not_bid_with_codes() -> None:
+    async with open_site() as site:
         asking, other = site.schedulers
         await other.get_offer(cpu=2.0)
         codes = []
@@ -275,13 +250,12 @@ def test_a_worker_answers_why_it_would_not_bid_with_codes() -> None:
             codes.append([(entry.code, entry.required, entry.available) for entry in answer.rejections])
         assert codes == [[], [("price", 50.0, 10.0), ("busy", None, None)], [("cpu", 8.0, 4.0)]]
 
-    play(case)
 
-
-def test_messages_by_strangers_are_counted_and_logged_once(recorded: object, caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_by_strangers_are_counted_and_logged_once(
+    recorded: object, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "hypha_worker")
-
-    async def case(site: Site) -> None:
+    async with open_site() as site:
         owner, stranger = site.schedulers
         lease = (await owner.get_offer()).id
         assert isinstance(await owner.renew(site.peer, lease), Renewed)
@@ -293,8 +267,6 @@ def test_messages_by_strangers_are_counted_and_logged_once(recorded: object, cap
         released = await rpc.call(owner.endpoint, site.peer, RELEASE_LEASE, ReleaseLease(id=lease))
         assert released.known
         assert isinstance(await owner.renew(site.peer, lease), RenewalFailed)
-
-    play(case)
     total = recorded.total  # type: ignore[attr-defined]
     outcomes = {
         (name, outcome): total(f"hypha.worker.lease.{name}", hypha_outcome=outcome)
@@ -315,20 +287,18 @@ def test_messages_by_strangers_are_counted_and_logged_once(recorded: object, cap
 # --------------------------------------------------------------------------------------------------- deferred requests
 
 
-def test_a_request_is_answered_when_another_schedulers_offer_lapses() -> None:
-    async def case(site: Site) -> None:
+async def test_a_request_is_answered_when_another_schedulers_offer_lapses() -> None:
+    async with open_site() as site:
         first, second = site.schedulers
         await first.get_offer(cpu=4.0)
         [lease] = site.worker.lease_manager.leases
         await second.get_offer(cpu=4.0)
         assert second.offers[0][0] == pytest.approx(lease.expires, abs=0.01)
 
-    play(case)
-
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["offer", "lease"])
-def test_a_request_is_answered_when_a_scheduler_releases(is_held: bool) -> None:
-    async def case(site: Site) -> None:
+async def test_a_request_is_answered_when_a_scheduler_releases(is_held: bool) -> None:
+    async with open_site() as site:
         first, second = site.schedulers
         offer = await first.get_offer(cpu=4.0)
         if is_held:
@@ -340,11 +310,9 @@ def test_a_request_is_answered_when_a_scheduler_releases(is_held: bool) -> None:
         await anyio.sleep(0.01)
         assert len(second.offers) == 1
 
-    play(case)
 
-
-def test_a_deferred_request_gets_no_offer_after_its_deadline() -> None:
-    async def case(site: Site) -> None:
+async def test_a_deferred_request_gets_no_offer_after_its_deadline() -> None:
+    async with open_site() as site:
         first, second = site.schedulers
         offer = await first.get_offer(cpu=4.0)
         await first.renew(site.peer, offer.id)
@@ -355,11 +323,9 @@ def test_a_deferred_request_gets_no_offer_after_its_deadline() -> None:
         assert second.offers == []
         assert site.free == 4.0
 
-    play(case)
 
-
-def test_freed_resources_go_to_a_better_bid_of_the_open_batch() -> None:
-    async def case(site: Site) -> None:
+async def test_freed_resources_go_to_a_better_bid_of_the_open_batch() -> None:
+    async with open_site() as site:
         first, second = site.schedulers
         offer = await first.get_offer(cpu=4.0)
         await first.renew(site.peer, offer.id)
@@ -372,13 +338,10 @@ def test_freed_resources_go_to_a_better_bid_of_the_open_batch() -> None:
         assert [each[2].price for each in first.offers] == [100.0, 90.0]
         assert second.offers == []
 
-    play(case)
 
-
-def test_a_repeated_request_is_deferred_once_and_not_beside_its_offer() -> None:
+async def test_a_repeated_request_is_deferred_once_and_not_beside_its_offer() -> None:
     """Ten publications for one search: one offer when the machine is free, and none after that."""
-
-    async def case(site: Site) -> None:
+    async with open_site() as site:
         first, second = site.schedulers
         offer = await first.get_offer(cpu=4.0)
         await first.renew(site.peer, offer.id)
@@ -390,13 +353,10 @@ def test_a_repeated_request_is_deferred_once_and_not_beside_its_offer() -> None:
         assert len(second.offers) == 1
         assert site.free == 4.0
 
-    play(case)
 
-
-def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
+async def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
     """Its job needs other workers; when it ends, nobody would accept the offer."""
-
-    async def case(site: Site) -> None:
+    async with open_site() as site:
         [scheduler, _] = site.schedulers
         offer = await scheduler.get_offer(cpu=4.0)
         await scheduler.renew(site.peer, offer.id)
@@ -408,11 +368,9 @@ def test_a_request_of_a_scheduler_that_holds_a_lease_is_not_deferred() -> None:
         await anyio.sleep(1.0)
         assert len(scheduler.offers) == 1
 
-    play(case)
 
-
-def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
-    async def case(site: Site) -> None:
+async def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
+    async with open_site() as site:
         lazy, other = site.schedulers
         await lazy.get_offer(cpu=4.0)
         await anyio.sleep(1.0)
@@ -428,11 +386,9 @@ def test_a_scheduler_that_lets_offers_lapse_comes_after_an_equal_bid() -> None:
         await anyio.sleep(0.2)
         assert (len(lazy.offers), len(other.offers)) == (3, 1)
 
-    play(case)
 
-
-def test_a_draining_worker_makes_no_offers_and_withdraws_those_that_were_not_accepted() -> None:
-    async def case(site: Site) -> None:
+async def test_a_draining_worker_makes_no_offers_and_withdraws_those_that_were_not_accepted() -> None:
+    async with open_site() as site:
         scheduler, other = site.schedulers
         held = await scheduler.get_offer()
         assert isinstance(await scheduler.renew(site.peer, held.id), Renewed)
@@ -447,11 +403,9 @@ def test_a_draining_worker_makes_no_offers_and_withdraws_those_that_were_not_acc
         await anyio.sleep(10.0)
         assert (len(scheduler.offers), other.offers) == (2, [])
 
-    play(case)
 
-
-def test_requests_that_wait_for_resources_get_no_offer_from_a_draining_worker() -> None:
-    async def case(site: Site) -> None:
+async def test_requests_that_wait_for_resources_get_no_offer_from_a_draining_worker() -> None:
+    async with open_site() as site:
         scheduler, other = site.schedulers
         taken = await scheduler.get_offer(cpu=4.0)
         assert isinstance(await scheduler.renew(site.peer, taken.id), Renewed)
@@ -462,5 +416,3 @@ def test_requests_that_wait_for_resources_get_no_offer_from_a_draining_worker() 
         await anyio.sleep(10.0)
         assert other.offers == []
         assert site.free == 4.0
-
-    play(case)

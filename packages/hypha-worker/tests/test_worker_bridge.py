@@ -12,9 +12,10 @@ import socket
 import stat
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any, cast
@@ -163,27 +164,18 @@ async def open_test_bridge(
 
 
 @pytest.fixture
-def with_bridge(tmp_path: Path, short: Path) -> Callable[..., None]:
-    def run(case: Callable[[BridgeUnderTest], Awaitable[None]], **changes: Any) -> None:
-        async def main() -> None:
-            with anyio.fail_after(30):
-                async with open_test_bridge(tmp_path, short, **changes) as bridge:
-                    await case(bridge)
-
-        anyio.run(main, backend="trio")
-
-    return run
+def with_bridge(tmp_path: Path, short: Path) -> Callable[..., Any]:
+    return partial(open_test_bridge, tmp_path, short)
 
 
-WithBridge = Callable[..., None]
+WithBridge = Callable[..., Any]
 
 
-def test_an_executor_that_disconnects_mid_request_is_not_logged_as_an_error(
+async def test_an_executor_that_disconnects_mid_request_is_not_logged_as_an_error(
     with_bridge: WithBridge, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def case(bridge: BridgeUnderTest) -> None:
+    async with with_bridge() as bridge:
         async with await anyio.connect_unix(bridge.socket) as half:
             head = b"POST /status/send HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
             await half.send(head + b"Expect: 100-continue\r\n\r\n")
@@ -191,26 +183,22 @@ def test_an_executor_that_disconnects_mid_request_is_not_logged_as_an_error(
         while "disconnected before the end" not in caplog.text:
             await anyio.sleep(0.02)
         assert (await bridge.client.get("/openapi.json")).status_code == 200
-
-    with_bridge(case)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_the_bridge_serves_its_description_on_a_private_socket(with_bridge: WithBridge, short: Path) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_the_bridge_serves_its_description_on_a_private_socket(with_bridge: WithBridge, short: Path) -> None:
+    async with with_bridge() as bridge:
         described = (await bridge.client.get("/openapi.json")).json()
         routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
         routes |= {"/task/update", "/rounds/join", "/status/batches"}
         assert set(described["paths"]) == routes
         assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
-
-    with_bridge(case)
     assert list(short.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other", "a/../../b", "link/x", "a\0b", "x" * 2000, "folder"])
-def test_paths_out_of_the_work_directory_are_refused(with_bridge: WithBridge, path: str) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_paths_out_of_the_work_directory_are_refused(with_bridge: WithBridge, path: str) -> None:
+    async with with_bridge() as bridge:
         (bridge.work_dir / "link").symlink_to("/tmp")
         (bridge.work_dir / "folder").mkdir()
         body = {"resource": plain(bridge.config.updates), "path": path}
@@ -220,11 +208,9 @@ def test_paths_out_of_the_work_directory_are_refused(with_bridge: WithBridge, pa
             assert await bridge.kind("/resources/receive", {**bridge.results, "path": path}) == (400, "bad-request")
         assert bridge.server.traffic.received == 0
 
-    with_bridge(case)
 
-
-def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         for route in ("fetch", "send", "receive"):
             for body in ([], {}, 3, {"resource": {"type": "moon"}, "path": "x"}, {"resource": {}, "path": 7}):
                 assert await bridge.kind(f"/resources/{route}", body) == (400, "bad-request")
@@ -243,11 +229,9 @@ def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
         )
         assert (await bridge.client.post("/nothing")).status_code == 404
 
-    with_bridge(case)
 
-
-def test_peers_outside_the_job_cannot_be_reached(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_peers_outside_the_job_cannot_be_reached(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         (bridge.work_dir / "file").write_bytes(b"x")
         outsider = plain(PeersReference(peers=(bridge.outsider.peer_id,), strategy=All()))
         resource = {**outsider, "resource": {"dataset": "d", "index": 0}}
@@ -261,12 +245,10 @@ def test_peers_outside_the_job_cannot_be_reached(with_bridge: WithBridge) -> Non
             body = {"resource": reference, "path": "file" if route == "send" else "folder"}
             assert await bridge.kind(f"/resources/{route}", body) == (403, "not-allowed")
 
-    with_bridge(case)
-
 
 @pytest.mark.usefixtures("quick_retries")
-def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         for index, content in enumerate((b"{}", b"weights")):
             path = bridge.work_dir.parent / f"model-{index}"
             path.write_bytes(content)
@@ -287,11 +269,9 @@ def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bri
         missing = {**model, "resource": {"dataset": "nothing", "index": 0}}
         assert await bridge.kind("/resources/fetch", missing) == (502, "peer-failed")
 
-    with_bridge(case)
 
-
-def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         path = bridge.work_dir.parent / "slice"
         path.write_bytes(b"s")
         bridge.served["d", 3] = path
@@ -304,11 +284,10 @@ def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> Non
         assert status == 200
         assert (bridge.work_dir / file["path"]).read_bytes() == b"s"
 
-    with_bridge(case)
 
+async def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
 
-def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
         def serve(dataset: str, index: int, content: bytes) -> None:
             path = bridge.work_dir.parent / f"{uuid.uuid4()}"
             path.write_bytes(content)
@@ -334,14 +313,12 @@ def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> 
             assert (bridge.work_dir / file["path"]).read_bytes() == b"slice %d" % index
         assert sorted(path.name for path in (bridge.work_dir / "artifacts").iterdir()) == ["0", "config.json", "sub"]
 
-    with_bridge(case)
-
 
 @pytest.mark.parametrize(
     ("form", "suffix"), [(None, "safetensors"), ("safetensors", "safetensors"), ("jsonl", "jsonl")]
 )
-def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | None, suffix: str) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | None, suffix: str) -> None:
+    async with with_bridge() as bridge:
         path = bridge.work_dir.parent / "served"
         path.write_bytes(b'{"text": "a"}\n')
         bridge.served["digits", 7] = path
@@ -355,11 +332,10 @@ def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | Non
         status, [file] = await bridge.post("/resources/fetch", wanted)
         assert (status, file["path"]) == (200, f"data/digits-7-1.{suffix}")
 
-    with_bridge(case)
 
+async def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
 
-def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
         async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
             return SliceAssigned(data_provider=bridge.data.peer_id, index=7, format="../parquet")
 
@@ -371,8 +347,6 @@ def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) ->
             "the scheduler assigned a slice of the format '../parquet', and this worker knows safetensors, jsonl: "
             "update hypha-worker"
         )
-
-    with_bridge(case)
 
 
 async def read_events(bridge: BridgeUnderTest, count: int, body: Any = None) -> list[dict[str, Any]]:
@@ -387,8 +361,8 @@ async def read_events(bridge: BridgeUnderTest, count: int, body: Any = None) -> 
     return events
 
 
-def test_pushed_files_are_queued_and_delivered_once(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_pushed_files_are_queued_and_delivered_once(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         await bridge.push(bridge.server, 1, b"one")
         await bridge.push(bridge.server, 1, b"one")  # again: its receipt was lost
         await bridge.push(bridge.server, 2, b"two")
@@ -402,11 +376,9 @@ def test_pushed_files_are_queued_and_delivered_once(with_bridge: WithBridge) -> 
             [event] = await read_events(bridge, 1)
         assert (event["round"], event["size"], event["kind"]) == (3, 5, OUTER_UPDATE)
 
-    with_bridge(case)
 
-
-def test_with_two_streams_each_file_goes_to_one_of_them(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_with_two_streams_each_file_goes_to_one_of_them(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         seen: list[int] = []
         opened: list[int] = []
 
@@ -428,39 +400,34 @@ def test_with_two_streams_each_file_goes_to_one_of_them(with_bridge: WithBridge)
             bridge.queue.close()
         assert sorted(seen) == [1, 2, 3, 4, 5]
 
-    with_bridge(case)
 
-
-def test_a_failing_disk_is_answered_with_an_error(with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_disk_is_answered_with_an_error(
+    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def full(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(transfer, "pull", full)
     told: list[object] = []
-
-    async def case(bridge: BridgeUnderTest) -> None:
+    async with with_bridge(on_disk_fault=told.append) as bridge:
         model = plain(bridge.config.model.artifact)
         answer = await bridge.client.post("/resources/fetch", json={"resource": model, "path": "in"})
         assert (answer.status_code, answer.json()["error"]) == (500, "worker-failed")
         assert "No space left" in answer.json()["detail"]
-
-    with_bridge(case, on_disk_fault=told.append)
     assert "No space left" in str(told)
 
 
-def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         for _ in range(3):
             async with bridge.client.stream("POST", "/resources/receive", json=bridge.results) as answer:
                 assert answer.status_code == 200
         await bridge.push(bridge.server, 1, b"one")
         assert [event["round"] for event in await read_events(bridge, 1)] == [1]
 
-    with_bridge(case)
 
-
-def test_strangers_push_nothing_and_only_senders_of_results_push_outer_updates(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_strangers_push_nothing_and_only_senders_of_results_push_outer_updates(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         for sender, kind in (
             (bridge.outsider, OUTER_UPDATE),
             (bridge.outsider, OTHER_FILE),
@@ -469,8 +436,6 @@ def test_strangers_push_nothing_and_only_senders_of_results_push_outer_updates(w
             with pytest.raises(transfer.TransferRefusedError):
                 await bridge.push(sender, 1, b"x", kind)
 
-    with_bridge(case)
-
 
 async def receive_any(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
     """Return the events of a stream whose request names no peers, as in the documentation."""
@@ -478,8 +443,8 @@ async def receive_any(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any
     return await read_events(bridge, count, everyone)
 
 
-def test_files_of_every_peer_and_kind_of_the_job_are_received(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_files_of_every_peer_and_kind_of_the_job_are_received(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         pushed = [(bridge.server, OUTER_UPDATE), (bridge.data, OTHER_FILE), (bridge.server, PSEUDO_GRADIENT)]
         for number, (sender, kind) in enumerate(pushed):
             await bridge.push(sender, number, b"%d" % number, kind)
@@ -487,11 +452,9 @@ def test_files_of_every_peer_and_kind_of_the_job_are_received(with_bridge: WithB
         seen = [(event["from_peer"], event["kind"], event["sequence"], event["round"]) for event in events]
         assert seen == [(str(sender.peer_id), kind, n, n) for n, (sender, kind) in enumerate(pushed)]
 
-    with_bridge(case)
 
-
-def test_other_files_do_not_keep_outer_updates_out(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_other_files_do_not_keep_outer_updates_out(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         for number in range(QUEUE_LIMIT):
             await bridge.push(bridge.data, number, b"x", OTHER_FILE)
         with pytest.raises(transfer.TransferRefusedError, match="queue is full"):
@@ -500,11 +463,9 @@ def test_other_files_do_not_keep_outer_updates_out(with_bridge: WithBridge) -> N
         [event] = await read_events(bridge, 1)
         assert event["kind"] == OUTER_UPDATE
 
-    with_bridge(case)
 
-
-def test_received_files_keep_their_names_unless_these_are_taken(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_received_files_keep_their_names_unless_these_are_taken(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         (bridge.work_dir / "incoming").mkdir()
         (bridge.work_dir / "incoming" / "chunk-2.bin").symlink_to("nowhere")
         names = ["chunk-0.bin", "chunk-0.bin", "chunk-2.bin", "../a b", ".hidden", "chunk-0.bin"]
@@ -523,19 +484,15 @@ def test_received_files_keep_their_names_unless_these_are_taken(with_bridge: Wit
         for number, event in enumerate(events):
             assert (bridge.work_dir / event["path"]).read_bytes() == b"%d" % number
 
-    with_bridge(case)
 
-
-def test_repeated_and_refused_pushes_take_no_sequence_number(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_repeated_and_refused_pushes_take_no_sequence_number(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         await bridge.push(bridge.server, 1, b"one")
         await bridge.push(bridge.server, 1, b"one")  # again: its receipt was lost
         with pytest.raises(transfer.TransferRefusedError):
             await bridge.push(bridge.outsider, 2, b"two")
         await bridge.push(bridge.server, 2, b"two")
         assert [event["sequence"] for event in await read_events(bridge, 2)] == [0, 1]
-
-    with_bridge(case)
 
 
 def collect_pushes(bridge: BridgeUnderTest, endpoint: MemoryEndpoint) -> list[PushHeader]:
@@ -554,10 +511,9 @@ def collect_pushes(bridge: BridgeUnderTest, endpoint: MemoryEndpoint) -> list[Pu
     return headers
 
 
-def test_a_file_to_peers_that_get_updates_is_an_update(with_bridge: WithBridge) -> None:
+async def test_a_file_to_peers_that_get_updates_is_an_update(with_bridge: WithBridge) -> None:
     """The reference may be spelled differently from the job's own; other files have a numbering of their own."""
-
-    async def case(bridge: BridgeUnderTest) -> None:
+    async with with_bridge() as bridge:
         server, data = collect_pushes(bridge, bridge.server), collect_pushes(bridge, bridge.data)
         (bridge.work_dir / "f").write_bytes(b"x")
 
@@ -575,11 +531,9 @@ def test_a_file_to_peers_that_get_updates_is_an_update(with_bridge: WithBridge) 
         assert [(header.kind, header.round) for header in server] == [*updates, files[-1]]
         assert [(header.kind, header.round) for header in data] == files
 
-    with_bridge(case)
 
-
-def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         (bridge.work_dir / "f").write_bytes(b"x")
         updates = plain(bridge.config.updates)
         outsider = {**updates, "peers": [str(bridge.outsider.peer_id)]}
@@ -600,27 +554,24 @@ def test_refused_requests_name_field_value_and_remedy(with_bridge: WithBridge) -
             assert found == status, answer
             assert all(text in answer["detail"] for text in told), answer["detail"]
 
-    with_bridge(case)
-
 
 @pytest.mark.parametrize("stuck", ["unread", "waiting"])
-def test_the_bridge_closes_in_bounded_time_with_stuck_clients(tmp_path: Path, short: Path, stuck: str) -> None:
-    async def main() -> None:
-        with socket.socket(socket.AF_UNIX) as client:
-            async with open_test_bridge(tmp_path, short) as bridge:
-                client.connect(str(bridge.socket))
-                if stuck == "unread":  # more responses than the socket buffers
-                    client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
-                else:  # a request whose body never arrives
-                    head = b"POST /resources/fetch HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
-                    client.sendall(head + b"expect: 100-continue\r\n\r\n")
-                await anyio.wait_readable(client)
-
-    anyio.run(main, backend="trio")
+async def test_the_bridge_closes_in_bounded_time_with_stuck_clients(tmp_path: Path, short: Path, stuck: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        async with open_test_bridge(tmp_path, short) as bridge:
+            client.connect(str(bridge.socket))
+            if stuck == "unread":  # more responses than the socket buffers
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
+            else:  # a request whose body never arrives
+                head = b"POST /resources/fetch HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+                client.sendall(head + b"expect: 100-continue\r\n\r\n")
+            await anyio.wait_readable(client)
     assert list(short.iterdir()) == []
 
 
-def test_a_bridge_whose_clients_are_gone_closes_without_a_pause(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bridge_whose_clients_are_gone_closes_without_a_pause(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """uvicorn alone pauses 0.1 s, twice."""
     pauses: list[float] = []
     sleep = asyncio.sleep
@@ -629,51 +580,42 @@ def test_a_bridge_whose_clients_are_gone_closes_without_a_pause(short: Path, mon
         pauses.append(seconds)
         await sleep(seconds)
 
-    async def main() -> None:
-        path = short / "b.sock"
-        async with (
-            open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True),
-            await anyio.connect_unix(path) as client,
-        ):
-            await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-            assert (await client.receive()).startswith(b"HTTP/1.1 404")
-
     monkeypatch.setattr(asyncio, "sleep", record)
-    anyio.run(main, backend="trio")
+    path = short / "b.sock"
+    async with (
+        open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True),
+        await anyio.connect_unix(path) as client,
+    ):
+        await client.send(b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        assert (await client.receive()).startswith(b"HTTP/1.1 404")
     assert not any(pauses)
 
 
-def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks, open_test_bridge(tmp_path, short) as bridge:
-            asked = anyio.Event()
+async def test_a_call_that_waits_for_a_peer_is_cancelled_when_the_bridge_closes(tmp_path: Path, short: Path) -> None:
+    async with anyio.create_task_group() as tasks, open_test_bridge(tmp_path, short) as bridge:
+        asked = anyio.Event()
 
-            async def never(_stream: Any) -> None:
-                asked.set()
+        async def never(_stream: Any) -> None:
+            asked.set()
+            await anyio.sleep_forever()
+
+        bridge.server.handle("/hypha-progress/0.0.1", never)
+
+        async def report() -> None:
+            try:
+                await bridge.client.post("/status/send", json="update")
+            except httpx.HTTPError:
+                return
+
+        tasks.start_soon(report)
+        await asked.wait()
+
+
+async def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> None:
+    for delay in (0.0, 0.001, 0.01, 0.1):
+        with anyio.move_on_after(delay):
+            async with open_bridge(None, SocketPlace(short / "b.sock"), lambda _pid: True):  # type: ignore[arg-type]
                 await anyio.sleep_forever()
-
-            bridge.server.handle("/hypha-progress/0.0.1", never)
-
-            async def report() -> None:
-                try:
-                    await bridge.client.post("/status/send", json="update")
-                except httpx.HTTPError:
-                    return
-
-            tasks.start_soon(report)
-            await asked.wait()
-
-    anyio.run(main, backend="trio")
-
-
-def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path) -> None:
-    async def main() -> None:
-        for delay in (0.0, 0.001, 0.01, 0.1):
-            with anyio.move_on_after(delay):
-                async with open_bridge(None, SocketPlace(short / "b.sock"), lambda _pid: True):  # type: ignore[arg-type]
-                    await anyio.sleep_forever()
-
-    anyio.run(main, backend="trio")
     assert list(short.iterdir()) == []
 
 
@@ -717,57 +659,49 @@ def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
     return begun
 
 
-def test_the_server_begins_with_the_first_connection(
+async def test_the_server_begins_with_the_first_connection(
     with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch, short: Path
 ) -> None:
     begun = count_servers(monkeypatch)
 
-    async def case(bridge: BridgeUnderTest) -> None:
+    async def check_described(bridge: BridgeUnderTest) -> None:
+        assert (await bridge.client.get("/openapi.json")).status_code == 200
+
+    async with with_bridge() as bridge:
         assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
         assert begun == []
         async with anyio.create_task_group() as tasks:  # connections that arrive before it has begun
             for _ in range(5):
                 tasks.start_soon(check_described, bridge)
         assert len(begun) == 1
-
-    async def check_described(bridge: BridgeUnderTest) -> None:
-        assert (await bridge.client.get("/openapi.json")).status_code == 200
-
-    with_bridge(case)
     assert list(short.iterdir()) == []
 
 
-def test_a_bridge_that_nobody_uses_starts_no_server(with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bridge_that_nobody_uses_starts_no_server(
+    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = count_servers(monkeypatch)
-
-    async def case(_bridge: BridgeUnderTest) -> None:
+    async with with_bridge():
         await anyio.lowlevel.checkpoint()
-
-    with_bridge(case)
     assert begun == []
 
 
-def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
+async def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
     """As by an executor that reports when it gets SIGTERM."""
     answers: list[tuple[int, str]] = []
-
-    async def main() -> None:
-        with anyio.fail_after(30), anyio.CancelScope() as job:
-            async with open_test_bridge(tmp_path, short) as bridge:
-                job.cancel()
-                with anyio.CancelScope(shield=True):
-                    answers.append(await bridge.kind("/status/send", "update"))
-
-    anyio.run(main, backend="trio")
+    with anyio.fail_after(30), anyio.CancelScope() as job:
+        async with open_test_bridge(tmp_path, short) as bridge:
+            job.cancel()
+            with anyio.CancelScope(shield=True):
+                answers.append(await bridge.kind("/status/send", "update"))
     assert answers == [(503, "ending")]
 
 
-def test_a_server_that_ends_by_itself_ends_the_job(
+async def test_a_server_that_ends_by_itself_ends_the_job(
     tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
-
-    async def main() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
         with anyio.fail_after(30):
             path = short / "b.sock"
             async with (
@@ -775,9 +709,6 @@ def test_a_server_that_ends_by_itself_ends_the_job(
                 await anyio.connect_unix(path),
             ):
                 await anyio.sleep_forever()
-
-    with pytest.raises(ExceptionGroup) as raised:
-        anyio.run(main, backend="trio")
     error = first_leaf_error(raised.value)
     assert isinstance(error, BridgeStartError)
     assert "ended while the job was running" in str(error)
@@ -806,13 +737,10 @@ def test_only_processes_of_the_job_are_answered(short: Path, caplog: pytest.LogC
     assert caplog.text.count("is refused at the bridge of a job that it does not belong to") == 1
 
 
-def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    async def main() -> None:
+async def test_a_too_long_socket_path_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):
         async with open_bridge(None, SocketPlace(tmp_path / ("x" * 120)), lambda _pid: True):  # type: ignore[arg-type]
             pass
-
-    with pytest.raises(BridgeStartError, match=r"limit of 107 bytes.*TMPDIR"):
-        anyio.run(main, backend="trio")
 
 
 def connect(path: Path) -> socket.socket:
@@ -840,7 +768,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_job_has_a_limited_number_of_connections(with_bridge: WithBridge) -> None:
+async def test_a_job_has_a_limited_number_of_connections(with_bridge: WithBridge) -> None:
     """Idle ones count, those that are there go on, and however many come at once, few are open at the worker."""
 
     def use(path: Path) -> None:
@@ -860,14 +788,12 @@ def test_a_job_has_a_limited_number_of_connections(with_bridge: WithBridge) -> N
             assert ask(idle.pop(), close=True) == 404  # makes room for another
             assert ask(stack.enter_context(connect(path))) == 404
 
-    async def case(bridge: BridgeUnderTest) -> None:
+    async with with_bridge() as bridge:
         await anyio.to_thread.run_sync(use, bridge.socket)
 
-    with_bridge(case)
 
-
-def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge: WithBridge) -> None:
-    async def case(bridge: BridgeUnderTest) -> None:
+async def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
         async with AsyncExitStack() as stack:
             for _ in range(MAX_CONNECTIONS):
                 await stack.enter_async_context(await anyio.connect_unix(bridge.socket))
@@ -876,8 +802,6 @@ def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge: WithB
             assert "64 connections" in answer["detail"]
         while (await bridge.client.get("/openapi.json")).status_code != 200:
             await anyio.lowlevel.checkpoint()
-
-    with_bridge(case)
 
 
 @pytest.mark.parametrize("long", [False, True])
@@ -909,14 +833,14 @@ def test_what_a_job_puts_in_the_place_of_its_socket_is_not_followed(tmp_path: Pa
     assert (outside / "bridge.sock").read_text() == "kept"
 
 
-def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Path) -> None:
+async def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Path) -> None:
     root = tmp_path / "allowed"
     root.mkdir()
     (root / "model.bin").write_bytes(b"model")
     (tmp_path / "secret").write_bytes(b"secret")
     os.symlink(tmp_path / "secret", root / "link")
+    async with with_bridge(access=AccessPolicy(roots=(root,))) as bridge:
 
-    async def case(bridge: BridgeUnderTest) -> None:
         def body(path: Path) -> Any:
             return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
 
@@ -929,16 +853,16 @@ def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Pat
         assert await bridge.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
         assert await bridge.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
-    with_bridge(case, access=AccessPolicy(roots=(root,)))
 
-
-def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(with_bridge: WithBridge, tmp_path: Path) -> None:
+async def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(
+    with_bridge: WithBridge, tmp_path: Path
+) -> None:
     root = tmp_path / "allowed"
     (root / "model" / "deep").mkdir(parents=True)
     (root / "model" / "config.json").write_bytes(b"{}")
     (root / "model" / "deep" / "weights").write_bytes(b"weights")
+    async with with_bridge(access=AccessPolicy(roots=(root,))) as bridge:
 
-    async def case(bridge: BridgeUnderTest) -> None:
         def body(path: Path) -> Any:
             return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
 
@@ -950,21 +874,16 @@ def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(with_bridge: W
         (root / "model" / "link").symlink_to(tmp_path)
         assert await bridge.kind("/resources/fetch", body(root / "model")) == (403, "not-allowed")
 
-    with_bridge(case, access=AccessPolicy(roots=(root,)))
 
-
-def test_executors_see_no_secrets(tmp_path: Path) -> None:
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("server") as server:
-            secret = HuggingFaceReference(repository="org/model", filenames=("a",), token="hf_secret")
-            config = make_config(server, server, model=Model(task="auto", artifact=secret, input_names=()))
-            spec = TaskSpec(executor="train/x", training=config)
-            shown = without_secrets(config)
-            assert "hf_secret" not in repr(shown)
-            bare = shown.model.artifact
-            assert with_secrets(spec, bare) == secret
-            other = msgspec.structs.replace(bare, repository="org/other")
-            assert with_secrets(spec, other) == other
-
-    anyio.run(main, backend="trio")
+async def test_executors_see_no_secrets(tmp_path: Path) -> None:
+    network = MemoryNetwork()
+    async with network.endpoint("server") as server:
+        secret = HuggingFaceReference(repository="org/model", filenames=("a",), token="hf_secret")
+        config = make_config(server, server, model=Model(task="auto", artifact=secret, input_names=()))
+        spec = TaskSpec(executor="train/x", training=config)
+        shown = without_secrets(config)
+        assert "hf_secret" not in repr(shown)
+        bare = shown.model.artifact
+        assert with_secrets(spec, bare) == secret
+        other = msgspec.structs.replace(bare, repository="org/other")
+        assert with_secrets(spec, other) == other

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import anyio
@@ -70,17 +70,6 @@ async def until_joined(confined: Confined) -> None:
     await until(lambda: all((folder / "cgroup.procs").read_text() for folder in folders))
 
 
-def in_group(
-    layer: CgroupLayer, about: Confinement, case: Callable[[Confined], Awaitable[None]], seconds: float = 30
-) -> None:
-    async def main() -> None:
-        with anyio.fail_after(seconds):
-            async with layer.confine(about) as confined:
-                await case(confined)
-
-    anyio.run(main, backend="trio")
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -93,10 +82,9 @@ async def until(condition: Callable[[], object]) -> None:
         await anyio.sleep(0.01)
 
 
-def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_path: Path) -> None:
     ended: list[Confined] = []
-
-    async def case(confined: Confined) -> None:
+    async with layer.confine(confinement(tmp_path, memory=0.1)) as confined:
         ended.append(confined)
         fits = launch(confined, [*PYTHON, "bytearray(30_000_000)"])
         assert await anyio.to_thread.run_sync(fits.wait) == 0
@@ -106,23 +94,18 @@ def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_p
         assert code == -signal.SIGKILL
         found = confined.describe_end(code)
         assert found == "was ended because it used more memory than the 0.1 GB of its lease (memory): request more"
-
-    in_group(layer, confinement(tmp_path, memory=0.1), case)
     assert "more memory" in str(ended[0].describe_end(-9)), "also when the group is gone"
 
 
-def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLayer, tmp_path: Path) -> None:
-    async def case(confined: Confined) -> None:
+async def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLayer, tmp_path: Path) -> None:
+    async with layer.confine(confinement(tmp_path, cpu=1)) as confined:
         process = launch(confined, [*PYTHON, "bytearray(200_000_000)"])
         assert await anyio.to_thread.run_sync(process.wait) == 0
 
-    in_group(layer, confinement(tmp_path, cpu=1), case)
 
-
-def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> None:
     bound = RunLimits.of(Allocation(Resources(cpu=0.5))).processes
-
-    async def case(confined: Confined) -> None:
+    async with layer.confine(confinement(tmp_path, cpu=0.5)) as confined:
         bomb = launch(confined, [*PYTHON, FORK_BOMB])
         await until(lambda: len(confined.pids() or ()) >= bound)
         assert len(confined.pids() or ()) == bound
@@ -133,11 +116,9 @@ def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> 
             f"could not start more than {bound} processes and threads, the limit of its lease"
         )
 
-    in_group(layer, confinement(tmp_path, cpu=0.5), case)
 
-
-def test_processor_time_is_the_lease_s_share(layer: CgroupLayer, tmp_path: Path) -> None:
-    async def case(confined: Confined) -> None:
+async def test_processor_time_is_the_lease_s_share(layer: CgroupLayer, tmp_path: Path) -> None:
+    async with layer.confine(confinement(tmp_path, cpu=0.2)) as confined:
         files = [path for folder in groups(confined) for path in folder.glob("cpu.*")]
         shares = [path.read_text() for path in files if path.name in ("cpu.max", "cpu.cfs_quota_us")]
         assert [share.split()[0] for share in shares] == ["20000"]
@@ -146,30 +127,24 @@ def test_processor_time_is_the_lease_s_share(layer: CgroupLayer, tmp_path: Path)
         process.kill()
         process.wait()
 
-    in_group(layer, confinement(tmp_path, cpu=0.2), case)
 
-
-def test_a_process_without_token_in_a_session_of_its_own_ends_with_the_group(
+async def test_a_process_without_token_in_a_session_of_its_own_ends_with_the_group(
     layer: CgroupLayer, tmp_path: Path
 ) -> None:
     left: list[int] = []
-
-    async def case(confined: Confined) -> None:
+    async with layer.confine(confinement(tmp_path)) as confined:
         process = launch(confined, [*PYTHON, LEAVES_ANOTHER])
         output, _ = await anyio.to_thread.run_sync(process.communicate)
         left.append(int(output))
         assert left[0] in (confined.pids() or ())
-
-    in_group(layer, confinement(tmp_path), case)
     assert not is_running(left[0])
 
 
-def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLayer, tmp_path: Path) -> None:
     other_dir = tmp_path / "other"
     other = CgroupLayer(other_dir)
     assert other.probe().works
-
-    async def case(confined: Confined) -> None:
+    async with other.confine(confinement(other_dir)) as confined:
         started = []
         kept = launch(confined, ["sleep", "60"])
         async with layer.confine(confinement(tmp_path)) as forgotten:
@@ -182,15 +157,14 @@ def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLa
         kept.kill()
         kept.wait()
 
-    in_group(other, confinement(other_dir), case)
 
-
-def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
+async def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
     layer: CgroupLayer, tmp_path: Path
 ) -> None:
     """Workers of temporary directories that are killed never start again."""
-
-    async def case(confined: Confined) -> None:
+    other = CgroupLayer(tmp_path / "other")
+    assert other.probe().works
+    async with other.confine(confinement(tmp_path / "other")) as confined:
         folders = groups(confined)
         layer.sweep()
         assert all(folder.exists() for folder in folders), "it may be about to start"
@@ -206,12 +180,8 @@ def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
         layer.sweep()
         assert not any(folder.exists() for folder in folders)
 
-    other = CgroupLayer(tmp_path / "other")
-    assert other.probe().works
-    in_group(other, confinement(tmp_path / "other"), case)
 
-
-def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
+async def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
     layer: CgroupLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of another user, or of a hierarchy that is mounted read-only: the worker starts all the same."""
@@ -219,7 +189,9 @@ def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
     def refuse(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
-    async def case(confined: Confined) -> None:
+    other = CgroupLayer(tmp_path / "other")
+    assert other.probe().works
+    async with other.confine(confinement(tmp_path / "other")) as confined:
         folders = groups(confined)
         for folder in folders:
             os.utime(folder, (0, 0))
@@ -228,25 +200,17 @@ def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
             layer.sweep()
         assert all(folder.exists() for folder in folders)
 
-    other = CgroupLayer(tmp_path / "other")
-    assert other.probe().works
-    in_group(other, confinement(tmp_path / "other"), case)
 
-
-def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: Path) -> None:
     folders: list[Path] = []
-
-    async def main() -> None:
-        with anyio.CancelScope() as scope:
-            async with layer.confine(confinement(tmp_path)) as confined:
-                folders.extend(groups(confined))
-                process = launch(confined, ["sleep", "60"])
-                await until_joined(confined)
-                scope.cancel()
-                await anyio.sleep_forever()
-        assert process.wait() == -signal.SIGKILL
-
-    anyio.run(main, backend="trio")
+    with anyio.CancelScope() as scope:
+        async with layer.confine(confinement(tmp_path)) as confined:
+            folders.extend(groups(confined))
+            process = launch(confined, ["sleep", "60"])
+            await until_joined(confined)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert process.wait() == -signal.SIGKILL
     assert folders
     assert not any(folder.exists() for folder in folders)
 

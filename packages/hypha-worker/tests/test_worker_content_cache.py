@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -302,32 +301,29 @@ def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(cache: C
     assert asked_again < len(SLICE) / 2  # what was on its way when the worker had read the header
 
 
-def test_the_second_task_of_a_worker_fetches_nothing_again(in_task_lab: Any, tmp_path: Path) -> None:
+async def test_the_second_task_of_a_worker_fetches_nothing_again(in_task_lab: Any, tmp_path: Path) -> None:
     served: list[int] = []
-
-    async def case(lab: Any, tasks: Any, lease: uuid.UUID) -> None:
-        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-            served.append(request.index)
-            return transfer.PullSource(
-                b"slice %d" % request.index, f"blake3:{blake3(b'slice %d' % request.index).hexdigest()}"
-            )
-
-        transfer.serve_pulls(lab.data, resolve)
-        code = "open('out', 'wb').write(open('resources/one', 'rb').read()); import os; os.truncate('resources/one', 0)"
-        for name in ("t", "u"):
-            page = TaskResource(name="page", uri=UriSource(f"{url}/a"))
-            resources = (TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 4)), page)
-            tasks.start(lease, name, code, outputs={"out": "out"}, resources=resources)
-            finished = (await tasks.end(name)).finished
-            assert finished is not None
-            assert finished.outputs[0].files[0].digest == f"blake3:{blake3(b'slice 4').hexdigest()}"
-
     sent: list[str] = []
     with counting_server({"/a": b"page"}, sent) as url:
-        in_task_lab(
-            case,
-            connectors={"hosts": ["127.0.0.1"]},
-            cache={"path": str(tmp_path / "cache"), "max_size": 1.0},
-        )
+        async with in_task_lab(
+            connectors={"hosts": ["127.0.0.1"]}, cache={"path": str(tmp_path / "cache"), "max_size": 1.0}
+        ) as (lab, tasks, lease):
+
+            async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+                served.append(request.index)
+                return transfer.PullSource(
+                    b"slice %d" % request.index, f"blake3:{blake3(b'slice %d' % request.index).hexdigest()}"
+                )
+
+            transfer.serve_pulls(lab.data, resolve)
+            copy = "open('out', 'wb').write(open('resources/one', 'rb').read())"
+            code = f"{copy}; import os; os.truncate('resources/one', 0)"
+            for name in ("t", "u"):
+                page = TaskResource(name="page", uri=UriSource(f"{url}/a"))
+                resources = (TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 4)), page)
+                tasks.start(lease, name, code, outputs={"out": "out"}, resources=resources)
+                finished = (await tasks.end(name)).finished
+                assert finished is not None
+                assert finished.outputs[0].files[0].digest == f"blake3:{blake3(b'slice 4').hexdigest()}"
     assert sent == ["/a"]
     assert len(served) == 3  # the digest, the file; then the digest alone

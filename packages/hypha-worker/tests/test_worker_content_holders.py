@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,34 +67,33 @@ class Net:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Net], Awaitable[None]]], None]:
-    async def main(case: Callable[[Net], Awaitable[None]]) -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker:
-            await case(Net(network, worker, tmp_path, AccessPolicy(), []))
-
+def open_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractAsyncContextManager[Net]]:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.LOOKUP_DELAYS", (0.01,))
     monkeypatch.setattr("hypha_worker.connectors.peer_files.HOLDER_DELAYS", (0.0, 0.01))
-    return lambda case: anyio.run(main, case, backend="trio")
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Net]:
+        network = MemoryNetwork()
+        async with network.endpoint("worker") as worker:
+            yield Net(network, worker, tmp_path, AccessPolicy(), [])
+
+    return opened
 
 
-def test_content_comes_from_a_holder(run: Callable[..., None], tmp_path: Path) -> None:
-    async def case(net: Net) -> None:
+async def test_content_comes_from_a_holder(open_net: Any, tmp_path: Path) -> None:
+    async with open_net() as net:
         async with net.holder("one"):
             found = await net.fetch()
         assert (found.size, found.checksum) == (len(CONTENT), f"sha256:{SHA256}")
         assert (tmp_path / found.path).read_bytes() == CONTENT
         assert found.path == f"sha256-{SHA256}"
 
-    run(case)
 
-
-def test_a_holder_of_other_content_is_asked_last_from_then_on(
-    run: Callable[..., None], tmp_path: Path, recorded: Any
+async def test_a_holder_of_other_content_is_asked_last_from_then_on(
+    open_net: Any, tmp_path: Path, recorded: Any
 ) -> None:
     wrong = CONTENT[:-1] + b"x"
-
-    async def case(net: Net) -> None:
+    async with open_net() as net:
         async with net.holder("good"), net.holder("liar", wrong):
             for _ in range(4):
                 found = await net.fetch()
@@ -103,8 +102,6 @@ def test_a_holder_of_other_content_is_asked_last_from_then_on(
         counted = [name for name, _, _ in recorded.values if name == "hypha.worker.content.bad"]
         assert len(counted) == net.asked.count("liar") == 1
         assert net.asked.count("good") == 4
-
-    run(case)
 
 
 @pytest.mark.parametrize(
@@ -117,32 +114,27 @@ def test_a_holder_of_other_content_is_asked_last_from_then_on(
         pytest.param(None, SHA256, id="a refusal"),
     ],
 )
-def test_what_no_holder_can_provide_is_named_with_each(
-    run: Callable[..., None], tmp_path: Path, content: bytes | None, digest: str
+async def test_what_no_holder_can_provide_is_named_with_each(
+    open_net: Any, tmp_path: Path, content: bytes | None, digest: str
 ) -> None:
-    async def case(net: Net) -> None:
-        async with net.holder("bad", content, digest) as peer:
-            with pytest.raises(BridgeError) as caught:
-                await net.fetch()
-            assert caught.value.status == 502
-            assert f"sha256:{SHA256}" in caught.value.detail
-            assert str(peer) in caught.value.detail
-
-    run(case)
+    async with open_net() as net, net.holder("bad", content, digest) as peer:
+        with pytest.raises(BridgeError) as caught:
+            await net.fetch()
+        assert caught.value.status == 502
+        assert f"sha256:{SHA256}" in caught.value.detail
+        assert str(peer) in caught.value.detail
     assert not list(tmp_path.iterdir())
 
 
-def test_content_that_nobody_has_is_not_found(run: Callable[..., None]) -> None:
-    async def case(net: Net) -> None:
+async def test_content_that_nobody_has_is_not_found(open_net: Any) -> None:
+    async with open_net() as net:
         with pytest.raises(BridgeError, match="no peer announces it: provide it with hypha-data provide") as caught:
             await net.fetch()
         assert caught.value.status == 404
 
-    run(case)
 
-
-def test_a_holder_that_comes_later_is_found(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case(net: Net) -> None:
+async def test_a_holder_that_comes_later_is_found(open_net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_net() as net:
         has_looked, has_come = anyio.Event(), anyio.Event()
         find = content_directory.find_holders
 
@@ -165,17 +157,12 @@ def test_a_holder_that_comes_later_is_found(run: Callable[..., None], monkeypatc
                 has_come.set()
                 await anyio.sleep_forever()
 
-    run(case)
 
-
-def test_a_record_that_is_none_is_ignored(run: Callable[..., None]) -> None:
-    async def case(net: Net) -> None:
-        async with net.network.endpoint("strange") as strange:
-            for value in (b"", b"{}", b'{"size": -1}', b"\xff", b"[" * 2000, b'{"size": "1"}'):
-                await strange.put_record(content_directory.content_key(SHA256), value)
-                assert await content_directory.find_holders(net.worker, SHA256) == []
-
-    run(case)
+async def test_a_record_that_is_none_is_ignored(open_net: Any) -> None:
+    async with open_net() as net, net.network.endpoint("strange") as strange:
+        for value in (b"", b"{}", b'{"size": -1}', b"\xff", b"[" * 2000, b'{"size": "1"}'):
+            await strange.put_record(content_directory.content_key(SHA256), value)
+            assert await content_directory.find_holders(net.worker, SHA256) == []
 
 
 @pytest.mark.parametrize("text", ["", "abc", "g" * 64, SHA256.upper(), SHA256[:-1], SHA256 + "0", f"sha512:{SHA256}"])
@@ -192,14 +179,13 @@ def test_any_text_is_a_digest_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["none", "one leaves", "one lies"])
-def test_large_content_comes_from_several_holders_at_once(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+async def test_large_content_comes_from_several_holders_at_once(
+    open_net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
     monkeypatch.setattr("hypha_worker.connectors.content_holders.PART", 50_000)
     bad = {"none": CONTENT, "one leaves": None, "one lies": CONTENT[:-1] + b"x"}[fault]
-
-    async def case(net: Net) -> None:
+    async with open_net() as net:
         async with net.holder("one"), net.holder("two"), net.holder("three", bad):
             for _ in range(2):
                 found = await net.fetch()
@@ -207,29 +193,24 @@ def test_large_content_comes_from_several_holders_at_once(
                 assert (tmp_path / found.path).read_bytes() == CONTENT
         assert {"one", "two"} <= set(net.asked)
 
-    run(case)
 
-
-def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(
+    open_net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
-
-    async def case(net: Net) -> None:
+    async with open_net() as net:
         net.limit = 1000
         async with net.holder("one"), net.holder("two"):
             with pytest.raises(BridgeError) as caught:
                 await net.fetch()
             assert caught.value.status == 507
         assert net.asked == []
-
-    run(case)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.nightly
-def test_two_holders_with_limited_uplinks_are_faster_than_one(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_two_holders_with_limited_uplinks_are_faster_than_one(
+    open_net: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
     monkeypatch.setattr("hypha_worker.connectors.content_holders.PART", 64_000)
@@ -242,9 +223,7 @@ def test_two_holders_with_limited_uplinks_are_faster_than_one(
             await net.fetch()
             return anyio.current_time() - started
 
-    async def case(net: Net) -> None:
+    async with open_net() as net:
         one, two = await seconds(net, "one"), await seconds(net, "two", "three")
         print(f"{one / two:.2f} times one")
         assert one >= 1.6 * two
-
-    run(case)

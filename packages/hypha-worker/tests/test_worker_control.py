@@ -9,8 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +50,20 @@ async def wait_forever(_arguments: Mapping[str, Any], answer: Answer) -> None:
 
 
 @pytest.fixture
-def with_server(tmp_path: Path) -> Callable[[Callable[[Path], Awaitable[None]]], None]:
-    """Run a test's function beside a control server with the commands ``echo`` and ``wait``."""
+def with_server(tmp_path: Path) -> Callable[[], AbstractAsyncContextManager[Path]]:
+    """Return a function that opens a control server with the commands ``echo`` and ``wait``."""
 
-    def play(case: Callable[[Path], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(60):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(ControlServer(tmp_path, {"echo": echo, "wait": wait_forever}).serve)
-                    path = socket_path(tmp_path)
-                    while not path.exists():
-                        await anyio.sleep(0.01)
-                    await case(path)
-                    tasks.cancel_scope.cancel()
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Path]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ControlServer(tmp_path, {"echo": echo, "wait": wait_forever}).serve)
+            path = socket_path(tmp_path)
+            while not path.exists():
+                await anyio.sleep(0.01)
+            yield path
+            tasks.cancel_scope.cancel()
 
-        anyio.run(main, backend="trio")
-
-    return play
+    return opened
 
 
 async def ask(path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,13 +74,11 @@ async def ask(path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
         return found
 
 
-def test_only_the_workers_user_reaches_the_socket(with_server: Any, tmp_path: Path) -> None:
-    async def case(path: Path) -> None:
+async def test_only_the_workers_user_reaches_the_socket(with_server: Any, tmp_path: Path) -> None:
+    control_folder(tmp_path).mkdir(mode=0o755)
+    async with with_server() as path:
         assert [stat.S_IMODE(os.stat(each).st_mode) for each in (path, path.parent)] == [0o600, 0o700]
         assert await ask(path, {"echo": {"a": 1}}) == {"echo": {"a": 1}}
-
-    control_folder(tmp_path).mkdir(mode=0o755)
-    with_server(case)
 
 
 def test_a_control_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
@@ -95,25 +90,22 @@ def test_a_control_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what confines a process")
-def test_a_confined_process_controls_nothing(with_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_confined_process_controls_nothing(with_server: Any, caplog: pytest.LogCaptureFixture) -> None:
     if "NoNewPrivs:\t1" in Path("/proc/self/status").read_text():
         pytest.skip("this process is confined itself")
-
-    async def case(path: Path) -> None:
+    async with with_server() as path:
         command = [sys.executable, "-I", "-S", "-c", CONFINED, str(path)]
         done = await anyio.to_thread.run_sync(lambda: subprocess.run(command, capture_output=True, check=True))
         assert "a process in a sandbox may not control the worker" in json.loads(done.stdout)["error"]
         assert await ask(path, {"echo": {}}) == {"echo": {}}
-
-    with_server(case)
     assert "a confined process, such as a job's, tried to control this worker" in caplog.text
 
 
-def test_many_idle_clients_keep_no_other_one_waiting(with_server: Any) -> None:
+async def test_many_idle_clients_keep_no_other_one_waiting(with_server: Any) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
-    async def case(path: Path) -> None:
+    async with with_server() as path:
         before = descriptors()
         with ExitStack() as stack:
             for number in range(4 * MAX_READING):
@@ -125,29 +117,24 @@ def test_many_idle_clients_keep_no_other_one_waiting(with_server: Any) -> None:
             assert await ask(path, {"echo": {}}) == {"echo": {}}
             assert descriptors() < before + 6 * MAX_READING
 
-    with_server(case)
 
+async def test_clients_that_wait_are_bounded(with_server: Any) -> None:
+    async with with_server() as path, anyio.create_task_group() as tasks:
+        answers: list[dict[str, Any]] = []
 
-def test_clients_that_wait_are_bounded(with_server: Any) -> None:
-    async def case(path: Path) -> None:
-        async with anyio.create_task_group() as tasks:
-            answers: list[dict[str, Any]] = []
+        async def wait() -> None:
+            async with await anyio.connect_unix(path) as stream:
+                await stream.send(b'{"wait": {}}')
+                await stream.send_eof()
+                answers.append(json.loads(await stream.receive()))
+                await anyio.sleep_forever()
 
-            async def wait() -> None:
-                async with await anyio.connect_unix(path) as stream:
-                    await stream.send(b'{"wait": {}}')
-                    await stream.send_eof()
-                    answers.append(json.loads(await stream.receive()))
-                    await anyio.sleep_forever()
-
-            for _ in range(MAX_ANSWERING):
-                tasks.start_soon(wait)
-            while len(answers) < MAX_ANSWERING:
-                await anyio.sleep(0.01)
-            assert "other clients wait for an answer" in (await ask(path, {"echo": {}}))["error"]
-            tasks.cancel_scope.cancel()
-
-    with_server(case)
+        for _ in range(MAX_ANSWERING):
+            tasks.start_soon(wait)
+        while len(answers) < MAX_ANSWERING:
+            await anyio.sleep(0.01)
+        assert "other clients wait for an answer" in (await ask(path, {"echo": {}}))["error"]
+        tasks.cancel_scope.cancel()
 
 
 class FailingListener:
@@ -172,7 +159,7 @@ class FailingListener:
         await self._listener.aclose()
 
 
-def test_clients_are_accepted_again_after_no_file_descriptor_was_free(
+async def test_clients_are_accepted_again_after_no_file_descriptor_was_free(
     with_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     listen = server._listen
@@ -180,50 +167,43 @@ def test_clients_are_accepted_again_after_no_file_descriptor_was_free(
     async def listen_and_fail(path: anyio.Path) -> FailingListener:
         return FailingListener(await listen(path))
 
-    async def case(path: Path) -> None:
-        assert await ask(path, {"echo": {}}) == {"echo": {}}
-
     monkeypatch.setattr(server, "_listen", listen_and_fail)
     monkeypatch.setattr(server, "_ACCEPT_PAUSE", 0.0)
-    with_server(case)
+    async with with_server() as path:
+        assert await ask(path, {"echo": {}}) == {"echo": {}}
     assert caplog.text.count("the control socket cannot accept clients: [Errno 24] Too many open files") == 1
 
 
-def test_commands_at_the_same_time_leave_disk_and_memory_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_at_the_same_time_leave_disk_and_memory_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def ignore(_answer: Mapping[str, Any]) -> None:
         pass
 
-    async def main() -> None:
-        leases, slow = LeaseManager(Capacity(Resources(cpu=1.0))), anyio.Event()
-        commands = PauseCommands(tmp_path, leases, anyio.lowlevel.checkpoint)
+    leases, slow = LeaseManager(Capacity(Resources(cpu=1.0))), anyio.Event()
+    commands = PauseCommands(tmp_path, leases, anyio.lowlevel.checkpoint)
 
-        async def run_in_slow_thread(store: Callable[[], None]) -> None:
-            store()
-            if load_pause(tmp_path):
-                await slow.wait()
+    async def run_in_slow_thread(store: Callable[[], None]) -> None:
+        store()
+        if load_pause(tmp_path):
+            await slow.wait()
 
-        monkeypatch.setattr(anyio.to_thread, "run_sync", run_in_slow_thread)
-        async with anyio.create_task_group() as tasks:
-            for command in (commands.pause, commands.resume):
-                tasks.start_soon(command, {}, ignore)
-                await anyio.wait_all_tasks_blocked()
-            slow.set()
-        assert (load_pause(tmp_path), leases.is_paused) == (False, False)
-
-    anyio.run(main, backend="trio")
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run_in_slow_thread)
+    async with anyio.create_task_group() as tasks:
+        for command in (commands.pause, commands.resume):
+            tasks.start_soon(command, {}, ignore)
+            await anyio.wait_all_tasks_blocked()
+        slow.set()
+    assert (load_pause(tmp_path), leases.is_paused) == (False, False)
 
 
-def test_a_work_directory_with_a_long_path_has_a_control_socket(tmp_path: Path) -> None:
+async def test_a_work_directory_with_a_long_path_has_a_control_socket(tmp_path: Path) -> None:
     work_dir = tmp_path / ("long" * 40)
     work_dir.mkdir()
-
-    async def main() -> None:
-        with anyio.fail_after(60):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ControlServer(work_dir, {"status": echo}).serve)
-                while not socket_path(work_dir).exists():
-                    await anyio.sleep(0.01)
-                assert "echo" in await anyio.to_thread.run_sync(ask_worker, socket_path(work_dir), "status")
-                tasks.cancel_scope.cancel()
-
-    anyio.run(main, backend="trio")
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ControlServer(work_dir, {"status": echo}).serve)
+            while not socket_path(work_dir).exists():
+                await anyio.sleep(0.01)
+            assert "echo" in await anyio.to_thread.run_sync(ask_worker, socket_path(work_dir), "status")
+            tasks.cancel_scope.cancel()

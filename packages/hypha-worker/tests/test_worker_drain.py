@@ -28,7 +28,7 @@ from hypha_worker.cli import main
 from hypha_worker.control.drain_command import parse_timeout
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 
 REPORT = "post('/status/send', {'status': {'batch_size': 8}})\n"
 UNTIL_TOLD = f"{REPORT}while not os.path.exists(work_dir + '/go'):\n    time.sleep(0.01)\n"
@@ -72,8 +72,8 @@ def let_go(lab: Any, lease: uuid.UUID) -> None:
     (run._context.work_dir / "go").touch()
 
 
-def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         told = Told()
         told.listen(lab)
         first, second = await start_job(lab, UNTIL_TOLD), await start_job(lab, UNTIL_TOLD)
@@ -98,14 +98,11 @@ def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -
         assert message.reason == "its owner drains it"
         assert {end.outcome for end in lab.scheduler.ends} == {"finished"}
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize("is_released", [False, True])
-def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, is_released: bool) -> None:
+async def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, is_released: bool) -> None:
     """Unless its scheduler has released the lease meanwhile: it acknowledges nothing on its stream any more."""
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         lease = await lab.start(UNTIL_TOLD.removeprefix(REPORT))
         await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
@@ -132,11 +129,9 @@ def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, 
                 assert (await lab.scheduler.ended()).outcome == "finished"
         assert ended == [()]
 
-    in_lab(case)
 
-
-def test_drain_ends_with_its_time_although_jobs_run(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_drain_ends_with_its_time_although_jobs_run(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         lease = await start_job(lab, FOREVER)
         lab.worker.draining.request(3600.0, "its owner drains it")
         lab.worker.draining.request(0.2, "it was told to end")  # a later request may shorten it
@@ -144,11 +139,9 @@ def test_drain_ends_with_its_time_although_jobs_run(in_lab: InLab) -> None:
         [left] = await lab.worker.draining.run()
         assert left.lease.id == lease
 
-    in_lab(case)
 
-
-def test_drain_without_a_job_is_over_at_once_and_not_announced(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_drain_without_a_job_is_over_at_once_and_not_announced(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         told = Told()
         told.listen(lab)
         await lab.scheduler.hire()
@@ -156,26 +149,22 @@ def test_drain_without_a_job_is_over_at_once_and_not_announced(in_lab: InLab) ->
         assert await lab.worker.draining.run() == ()
         assert told.drains == []
 
-    in_lab(case)
 
-
-def test_draining_worker_starts_no_job_on_a_further_lease(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_draining_worker_starts_no_job_on_a_further_lease(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         running, idle = await start_job(lab, FOREVER), await lab.scheduler.hire()
         lab.worker.draining.request(60.0, "its owner drains it")
         assert await lab.scheduler.dispatch(idle, lab.train_spec()) == "cancelled"
         assert "drains" in (await lab.scheduler.ended()).reason
         assert [run.lease.id for run in lab.worker.tasks.running] == [running]
 
-    in_lab(case)
-
 
 def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None:
+    async with on_site() as site:
         told = Told()
         told.listen(site.lab)
         running, idle = await start_job(site.lab, UNTIL_TOLD), await site.lab.scheduler.hire()
@@ -190,21 +179,17 @@ def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -> None
         assert [end.outcome for end in site.lab.scheduler.ends] == ["finished"]
         assert [set(goodbye.leases) for goodbye in told.goodbyes] == [{running, idle}]
 
-    on_site(case)
 
-
-def test_jobs_are_cancelled_when_the_drain_timeout_is_over(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_jobs_are_cancelled_when_the_drain_timeout_is_over(on_site: Any) -> None:
+    async with on_site(drain_timeout=0.2) as site:
         await start_job(site.lab, FOREVER)
         site.terminated.set()
         await site.ended.wait()
         assert [end.outcome for end in site.lab.scheduler.ends] == ["cancelled"]
 
-    on_site(case, drain_timeout=0.2)
 
-
-def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
+    async with on_site() as site:
         told = Told()
         told.listen(site.lab)
         running = await start_job(site.lab, UNTIL_TOLD)
@@ -230,22 +215,18 @@ def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None:
         assert 2_900_000 < message.left_ms <= 3_000_000
         await site.ended.wait()
 
-    on_site(case)
 
-
-def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_owner_is_told_which_jobs_were_cancelled(on_site: Any) -> None:
+    async with on_site() as site:
         running = await start_job(site.lab, FOREVER)
         result = await site.command("drain", "--timeout", "0.1")
         assert result.exit_code == 1
         assert [job["lease"] for job in lines(result)[1]["cancelled"]] == [str(running)]
         assert "1 jobs did not end in time and were cancelled" in result.stderr
 
-    on_site(case)
 
-
-def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
+    async with on_site(drain_timeout=0.2) as site:
         await start_job(site.lab, FOREVER)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(site.command, "drain", "--timeout", "3600")
@@ -253,13 +234,10 @@ def test_sigterm_shortens_the_drain_of_a_command(on_site: Any) -> None:
             site.terminated.set()
             await site.ended.wait()
 
-    on_site(case, drain_timeout=0.2)
 
-
-def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> None:
+async def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> None:
     results: list[Result] = []
-
-    async def case(site: Any) -> None:
+    async with on_site() as site:
         await start_job(site.lab, FOREVER)
 
         async def drain() -> None:
@@ -268,15 +246,13 @@ def test_owner_hears_of_a_worker_that_ends_before_its_drain(on_site: Any) -> Non
 
         site.node.tasks.start_soon(drain)
         await site.until_draining()
-
-    on_site(case)
     [result] = results
     assert result.exit_code == 1
     assert "the worker ended before it was drained" in result.stderr
 
 
-def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -> None:
+    async with on_site() as site:
         for request, reason in (
             (b"", "not JSON"),
             (b"[" * 3000, "nested"),
@@ -291,17 +267,14 @@ def test_drain_is_refused_with_the_reason_and_the_worker_goes_on(on_site: Any) -
                 assert reason in json.loads(await stream.receive())["error"]
         assert (await site.health()).healthy
 
-    on_site(case)
 
-
-def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
+async def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
     on_site: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "work" / "control").mkdir(parents=True, mode=0o750)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(socket_path(tmp_path / "work")))  # nobody listens
-
-    async def case(site: Any) -> None:
+    async with on_site() as site:
         before = site.socket.stat().st_ino
         blocked = tmp_path / "blocked"
         blocked.mkdir()
@@ -311,8 +284,6 @@ def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_kept(
         await ControlServer(site.socket.parent.parent, {}).serve()
         assert site.socket.stat().st_ino == before
         assert (await site.command("drain")).exit_code == 0
-
-    on_site(case)
     assert "another worker uses this work_dir" in caplog.text
 
 

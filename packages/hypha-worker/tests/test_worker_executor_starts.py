@@ -56,8 +56,8 @@ async def fail(lab: Any, peer: Any, count: int) -> None:
         assert await lab.scheduler.release(peer, lease)
 
 
-def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
+    async with on_site() as site:
         peer = site.node.endpoint.peer_id
         site.lab.write_script("sys.exit('no module')\n")
         await fail(site.lab, peer, MAX_FAILURES)
@@ -71,20 +71,16 @@ def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes
         assert (await site.command("resume")).exit_code == 0
         assert (await why_not(site.lab, peer)).rejections == ()
 
-    on_site(case)
 
-
-def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: Any) -> None:
+    async with in_lab() as lab:
         lab.write_script("sys.exit(75)\n")
         await fail(lab, lab.peer, MAX_FAILURES)
         assert (await why_not(lab, lab.peer)).rejections == ()
 
-    in_lab(case)
 
-
-def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: Any) -> None:
+    async with in_lab() as lab:
         lab.write_script("sys.exit(3)\n")
         await fail(lab, lab.peer, MAX_FAILURES - 1)
         lab.write_script(USES_BRIDGE_AND_FAILS)
@@ -93,14 +89,14 @@ def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: An
         await fail(lab, lab.peer, 1)
         assert (await why_not(lab, lab.peer)).rejections == ()
 
-    in_lab(case)
 
-
-def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it(on_site: Any, tmp_path: Path) -> None:
+async def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it(
+    on_site: Any, tmp_path: Path
+) -> None:
     wanted = tmp_path / "installed"
     executor = {"class": "train", "name": "script", "cmd": sys.executable, "check": ["ls", str(wanted)]}
-
-    async def case(site: Any) -> None:
+    server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
+    async with on_site(executors=[executor, server]) as site:
         peer = site.node.endpoint.peer_id
         [rejection] = (await why_not(site.lab, peer)).rejections
         assert rejection.code == "executor"
@@ -110,9 +106,6 @@ def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it
         wanted.touch()
         assert (await site.command("resume")).exit_code == 0
         assert (await why_not(site.lab, peer)).rejections == ()
-
-    server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
-    on_site(case, executors=[executor, server])
     assert [path.name for path in (tmp_path / "work").glob("hypha-check-*")] == []
 
 
@@ -141,11 +134,13 @@ def test_worker_that_can_offer_no_executor_is_not_ready(cmd: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_out", [True, False])
-def test_of_a_task_only_a_process_that_cannot_be_started_counts(is_out: bool, in_task_lab: Any, tmp_path: Path) -> None:
+async def test_of_a_task_only_a_process_that_cannot_be_started_counts(
+    is_out: bool, in_task_lab: Any, tmp_path: Path
+) -> None:
     program = tmp_path / "program"
     program.symlink_to("/bin/false")
-
-    async def case(lab: Any, tasks: Any, lease: Any) -> None:
+    executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": str(program)}
+    async with in_task_lab(executors=[executor]) as (lab, tasks, lease):
         if is_out:
             program.unlink()  # it was there when the worker checked it
         for number in range(MAX_FAILURES):
@@ -153,6 +148,3 @@ def test_of_a_task_only_a_process_that_cannot_be_started_counts(is_out: bool, in
             await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
         answer = await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))
         assert any("executor shell/python is out of bids" in each.text for each in answer.rejections) == is_out
-
-    executor = {"class": "shell", "name": "python", "runtime": "process", "cmd": str(program)}
-    in_task_lab(case, executors=[executor])

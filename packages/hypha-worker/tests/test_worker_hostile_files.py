@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from support.training_bridge import JOB, make_bridge, make_context
 
@@ -198,19 +198,11 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
 
 
 @pytest.fixture
-def in_job(tmp_path: Path) -> Callable[[Callable[[Job], Awaitable[None]]], None]:
-    def run(case: Callable[[Job], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(60):
-                async with open_job(tmp_path) as job:
-                    await case(job)
-
-        anyio.run(main, backend="trio")
-
-    return run
+def in_job(tmp_path: Path) -> Callable[..., Any]:
+    return partial(open_job, tmp_path)
 
 
-InJob = Callable[[Callable[[Job], Awaitable[None]]], None]
+InJob = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +215,8 @@ InJob = Callable[[Callable[[Job], Awaitable[None]]], None]
         ("socket", "a socket"),
     ],
 )
-def test_only_a_regular_file_of_its_own_is_sent(in_job: InJob, made: str, told: str) -> None:
-    async def case(job: Job) -> None:
+async def test_only_a_regular_file_of_its_own_is_sent(in_job: InJob, made: str, told: str) -> None:
+    async with in_job() as job:
         path = job.work_dir / "x"
         if made == "symbolic link":
             path.symlink_to(job.outside / "secret")
@@ -243,23 +235,18 @@ def test_only_a_regular_file_of_its_own_is_sent(in_job: InJob, made: str, told: 
         path.unlink()
         assert job.received == []
 
-    in_job(case)
 
-
-def test_a_link_where_pushed_files_were_kept_is_not_followed(in_job: InJob) -> None:
-    async def case(job: Job) -> None:
+async def test_a_link_where_pushed_files_were_kept_is_not_followed(in_job: InJob) -> None:
+    async with in_job() as job:
         (job.work_dir / ".inbox").symlink_to(job.outside)
         await job.receive("in")
         job.check_untouched()
 
-    in_job(case)
-
 
 @pytest.mark.nightly
-def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) -> None:
+async def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) -> None:
     """A symbolic link, a hard link and a FIFO take the file's place, each a third of the time."""
-
-    async def case(job: Job) -> None:
+    async with in_job() as job:
         for name in ("link", "hard", "fifo"):
             (job.work_dir / name).write_bytes(b"mine")
         (job.work_dir / "link.other").symlink_to(job.outside / "secret")
@@ -272,12 +259,10 @@ def test_a_file_that_is_swapped_while_it_is_sent_leaks_nothing(in_job: InJob) ->
         assert set(job.received) == {b"mine"}
         assert set(job.outcomes) == {"served", "refused"}
 
-    in_job(case)
-
 
 @pytest.mark.nightly
-def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> None:
-    async def case(job: Job) -> None:
+async def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> None:
+    async with in_job() as job:
         (job.work_dir / "in").mkdir()
         (job.work_dir / "in" / "secret").write_bytes(b"mine")
         (job.work_dir / "in.other").symlink_to(job.outside)
@@ -289,11 +274,9 @@ def test_a_folder_that_is_swapped_for_a_link_leads_nowhere(in_job: InJob) -> Non
         assert set(job.received) == {b"mine"}
         assert set(job.outcomes) == {"served", "refused"}
 
-    in_job(case)
-
 
 @pytest.mark.parametrize("copy", [True, False], ids=["while it runs", "after its end"])
-def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_path: Path, copy: bool) -> None:
+async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_path: Path, copy: bool) -> None:
     """After its end, too: a process that survived may still change what is taken."""
     work_dir, outside, store = tmp_path / "job", tmp_path / "outside", OutputStore(tmp_path / "store")
     work_dir.mkdir()
@@ -311,17 +294,14 @@ def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_path: Pa
             outcomes.update(held.file_path(index).read_bytes().decode() for index in range(len(output.files)))
             await store.remove([held])
 
-    async def main() -> None:
+    (work_dir / "out").mkdir()
+    (outside / "secret").write_bytes(SECRET)
+    (work_dir / "out.other").symlink_to(outside)
+    with swapping(work_dir, "out"):
         storage = JobStorage(work_dir, 1 << 24)
         while outcomes.total() < RACES // 4 or (len(outcomes) < 2 and outcomes.total() < RACES):
             with suppress(OSError):  # it is being swapped
                 storage.files.write_file("out/secret", b"mine")
             await take(storage)
-
-    (work_dir / "out").mkdir()
-    (outside / "secret").write_bytes(SECRET)
-    (work_dir / "out.other").symlink_to(outside)
-    with swapping(work_dir, "out"):
-        anyio.run(main, backend="trio")
     assert set(outcomes) == {"refused", "mine"}
     assert (outside / "secret").read_bytes() == SECRET

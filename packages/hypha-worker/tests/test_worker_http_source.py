@@ -244,7 +244,7 @@ def test_a_redirect_to_an_address_that_is_not_public_is_refused(server: Server, 
     assert (status, "169.254.169.254" in detail) == (403, True), detail
 
 
-def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(server: Server, tmp_path: Path) -> None:
+async def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(server: Server, tmp_path: Path) -> None:
     """A name that is public when it is checked and private when it is connected to (DNS rebinding)."""
     server.answers = [answer(CONTENT)]
     asked: list[str] = []
@@ -260,17 +260,13 @@ def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(server: 
 
     access = AccessPolicy(hosts=("rebind.test",), networks=(ipaddress.ip_network("127.0.0.0/8"),))
     url = f"http://rebind.test:{server.port}/file.bin"
-
-    async def main() -> None:
-        trio.socket.set_custom_hostname_resolver(Resolver())
-        storage = JobStorage(tmp_path, 100_000)
-        found = await download_from_uri(url, PurePosixPath(), access, storage=storage)
-        assert found.size == len(CONTENT)
-        assert asked == ["rebind.test"]
-        with pytest.raises(BridgeError, match=r"169\.254\.169\.254, which is not public"):
-            await download_from_uri(url, PurePosixPath(), access, storage=storage)
-
-    anyio.run(main, backend="trio")
+    trio.socket.set_custom_hostname_resolver(Resolver())
+    storage = JobStorage(tmp_path, 100_000)
+    found = await download_from_uri(url, PurePosixPath(), access, storage=storage)
+    assert found.size == len(CONTENT)
+    assert asked == ["rebind.test"]
+    with pytest.raises(BridgeError, match=r"169\.254\.169\.254, which is not public"):
+        await download_from_uri(url, PurePosixPath(), access, storage=storage)
     assert len(server.requests) == 1
 
 

@@ -26,7 +26,7 @@ from hypha_worker.errors import BridgeError, ExecutionError, StorageExceededErro
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.work_dir import remove_folder
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 
 
 def make(folder: Path, **sizes: int) -> None:
@@ -107,7 +107,7 @@ def test_concurrent_announcements_never_exceed_the_limit(tmp_path: Path) -> None
     assert len(granted) == 11
 
 
-def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path) -> None:
+async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path) -> None:
     source, work = tmp_path / "slice", tmp_path / "work"
     work.mkdir()
     source.write_bytes(b"x" * (3 << 20))
@@ -115,23 +115,20 @@ def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_p
     async def resolve(_peer: Any, _request: PullRequest) -> transfer.PullSource | Refusal:
         return transfer.PullSource(source)
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker, network.endpoint("data") as data:
-            transfer.serve_pulls(data, resolve)
-            files = PeerFiles(worker, JobStorage(work, 8 << 20))
-            for index in range(2):
-                await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
-            used = sum(path.stat().st_blocks * 512 for path in work.iterdir())
-            assert used >= 6 << 20
-            with pytest.raises(BridgeError, match=f"{6 << 20} of {8 << 20} bytes are used") as caught:
-                await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
-            assert (caught.value.status, caught.value.kind) == (507, "storage-exceeded")
-            assert sum(path.stat().st_blocks * 512 for path in work.iterdir()) == used
-            (work / "0").unlink()  # the executor has used it
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("data") as data:
+        transfer.serve_pulls(data, resolve)
+        files = PeerFiles(worker, JobStorage(work, 8 << 20))
+        for index in range(2):
+            await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
+        used = sum(path.stat().st_blocks * 512 for path in work.iterdir())
+        assert used >= 6 << 20
+        with pytest.raises(BridgeError, match=f"{6 << 20} of {8 << 20} bytes are used") as caught:
             await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
-
-    anyio.run(main, backend="trio")
+        assert (caught.value.status, caught.value.kind) == (507, "storage-exceeded")
+        assert sum(path.stat().st_blocks * 512 for path in work.iterdir()) == used
+        (work / "0").unlink()  # the executor has used it
+        await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
 
 
 async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None:
@@ -142,8 +139,8 @@ async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None
     await transfer.push(sender, lab.peer, path, header)
 
 
-def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         lab.write_script("time.sleep(60)")
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
         await lab.scheduler.dispatch(lease, lab.train_spec())
@@ -154,13 +151,10 @@ def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
         stored = sum(path.stat().st_blocks * 512 for path in (lab.folder / "work").rglob("*") if path.is_file())
         assert 900_000 < stored < 1_100_000
 
-    in_lab(case)
 
-
-def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None:
+async def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None:
     """Without a bound, 1 TiB was allocated when a peer announced it."""
-
-    async def case(lab: Any) -> None:
+    async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}}) as lab:
         spec = lab.aggregate_spec([lab.data.peer_id], [lab.data.peer_id])
         lease = await lab.scheduler.hire(lab.SERVER)
         await lab.scheduler.dispatch(lease, spec)
@@ -171,8 +165,6 @@ def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -> None
         header = PushHeader(lab.scheduler.job_id, 1, PSEUDO_GRADIENT, "update", 64 << 20, digest, scheduler)
         with pytest.raises(TransferRefusedError, match="0 of 1000000 bytes are used"):
             await transfer.push(lab.data, lab.peer, path, header)
-
-    in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
 
 
 FILLS = """
@@ -188,7 +180,9 @@ while True:
 """
 
 
-def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_fills_its_storage_fails_and_others_go_on(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an executor wrote itself was counted with the next file that it received only."""
     look, reported = JobStorage._measure_space, threading.Event()
 
@@ -201,7 +195,7 @@ def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab, monk
         reported.set()
         return Continue()
 
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(PACED)
         lab.scheduler.answer = answer
         await lab.scheduler.until(lambda: lab.scheduler.reports)
@@ -215,8 +209,6 @@ def test_a_job_that_fills_its_storage_fails_and_others_go_on(in_lab: InLab, monk
         assert end.outcome == "failed"
         assert re.search(r"stores \d+ bytes, more than the 1000000 of its lease \(storage\): request more", end.reason)
         assert len(lab.worker.tasks.running) == 1
-
-    in_lab(case)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "second link", "within"])
@@ -252,12 +244,8 @@ def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_path: Pat
         remove_folder(tmp_path / ("d" * 250))
 
 
-def test_a_job_with_too_many_files_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_with_too_many_files_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_storage, "MAX_ENTRIES", 5)
     make(tmp_path, **{f"f{number}": 0 for number in range(6)})
-
-    async def main() -> None:
-        with pytest.raises(ExecutionError, match="more than 5 files"):
-            await JobStorage(tmp_path, 1000).watch()
-
-    anyio.run(main, backend="trio")
+    with pytest.raises(ExecutionError, match="more than 5 files"):
+        await JobStorage(tmp_path, 1000).watch()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -18,7 +17,7 @@ from hypha_worker.cli import main as command
 from hypha_worker.errors import IsolationError
 from hypha_worker.service import open_worker
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 LAYERS = ["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
 FORK_BOMB = """
 post("/status/send", {"status": {"batch_size": 1}})
@@ -33,8 +32,8 @@ WITHOUT_SANDBOX = {"disable": ["bubblewrap", "own-uid"]}
 
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
-def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, isolation: dict[str, Any]) -> None:
-    async def case(lab: Any) -> None:
+async def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, isolation: dict[str, Any]) -> None:
+    async with in_lab(isolation=isolation) as lab:
         lab.write_script("x = bytearray(400_000_000); time.sleep(60)")
         lease = await lab.scheduler.hire(cpu=1.0, memory=0.2)
         await lab.scheduler.dispatch(lease, lab.train_spec())
@@ -42,15 +41,13 @@ def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, is
         assert end.outcome == "failed"
         assert "used more memory than the 0.2 GB of its lease (memory): request more" in end.reason
 
-    in_lab(case, isolation=isolation)
-
 
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
-def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:
+    async with in_lab(isolation=isolation, seconds=180.0) as lab:
         script = str(lab.folder / "script.py")
 
         def bombs() -> list[int]:
@@ -66,32 +63,24 @@ def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any])
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.leases == ()
 
-    in_lab(case, isolation=isolation, seconds=180.0)  # beside other tests of processes; alone it takes 13 s
 
-
-def test_jobs_run_without_any_layer(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
-    async def case(lab: Any) -> None:
-        await lab.start("print(1)")
-        assert (await lab.scheduler.ended()).outcome == "finished"
-
+async def test_jobs_run_without_any_layer(in_lab: InLab, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        in_lab(case, isolation={"disable": LAYERS})
+        async with in_lab(isolation={"disable": LAYERS}) as lab:
+            await lab.start("print(1)")
+            assert (await lab.scheduler.ended()).outcome == "finished"
     assert "jobs are isolated by nothing only, not by bubblewrap: disabled" in caplog.text
 
 
-def test_a_worker_without_a_required_layer_does_not_start(tmp_path: Path, make_config: Any) -> None:
+async def test_a_worker_without_a_required_layer_does_not_start(tmp_path: Path, make_config: Any) -> None:
     isolation = {"require": ["rlimits", "no-such"], "disable": ["rlimits"]}
     with pytest.raises(ValueError, match="isolation"):
         make_config(tmp_path, isolation=isolation)
     config = make_config(tmp_path, isolation={"require": ["landlock", "bubblewrap"]})  # one replaces the other
-
-    async def main() -> None:
-        async with MemoryNetwork().endpoint("worker") as endpoint:
-            with pytest.raises(IsolationError, match=r"the layer (landlock|bubblewrap) does not work here: \w"):
-                async with open_worker(config, endpoint):
-                    raise AssertionError("it started")
-
-    anyio.run(main, backend="trio")
+    async with MemoryNetwork().endpoint("worker") as endpoint:
+        with pytest.raises(IsolationError, match=r"the layer (landlock|bubblewrap) does not work here: \w"):
+            async with open_worker(config, endpoint):
+                raise AssertionError("it started")
 
 
 def test_probe_without_an_address_tells_the_owner_in_five_lines() -> None:

@@ -26,7 +26,7 @@ from hypha_worker.logs.run_log import LogFolder, RunLog
 
 JOB = uuid.UUID("01234567-0000-0000-0000-000000000000")
 OTHER = uuid.UUID("01239999-0000-0000-0000-000000000000")
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 
 
 @pytest.fixture
@@ -341,8 +341,8 @@ def test_a_traceback_before_a_logged_error_is_in_the_file_only() -> None:
 # ------------------------------------------------------------------------------------------------------------- jobs
 
 
-def test_output_is_stored_outside_the_jobs_folder(in_lab: InLab, tmp_path: Path) -> None:
-    async def case(lab: Any) -> None:
+async def test_output_is_stored_outside_the_jobs_folder(in_lab: InLab, tmp_path: Path) -> None:
+    async with in_lab() as lab:
         lease = await lab.start("print('hello'); print(sorted(os.listdir(work_dir)), oct(os.stat('job.json').st_mode))")
         await lab.scheduler.ended()
         job = str(lab.scheduler.job_id)
@@ -353,11 +353,9 @@ def test_output_is_stored_outside_the_jobs_folder(in_lab: InLab, tmp_path: Path)
         assert "log" not in second
         assert second.endswith(" 0o100600")
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize("fault", ["full", "no folder"])
-def test_a_disk_without_room_for_logs_ends_no_job(
+async def test_a_disk_without_room_for_logs_ends_no_job(
     in_lab: InLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     caplog.set_level(logging.INFO, "hypha_worker")
@@ -367,7 +365,7 @@ def test_a_disk_without_room_for_logs_ends_no_job(
         next(written)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         if fault == "full":
             monkeypatch.setattr("hypha_worker.logs.run_log.os.write", fail)
         else:
@@ -376,8 +374,6 @@ def test_a_disk_without_room_for_logs_ends_no_job(
         end = await lab.scheduler.ended()
         monkeypatch.undo()
         assert end.outcome == "finished"
-
-    in_lab(case)
     assert caplog.text.count("output is missing in") == 1
     assert "line 0" in caplog.text
     assert "left out of this log" not in caplog.text or "is incomplete" in caplog.text

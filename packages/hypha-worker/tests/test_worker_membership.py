@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.errors import BridgeError
 
 OUTER = SliceAddress(dataset=f"{JOB}/weights", index=7)
-InRounds = Callable[..., None]
+InRounds = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +41,8 @@ def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
 
 @pytest.fixture
 def in_rounds(tmp_path: Path) -> InRounds:
-    """Run a case with a job of term 2 whose executor joins."""
-
-    def run(case: Callable[[Rounds], Awaitable[None]], **changes: Any) -> None:
-        async def main() -> None:
-            with anyio.fail_after(20):
-                async with open_rounds(tmp_path, **({"join": True} | changes)) as rounds:
-                    await case(rounds)
-
-        anyio.run(main, backend="trio")
-
-    return run
+    """Return a function that opens a job of term 2 whose executor joins."""
+    return lambda **changes: open_rounds(tmp_path, **({"join": True} | changes))
 
 
 @asynccontextmanager
@@ -75,8 +66,8 @@ async def joined(rounds: Rounds, number: int = 1) -> None:
 # ---------------------------------------------------------------------------------------------------------------- join
 
 
-def test_an_executor_is_told_its_round_when_the_scheduler_has_decided(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_executor_is_told_its_round_when_the_scheduler_has_decided(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         rounds.joins += [RoundToJoin(), RoundToJoin(), RoundToJoin(round=4, weights=NEW_WEIGHTS)]
         async with open_client(rounds) as client:
             answer = await client.post("/rounds/join")
@@ -87,11 +78,9 @@ def test_an_executor_is_told_its_round_when_the_scheduler_has_decided(in_rounds:
             assert "it was replaced" in answer.json()["detail"]
         assert len(rounds.got(JoinRound)) == 4
 
-    in_rounds(case)
 
-
-def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
         got: list[RoundJoined] = []
 
@@ -105,22 +94,17 @@ def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) -> None:
             rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
         assert got == [RoundJoined(round=2)]
 
-    in_rounds(case)
 
-
-def test_jobs_without_rounds_to_join_say_so(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_jobs_without_rounds_to_join_say_so(in_rounds: InRounds) -> None:
+    async with in_rounds(join=None) as rounds:
         with pytest.raises(BridgeError) as refused:
             await rounds.backend.join_round()
         assert refused.value.status == 400
 
-    in_rounds(case, join=None)
 
-
-def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executor(in_rounds: InRounds) -> None:
+async def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executor(in_rounds: InRounds) -> None:
     """An executor that prepares for long must not find, nor store, an outer update of each round meanwhile."""
-
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         with pytest.raises(TransferRefusedError, match="does not take part in round 3"):
             await rounds.push(b"three", 3)
         await joined(rounds, 4)
@@ -133,13 +117,11 @@ def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executor(in_r
         rounds.commit(await rounds.push(b"six", 6), CommitStatus(committed=True))
         assert rounds.claim(await rounds.next_file()).round == 6
 
-    in_rounds(case)
 
-
-def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_executor_begins_anew(
+async def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_executor_begins_anew(
     in_rounds: InRounds,
 ) -> None:
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         await joined(rounds)
         digest = await rounds.push(b"one", 1)
         await rounds.until_asked(1)
@@ -149,11 +131,9 @@ def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_executor_
         assert rounds.claim(await rounds.next_file()).round == 2
         assert rounds.waiting_files() == 0
 
-    in_rounds(case)
 
-
-def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_slice_on(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_slice_on(in_rounds: InRounds) -> None:
+    async with in_rounds(first_round=3) as rounds:
         _, digest = await transfer.describe(b"slice")
 
         async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
@@ -166,14 +146,12 @@ def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_slice_
         rounds.commit(await rounds.push(b"three", 3), CommitStatus(committed=True))
         assert rounds.claim(await rounds.next_file()).round == 3
 
-    in_rounds(case, first_round=3)
-
 
 # --------------------------------------------------------------------------------------------------------- closed round
 
 
-def test_an_update_of_a_round_that_goes_on_without_it_is_answered_with_round_closed(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_update_of_a_round_that_goes_on_without_it_is_answered_with_round_closed(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         await joined(rounds)
         rounds.known = ContributionKnown(accepted=False, reason="the round is closed", rejoin=True)
         with pytest.raises(BridgeError, match="the round is closed; ask /rounds/join") as closed:
@@ -183,38 +161,30 @@ def test_an_update_of_a_round_that_goes_on_without_it_is_answered_with_round_clo
         with pytest.raises(TransferRefusedError, match="does not take part in round 1"):
             await rounds.push(b"one", 1)
 
-    in_rounds(case)
 
-
-def test_an_executor_that_never_joined_is_told_that_its_update_is_refused(in_rounds: InRounds) -> None:
+async def test_an_executor_that_never_joined_is_told_that_its_update_is_refused(in_rounds: InRounds) -> None:
     """It knows this answer only, and goes on with the outer updates of the others."""
-
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         rounds.known = ContributionKnown(accepted=False, reason="the round is closed", rejoin=True)
         with pytest.raises(BridgeError) as refused:
             await rounds.send()
         assert (refused.value.status, refused.value.kind) == (409, "update-refused")
 
-    in_rounds(case)
-
 
 # ------------------------------------------------------------------------------------------- another parameter server
 
 
-def in_two_servers(in_rounds: InRounds, case: Callable[[Rounds, MemoryEndpoint], Awaitable[None]]) -> None:
-    """Run a case with a second peer that may become the parameter server; the executor has joined round 1."""
-
-    async def main(rounds: Rounds) -> None:
-        async with rounds.network.endpoint("second-server") as second:
-            transfer.serve_pushes(second, rounds.accept)
-            await joined(rounds)
-            await case(rounds, second)
-
-    in_rounds(main)
+@asynccontextmanager
+async def in_two_servers(in_rounds: InRounds) -> AsyncIterator[tuple[Rounds, MemoryEndpoint]]:
+    """Open a second peer that may become the parameter server; the executor has joined round 1."""
+    async with in_rounds() as rounds, rounds.network.endpoint("second-server") as second:
+        transfer.serve_pushes(second, rounds.accept)
+        await joined(rounds)
+        yield rounds, second
 
 
-def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_from_it(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+async def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_from_it(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         known = rounds.change_server(second, 3, 1)
         assert (known.accepted, known.sends) == (True, None)
         sent = await rounds.send()
@@ -230,11 +200,9 @@ def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_come_fro
         assert pending is not None
         assert rounds.claim(pending).from_peer == second.peer_id
 
-    in_two_servers(in_rounds, case)
 
-
-def test_a_delivered_update_of_the_open_round_is_sent_to_the_new_parameter_server(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+async def test_a_delivered_update_of_the_open_round_is_sent_to_the_new_parameter_server(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         sent = await rounds.send(b"first")
         (rounds.work_dir / "u").unlink()  # it stays open
         known = rounds.change_server(second, 3, 1)
@@ -249,16 +217,13 @@ def test_a_delivered_update_of_the_open_round_is_sent_to_the_new_parameter_serve
         sent = await rounds.send(b"second", 2)
         assert [(header.round, header.term) for header in rounds.got(PushHeader)] == [(1, 2), (1, 3), (2, 4)]
 
-    in_two_servers(in_rounds, case)
-
 
 @pytest.mark.parametrize("away", ["unreachable", NO_JOB, NO_ROOM, "term: 2 is not 3, the term"])
-def test_an_update_waits_while_the_parameter_server_is_away_and_goes_to_the_new_one(
+async def test_an_update_waits_while_the_parameter_server_is_away_and_goes_to_the_new_one(
     in_rounds: InRounds, away: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "hypha_worker.bridge.update_sender")
-
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         if away == "unreachable":
             rounds.network.partition(rounds.worker.peer_id, rounds.server.peer_id)
         else:
@@ -273,11 +238,11 @@ def test_an_update_waits_while_the_parameter_server_is_away_and_goes_to_the_new_
         [header] = [header for header in rounds.got(PushHeader) if header.term == 3]
         assert header.digest == known.sends
 
-    in_two_servers(in_rounds, case)
 
-
-def test_an_update_that_cannot_be_pushed_is_given_up_when_the_round_goes_on_without_it(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, _second: MemoryEndpoint) -> None:
+async def test_an_update_that_cannot_be_pushed_is_given_up_when_the_round_goes_on_without_it(
+    in_rounds: InRounds,
+) -> None:
+    async with in_two_servers(in_rounds) as (rounds, _second):
         rounds.network.partition(rounds.worker.peer_id, rounds.server.peer_id)
         async with anyio.create_task_group() as tasks:
 
@@ -290,11 +255,9 @@ def test_an_update_that_cannot_be_pushed_is_given_up_when_the_round_goes_on_with
                 await rounds.send()
         assert closed.value.kind == ROUND_CLOSED
 
-    in_two_servers(in_rounds, case)
 
-
-def test_an_update_is_pushed_to_the_same_parameter_server_when_it_is_back(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, _second: MemoryEndpoint) -> None:
+async def test_an_update_is_pushed_to_the_same_parameter_server_when_it_is_back(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, _second):
         rounds.network.partition(rounds.worker.peer_id, rounds.server.peer_id)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rounds.send)
@@ -302,11 +265,9 @@ def test_an_update_is_pushed_to_the_same_parameter_server_when_it_is_back(in_rou
             rounds.network.heal(rounds.worker.peer_id, rounds.server.peer_id)
         assert [header.term for header in rounds.got(PushHeader)] == [2]
 
-    in_two_servers(in_rounds, case)
 
-
-def test_an_outer_update_that_was_not_delivered_is_pulled_from_the_scheduler(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+async def test_an_outer_update_that_was_not_delivered_is_pulled_from_the_scheduler(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         await rounds.send()
         rounds.served[OUTER.index] = b"outer of 1"
         _, digest = await transfer.describe(b"outer of 1")
@@ -317,11 +278,9 @@ def test_an_outer_update_that_was_not_delivered_is_pulled_from_the_scheduler(in_
         assert (rounds.work_dir / claimed.path).read_bytes() == b"outer of 1"
         assert rounds.waiting_files() == 0
 
-    in_two_servers(in_rounds, case)
 
-
-def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+async def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         digest = await rounds.push(b"outer of 1", 1)
         rounds.commit(digest, CommitStatus(committed=True))
         rounds.claim(await rounds.next_file())
@@ -334,11 +293,9 @@ def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(in_roun
         assert rounds.pulled == []
         assert other not in {question.update for question in rounds.got(AwaitCommit)}
 
-    in_two_servers(in_rounds, case)
 
-
-def test_changes_of_older_terms_are_refused(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds, second: MemoryEndpoint) -> None:
+async def test_changes_of_older_terms_are_refused(in_rounds: InRounds) -> None:
+    async with in_two_servers(in_rounds) as (rounds, second):
         assert rounds.change_server(second, 3, 1).accepted
         for term, reason in (
             (2, "term: 2 is over, the parameter server of term 3"),
@@ -350,14 +307,12 @@ def test_changes_of_older_terms_are_refused(in_rounds: InRounds) -> None:
         await rounds.send()
         assert rounds.got(PushHeader)[-1].term == 3
 
-    in_two_servers(in_rounds, case)
-
 
 # --------------------------------------------------------------------------------------------------------- whole worker
 
 
-def test_a_command_changes_the_parameter_server_of_a_running_task(in_lab: Callable[..., None]) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_command_changes_the_parameter_server_of_a_running_task(in_lab: Any) -> None:
+    async with in_lab() as lab:
         lease = await lab.start("time.sleep(60)", lab.train_spec(term=1))
         tasks, task = lab.scheduler.tasks, lab.scheduler.task_on(lease)
         for term, accepted, reason in ((2, True, ""), (1, False, "term: 1 is over")):
@@ -368,8 +323,6 @@ def test_a_command_changes_the_parameter_server_of_a_running_task(in_lab: Callab
         answer = await tasks.command(lease, "other", command)
         assert not answer.accepted
         assert "does not run on this lease" in answer.reason
-
-    in_lab(case)
 
 
 JOINS = """
@@ -382,8 +335,9 @@ sys.exit(CODE)
 """
 
 
-def test_a_job_is_dispatched_again_on_the_lease_of_its_dead_executor(in_lab: Callable[..., None]) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_job_is_dispatched_again_on_the_lease_of_its_dead_executor(in_lab: Any) -> None:
+    async with in_lab() as lab:
+
         async def join(_peer: PeerId, _question: JoinRound) -> RoundToJoin:
             return RoundToJoin(round=5)
 
@@ -397,5 +351,3 @@ def test_a_job_is_dispatched_again_on_the_lease_of_its_dead_executor(in_lab: Cal
             assert (end.outcome, end.exit_code, end.attempt) == ("failed", 75, attempt)
             assert end.last_lines == ("joined",)
             assert lab.left_behind() == []
-
-    in_lab(case)

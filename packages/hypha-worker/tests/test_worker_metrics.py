@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
-from support.scripted_task_scheduler import ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -154,17 +152,14 @@ async def let_leases_end(lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatc
     assert not await lab.scheduler.release(lab.peer, uuid.uuid4())
 
 
-def test_every_documented_metric_has_a_value(
-    in_lab: Callable[..., None], recorded: Any, push_receiver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_every_documented_metric_has_a_value(
+    in_lab: Any, recorded: Any, push_receiver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
-
-    async def case(lab: Any) -> None:
+    async with in_lab(offer={"price": 50.0, "idle_lease": 2.0}) as lab:
         await train(lab, recorded)
         await aggregate(lab, push_receiver(lab.server, lab.folder / "receiver"))
         await let_leases_end(lab, recorded, monkeypatch)
-
-    in_lab(case, offer={"price": 50.0, "idle_lease": 2.0})
     expected: dict[str, list[dict[str, str | bool]]] = {
         "hypha.worker.executors.active": [{}],
         "hypha.worker.executors.ended": [{"process__exit__code": "0"}, {"process__exit__code": "3"}],
@@ -205,8 +200,8 @@ def test_every_documented_metric_has_a_value(
     assert set(re.findall(r"^\| `([a-z_.]+)`", section, re.MULTILINE)) == {*expected, *TASKS, *ELSEWHERE}
 
 
-def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Callable[..., None], recorded: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Any, recorded: Any) -> None:
+    async with in_task_lab(connectors={"roots": ["/"]}) as (lab, tasks, lease):
         page = lab.folder / "page"
         page.write_text("page")
         pages = [TaskResource(name="page", uri=UriSource(path.as_uri())) for path in (page, lab.folder / "missing")]
@@ -232,8 +227,6 @@ def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Callable[...,
         tasks.start(lease, "w")
         tasks.define(lease, "v", stop=Stop("enough"))
         assert (await tasks.end("v")).cancelled is not None
-
-    in_task_lab(case, connectors={"roots": ["/"]})
     missing = [
         (name, about)
         for name, abouts in TASKS.items()
@@ -244,12 +237,10 @@ def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Callable[...,
     assert sum(values(recorded, "hypha.worker.resource.io")) == 4
 
 
-def test_spans_of_reports_name_the_kind_of_report(in_lab: Callable[..., None], recorded: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_spans_of_reports_name_the_kind_of_report(in_lab: Any, recorded: Any) -> None:
+    async with in_lab() as lab:
         reports = ["update", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}}, "updated", "update-received"]
         await lab.start(f"for report in {reports!r}: post('/status/send', report)\n")
         await lab.scheduler.ended()
-
-    in_lab(case)
     kinds = [kind for span in recorded.spans if (kind := span.attributes.get("hypha.report"))]
     assert kinds == ["Update", "RoundMetrics", "Updated", "UpdateReceived"]

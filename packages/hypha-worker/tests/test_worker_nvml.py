@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,9 @@ def test_init_writes_the_devices_and_the_configuration_reads_them(nvml: FakeNvml
     assert resources.gpu == pytest.approx(111.5)
 
 
-def test_only_the_gpus_of_a_jobs_lease_are_measured(
+async def test_only_the_gpus_of_a_jobs_lease_are_measured(
     nvml: FakeNvml,
-    in_lab: Callable[..., None],
+    in_lab: Any,
     recorded: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -145,8 +145,7 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
     names = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
     devices = [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}]
-
-    async def case(lab: Any) -> None:
+    async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, "gpu": 104.0, "devices": devices}) as lab:
         shown = f"import os\nprint([os.environ.get(name) for name in {names}], flush=True)\n"
         lab.write_script(shown + "while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
         lease = await lab.scheduler.hire(gpu=60.0, cpu=1.0)
@@ -156,8 +155,6 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
         [work_dir] = lab.folder.glob("work/hypha-*")
         (work_dir / "go").touch()
         assert (await lab.scheduler.ended()).outcome == "finished"
-
-    in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, "gpu": 104.0, "devices": devices})
     shares = [(value, about["hw.id"]) for name, value, about in recorded.values if name == "hw.gpu.utilization"]
     used = {(value, about["hw.id"]) for name, value, about in recorded.values if name == "hw.gpu.memory.usage"}
     assert set(shares) == {(0.87, "0")}
@@ -169,23 +166,18 @@ def test_only_the_gpus_of_a_jobs_lease_are_measured(
 VARIABLES = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
 
 
-def seen_by_a_job(
-    in_lab: Callable[..., None], caplog: pytest.LogCaptureFixture, resources: dict[str, Any], **wanted: float
+async def seen_by_a_job(
+    in_lab: Any, caplog: pytest.LogCaptureFixture, resources: dict[str, Any], **wanted: float
 ) -> list[str | None]:
     """Run a job on a lease for `wanted`; return the variables of its process."""
     caplog.set_level(logging.INFO)
-    seen: list[list[str | None]] = []
-
-    async def case(lab: Any) -> None:
+    async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources}) as lab:
         lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
         lease = await lab.scheduler.hire(cpu=1.0, **wanted)
         await lab.scheduler.dispatch(lease, lab.train_spec())
         assert (await lab.scheduler.ended()).outcome == "finished"
         [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
-        seen.append(json.loads(line.partition("seen ")[2]))
-
-    in_lab(case, resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources})
-    [found] = seen
+    found: list[str | None] = json.loads(line.partition("seen ")[2])
     return found
 
 
@@ -205,9 +197,9 @@ LISTED = {"devices": [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}
     ],
     ids=["listed", "listed-none", "detected", "detected-none", "undivided", "undivided-none", "not-offered"],
 )
-def test_a_job_sees_the_gpus_of_its_lease_only(
+async def test_a_job_sees_the_gpus_of_its_lease_only(
     nvml: FakeNvml,
-    in_lab: Callable[..., None],
+    in_lab: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     resources: dict[str, Any],
@@ -216,14 +208,14 @@ def test_a_job_sees_the_gpus_of_its_lease_only(
 ) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert seen_by_a_job(in_lab, caplog, resources, gpu=gpu) == seen
+    assert await seen_by_a_job(in_lab, caplog, resources, gpu=gpu) == seen
 
 
-def test_without_uuids_gpus_are_visible_by_index(
-    nvml: FakeNvml, in_lab: Callable[..., None], caplog: pytest.LogCaptureFixture
+async def test_without_uuids_gpus_are_visible_by_index(
+    nvml: FakeNvml, in_lab: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml.uuids = ["GPU-aaaa0000", None]
-    assert seen_by_a_job(in_lab, caplog, LISTED, gpu=20.0) == ["1", "1", "0", "PCI_BUS_ID"]
+    assert await seen_by_a_job(in_lab, caplog, LISTED, gpu=20.0) == ["1", "1", "0", "PCI_BUS_ID"]
 
 
 @pytest.mark.parametrize(("gpu", "shares"), [(104.0, [80.0, 24.0]), (111.7, [85.92, 25.78]), (120.0, [92.31, 27.69])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from support.scripted_task_scheduler import ENDS, ScriptedTaskScheduler, kind_of
 from hypha_net import rpc, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import RequestTimeoutError
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.commands import SetMembers
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
@@ -94,6 +94,8 @@ from hypha_worker.tasks.execution import Execution, TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+
+pytestmark = pytest.mark.virtual_clock
 
 TRAIN = ExecutorDescriptor("train", "x")
 SERVER = ExecutorDescriptor("aggregate", "x")
@@ -355,8 +357,8 @@ async def open_site(folder: Path, script: Script, terms: LeaseTerms) -> AsyncIte
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a case on a virtual clock, for which threads do not count: what they would do is done at once."""
+def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AtSite:
+    """Return a function that opens a worker, for a virtual clock: what threads would do is done at once."""
 
     async def at_once(function: Callable[..., Any], *arguments: Any, **_options: Any) -> Any:
         await anyio.lowlevel.checkpoint()
@@ -364,18 +366,10 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
     monkeypatch.setattr(anyio.to_thread, "run_sync", at_once)
 
-    def run(case: Callable[[Site], Awaitable[None]], script: Script, **terms: Any) -> None:
-        async def main() -> None:
-            with anyio.fail_after(2000):
-                async with open_site(tmp_path, script, LeaseTerms(**terms)) as site:
-                    await case(site)
-
-        simulate(main)
-
-    return run
+    return lambda script, **terms: open_site(tmp_path, script, LeaseTerms(**terms))
 
 
-Play = Callable[..., None]
+AtSite = Callable[..., AbstractAsyncContextManager[Site]]
 
 
 async def train(job: Job) -> None:
@@ -394,44 +388,48 @@ async def compute(job: Job) -> None:
         await job.batch()
 
 
-def test_a_scheduler_that_is_back_within_the_grace_finds_its_job(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    async def case(site: Site) -> None:
-        await site.dispatch(120.0)
-        await site.renew_for(25.0)
-        before, [job] = site.process, site.jobs
-        assert 20 < site.held.charged <= 26
-        batches = job.batches
-        await site.kill()
-        assert 8 < await site.seconds_until(lambda: site.state is LeaseState.ORPHANED) < 11
-        charged = site.held.charged
-        assert site.free == 1.0, "its resources stay taken"
-        await anyio.sleep(50.0)
-        assert (site.state, site.free, site.held.charged) == (LeaseState.ORPHANED, 1.0, charged)
-        assert job.batches > batches, "it has finished its round"
-        after = await site.start(knows_job=False)
-        await anyio.sleep(3.0)
-        assert after.refused > 0, "the job reaches it before it has read its journal"
-        after.take_up()
-        assert isinstance(await site.renew(), Renewed)
-        assert site.state is LeaseState.HELD
-        await site.renew_for(30.0)
-        assert charged + 29 < site.held.charged < charged + 31, "charged again from then on"
-        assert [each for each in site.jobs if each is not job] == []
-        reported = [*before.reports, *after.reports]
-        others = [report.progress for report in reported if not isinstance(report.progress, BatchDone)]
-        assert others == job.reported, "each report has arrived once, in order"
-        assert len(others) > 6
-        assert job.slowest_batch < 5.5, "no batch waits for the scheduler"
-
+async def test_a_scheduler_that_is_back_within_the_grace_finds_its_job(
+    at_site: AtSite, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
-        play(case, train)
+        async with at_site(train) as site:
+            await site.dispatch(120.0)
+            await site.renew_for(25.0)
+            before, [job] = site.process, site.jobs
+            assert 20 < site.held.charged <= 26
+            batches = job.batches
+            await site.kill()
+            assert 8 < await site.seconds_until(lambda: site.state is LeaseState.ORPHANED) < 11
+            charged = site.held.charged
+            assert site.free == 1.0, "its resources stay taken"
+            await anyio.sleep(50.0)
+            assert (site.state, site.free, site.held.charged) == (LeaseState.ORPHANED, 1.0, charged)
+            assert job.batches > batches, "it has finished its round"
+            after = await site.start(knows_job=False)
+            await anyio.sleep(3.0)
+            assert after.refused > 0, "the job reaches it before it has read its journal"
+            after.take_up()
+            assert isinstance(await site.renew(), Renewed)
+            assert site.state is LeaseState.HELD
+            await site.renew_for(30.0)
+            assert charged + 29 < site.held.charged < charged + 31, "charged again from then on"
+            assert [each for each in site.jobs if each is not job] == []
+            reported = [*before.reports, *after.reports]
+            others = [report.progress for report in reported if not isinstance(report.progress, BatchDone)]
+            assert others == job.reported, "each report has arrived once, in order"
+            assert len(others) > 6
+            assert job.slowest_batch < 5.5, "no batch waits for the scheduler"
     lines = [line for line in caplog.messages if f"lease {LEASE}" in line]
     assert [line for line in lines if "is orphaned" in line and "held for 120 s" in line]
     assert [line for line in lines if "takes its job back" in line]
 
 
-def test_batches_are_answered_at_once_and_their_samples_counted_later(play: Play) -> None:
-    async def case(site: Site) -> None:
+async def test_batches_are_answered_at_once_and_their_samples_counted_later(at_site: AtSite) -> None:
+    async def count(job: Job) -> None:
+        while True:
+            await job.batch({"1": 8})
+
+    async with at_site(count) as site:
         await site.dispatch(120.0)
         await site.renew_for(5.0)
         [job], worker = site.jobs, site.peer
@@ -444,14 +442,8 @@ def test_batches_are_answered_at_once_and_their_samples_counted_later(play: Play
         counted = sum(batch.slices["1"] for batch in site.process.progress(BatchDone))
         assert counted in (8 * job.batches, 8 * job.batches - 8), "all but one that may be under way"
 
-    async def count(job: Job) -> None:
-        while True:
-            await job.batch({"1": 8})
 
-    play(case, count)
-
-
-def test_counts_that_an_executor_invents_in_an_outage_are_bounded(play: Play) -> None:
+async def test_counts_that_an_executor_invents_in_an_outage_are_bounded(at_site: AtSite) -> None:
     async def invent(job: Job) -> None:
         await anyio.sleep(2.0)
         for number in range(3):
@@ -460,7 +452,7 @@ def test_counts_that_an_executor_invents_in_an_outage_are_bounded(play: Play) ->
         await job.batch({"1": 8})
         await anyio.sleep_forever()
 
-    async def case(site: Site) -> None:
+    async with at_site(invent) as site:
         await site.dispatch(120.0)
         worker, scheduler = site.peer, site.process.endpoint.peer_id
         await anyio.sleep(1.0)
@@ -473,11 +465,9 @@ def test_counts_that_an_executor_invents_in_an_outage_are_bounded(play: Play) ->
         assert len(batch.slices) == MAX_UNREPORTED
         assert max(map(len, batch.slices)) < 20
 
-    play(case, invent)
 
-
-def test_a_scheduler_that_does_not_answer_holds_up_one_batch(play: Play) -> None:
-    async def case(site: Site) -> None:
+async def test_a_scheduler_that_does_not_answer_holds_up_one_batch(at_site: AtSite) -> None:
+    async with at_site(compute) as site:
         await site.dispatch(120.0)
         await site.renew_for(5.0)
         site.process.silent = True
@@ -485,8 +475,6 @@ def test_a_scheduler_that_does_not_answer_holds_up_one_batch(play: Play) -> None
         begun = job.batches
         await anyio.sleep(20.0)
         assert job.batches >= begun + 13
-
-    play(case, compute)
 
 
 @pytest.mark.parametrize(
@@ -502,10 +490,10 @@ def test_a_scheduler_that_does_not_answer_holds_up_one_batch(play: Play) -> None
         (120.0, 0.0, 0.0, compute),
     ],
 )
-def test_a_job_ends_when_the_grace_is_over(
-    play: Play, tmp_path: Path, asked: float | None, allowed: float, expected: float, script: Script
+async def test_a_job_ends_when_the_grace_is_over(
+    at_site: AtSite, tmp_path: Path, asked: float | None, allowed: float, expected: float, script: Script
 ) -> None:
-    async def case(site: Site) -> None:
+    async with at_site(script, orphan_grace=allowed) as site:
         await site.dispatch(asked)
         await site.kill()
         [job] = site.jobs
@@ -517,12 +505,10 @@ def test_a_job_ends_when_the_grace_is_over(
         assert site.worker.lease_manager.owed == pytest.approx(10.0, abs=0.2), "the grace costs nothing"
         await site.start(knows_job=True)
         assert type(await site.renew()).__name__ == "RenewalFailed"
-
-    play(case, script, orphan_grace=allowed)
     assert not list(tmp_path.glob("hypha-*")), "its folder is removed"
 
 
-def test_without_the_field_a_report_fails_as_before(play: Play) -> None:
+async def test_without_the_field_a_report_fails_as_before(at_site: AtSite) -> None:
     failures: list[BridgeError] = []
 
     async def report_once(job: Job) -> None:
@@ -533,21 +519,19 @@ def test_without_the_field_a_report_fails_as_before(play: Play) -> None:
             failures.append(error)
         await anyio.sleep_forever()
 
-    async def case(site: Site) -> None:
+    async with at_site(report_once) as site:
         await site.dispatch(None)
         other = site.process.endpoint
         rpc.serve(other, REPORT, _fail)
         await site.renew_for(30.0)
         assert [error.kind for error in failures] == ["peer-failed"]
 
-    play(case, report_once)
-
 
 async def _fail(_peer: PeerId, _report: ProgressRequest) -> ProgressResponse:
     raise RequestTimeoutError("broken")
 
 
-def test_a_scheduler_that_renews_and_cannot_answer_fails_the_report(play: Play) -> None:
+async def test_a_scheduler_that_renews_and_cannot_answer_fails_the_report(at_site: AtSite) -> None:
     """Only an outage is waited out: an error of the scheduler must not hold up the job for ever."""
     failed: list[float] = []
 
@@ -559,18 +543,16 @@ def test_a_scheduler_that_renews_and_cannot_answer_fails_the_report(play: Play) 
             failed.append(anyio.current_time() - begun)
         await anyio.sleep_forever()
 
-    async def case(site: Site) -> None:
+    async with at_site(report_once) as site:
         rpc.serve(site.process.endpoint, REPORT, _fail)
         await site.dispatch(120.0)
         await site.renew_for(40.0)
         assert [seconds == pytest.approx(sum(rpc_retry.REPORT_DELAYS), abs=1.0) for seconds in failed] == [True]
 
-    play(case, report_once)
-
 
 @pytest.mark.parametrize("how", ["release", "cancel"])
-def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(play: Play, how: str) -> None:
-    async def case(site: Site) -> None:
+async def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(at_site: AtSite, how: str) -> None:
+    async with at_site(compute) as site:
         await site.dispatch(120.0)
         await site.kill()
         await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
@@ -587,11 +569,9 @@ def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(play: Play, how
         assert [kind_of(end) for end in after.ends] == ["cancelled"]
         assert site.worker.tasks.running == ()
 
-    play(case, compute)
 
-
-def test_other_schedulers_cannot_take_an_orphaned_lease(play: Play) -> None:
-    async def case(site: Site) -> None:
+async def test_other_schedulers_cannot_take_an_orphaned_lease(at_site: AtSite) -> None:
+    async with at_site(compute) as site:
         await site.dispatch(120.0)
         await site.kill()
         await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
@@ -602,14 +582,12 @@ def test_other_schedulers_cannot_take_an_orphaned_lease(play: Play) -> None:
             assert not released.known
         assert site.state is LeaseState.ORPHANED
 
-    play(case, compute)
 
-
-def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(play: Play) -> None:
+async def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(at_site: AtSite) -> None:
     async def end_later(job: Job) -> None:
         await anyio.sleep(30.0)
 
-    async def case(site: Site) -> None:
+    async with at_site(end_later) as site:
         await site.dispatch(120.0)
         await site.kill()
         await site.seconds_until(lambda: site.worker.tasks.running == ())
@@ -624,14 +602,12 @@ def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(play: Pl
         with anyio.fail_after(20.0):
             await site.worker.tasks.wait_until_idle()
 
-    play(case, end_later)
 
-
-def test_a_lease_without_a_job_is_not_orphaned(play: Play) -> None:
+async def test_a_lease_without_a_job_is_not_orphaned(at_site: AtSite) -> None:
     async def end_soon(_job: Job) -> None:
         await anyio.sleep(1.0)
 
-    async def case(site: Site) -> None:
+    async with at_site(end_soon) as site:
         await site.dispatch(120.0)
         await site.renew_for(3.0)
         await site.kill()
@@ -640,11 +616,9 @@ def test_a_lease_without_a_job_is_not_orphaned(play: Play) -> None:
         assert took < 11.0
         assert states == {LeaseState.HELD, None}
 
-    play(case, end_soon)
 
-
-def test_a_drain_ends_orphaned_leases_when_its_time_is_over(play: Play) -> None:
-    async def case(site: Site) -> None:
+async def test_a_drain_ends_orphaned_leases_when_its_time_is_over(at_site: AtSite) -> None:
+    async with at_site(compute) as site:
         await site.dispatch(120.0)
         await site.kill()
         await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
@@ -657,11 +631,9 @@ def test_a_drain_ends_orphaned_leases_when_its_time_is_over(play: Play) -> None:
         await site.worker.say_goodbye("it is over")
         assert [goodbye.leases for goodbye in after.goodbyes] == [(LEASE,)]
 
-    play(case, compute)
 
-
-def test_states_and_what_is_owed_are_measured(play: Play, recorded: Any) -> None:
-    async def case(site: Site) -> None:
+async def test_states_and_what_is_owed_are_measured(at_site: AtSite, recorded: Any) -> None:
+    async with at_site(compute) as site:
         await site.dispatch(20.0)
         await site.kill()
         await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
@@ -671,8 +643,6 @@ def test_states_and_what_is_owed_are_measured(play: Play, recorded: Any) -> None
         await site.kill()
         await site.seconds_until(lambda: site.lease is None)
         await anyio.sleep(1.0)
-
-    play(case, compute)
     states = [about["hypha.lease.state"] for name, value, about in recorded.values
               if name == "hypha.worker.leases.active" and value == 1]  # fmt: skip
     assert list(dict.fromkeys(states))[:3] == ["held", "orphaned", "ending"]
@@ -682,7 +652,9 @@ def test_states_and_what_is_owed_are_measured(play: Play, recorded: Any) -> None
 
 
 @pytest.mark.parametrize("knows_protocol", [False, True])
-def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play, knows_protocol: bool) -> None:
+async def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(
+    at_site: AtSite, knows_protocol: bool
+) -> None:
     """Neither a refusal nor a missing protocol counts before: the update would be lost, or merged without a commit."""
     answers: list[Any] = []
     digest = f"blake3:{1:064}"
@@ -697,7 +669,7 @@ def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play,
         answers.append(await commits.wait(1, digest))
         await anyio.sleep_forever()
 
-    async def case(site: Site) -> None:
+    async with at_site(finish_round) as site:
         await site.dispatch(120.0)
         await site.kill()
         await anyio.sleep(40.0)
@@ -712,37 +684,31 @@ def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(play: Play,
         await site.renew_for(15.0)
         assert answers == [ContributionKnown(accepted=True), CommitStatus(committed=True)]
 
-    play(case, finish_round)
 
-
-def test_a_parameter_server_holds_its_outer_update_and_report(play: Play, tmp_path: Path) -> None:
+async def test_a_parameter_server_holds_its_outer_update_and_report(at_site: AtSite, tmp_path: Path) -> None:
     """It takes the step while the scheduler is gone; the members have the outer update before the scheduler."""
-
-    async def case(site: Site) -> None:
-        async with site.network.endpoint("trainer") as endpoint:
-            trainer = Process(endpoint, tmp_path, ScriptedTaskScheduler(endpoint))
-            trainer.listen()
-            spec = make_server_spec(endpoint.peer_id, site.process.endpoint.peer_id)
-            await site.dispatch(120.0, spec=spec)
-            tasks = site.process.tasks
-            named = SetMembers(round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000)
-            assert (await tasks.command(LEASE, TASK, named)).accepted
-            site.network.partition(site.peer, site.process.endpoint.peer_id)
-            await push_update(endpoint, site.peer, tasks, tmp_path / "update")
-            await site.seconds_until(lambda: trainer.pushes == [OUTER_UPDATE], 5.0)
-            await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
-            await anyio.sleep(60.0)
-            site.process.tasks.refuse = "no such job"
-            site.network.heal(site.peer, site.process.endpoint.peer_id)
-            await site.seconds_until(lambda: site.process.refused > 0)
-            site.process.take_up()
-            await site.renew()
-            await site.seconds_until(lambda: bool(site.process.ends), 20.0)
-            assert site.process.pushes == [OUTER_UPDATE]
-            assert [type(report) for report in site.process.progress(OuterStepTaken)] == [OuterStepTaken]
-            assert [kind_of(end) for end in site.process.ends] == ["finished"]
-
-    play(case, compute)
+    async with at_site(compute) as site, site.network.endpoint("trainer") as endpoint:
+        trainer = Process(endpoint, tmp_path, ScriptedTaskScheduler(endpoint))
+        trainer.listen()
+        spec = make_server_spec(endpoint.peer_id, site.process.endpoint.peer_id)
+        await site.dispatch(120.0, spec=spec)
+        tasks = site.process.tasks
+        named = SetMembers(round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000)
+        assert (await tasks.command(LEASE, TASK, named)).accepted
+        site.network.partition(site.peer, site.process.endpoint.peer_id)
+        await push_update(endpoint, site.peer, tasks, tmp_path / "update")
+        await site.seconds_until(lambda: trainer.pushes == [OUTER_UPDATE], 5.0)
+        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
+        await anyio.sleep(60.0)
+        site.process.tasks.refuse = "no such job"
+        site.network.heal(site.peer, site.process.endpoint.peer_id)
+        await site.seconds_until(lambda: site.process.refused > 0)
+        site.process.take_up()
+        await site.renew()
+        await site.seconds_until(lambda: bool(site.process.ends), 20.0)
+        assert site.process.pushes == [OUTER_UPDATE]
+        assert [type(report) for report in site.process.progress(OuterStepTaken)] == [OuterStepTaken]
+        assert [kind_of(end) for end in site.process.ends] == ["finished"]
 
 
 async def push_update(endpoint: MemoryEndpoint, server: PeerId, tasks: ScriptedTaskScheduler, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
 
 TERM = 2
 RATE, FACTOR = 0.7, 0.9
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 Float32 = NDArray[np.float32]
 
 
@@ -152,30 +152,29 @@ def done_after(count: int) -> Callable[[ProgressRequest], ProgressResponse]:
 
 
 @pytest.fixture
-def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., None]:
-    """Run a case of `rounds` rounds with a parameter server, and check that the job finishes."""
+def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., Any]:
+    """Return a function that opens a parameter server for `rounds` rounds, and checks that the job finishes."""
 
-    def run(case: Callable[[TermLab], Awaitable[None]], rounds: int = 1, **changes: Any) -> None:
-        async def main(lab: Any) -> None:
+    @asynccontextmanager
+    async def opened(rounds: int = 1, **changes: Any) -> AsyncIterator[TermLab]:
+        async with in_lab() as lab:
             lab.scheduler.answer = done_after(rounds)
             async with running(lab, push_receiver, **changes) as term_lab:
-                await case(term_lab)
+                yield term_lab
                 end = await lab.scheduler.ended()
                 assert (end.outcome, end.reason) == ("finished", "")
                 assert lab.left_behind() == []
 
-        in_lab(main)
-
-    return run
+    return opened
 
 
-InTerm = Callable[..., None]
+InTerm = Callable[..., Any]
 
 # --------------------------------------------------------------------------------------------------------------- rounds
 
 
-def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term: InTerm) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.push(0, 1, lab.write([1.0, 1.0]))  # before its members are announced
         assert (await lab.announce(1, samples=(4, 2))).accepted
         await lab.push(1, 1, lab.write([2.5, 2.5]))
@@ -194,8 +193,6 @@ def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term: InTer
             assert header.job_id == lab.lab.scheduler.job_id
         assert {report.lease for report in lab.lab.scheduler.reports} == {lab.lease}
 
-    in_term(case, rounds=2)
-
 
 async def end_with_a_round_of_both(lab: TermLab) -> None:
     """Run the second and last round with zero updates, so that only the momentum of the first counts."""
@@ -206,10 +203,10 @@ async def end_with_a_round_of_both(lab: TermLab) -> None:
 
 
 @pytest.mark.parametrize("missing_member", [True, False], ids=["member that is missing", "no member"])
-def test_an_update_that_comes_after_its_round_is_taken_and_does_not_count(
+async def test_an_update_that_comes_after_its_round_is_taken_and_does_not_count(
     in_term: InTerm, missing_member: bool
 ) -> None:
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1, samples=(1, 98), who=(0, 1) if missing_member else (0,), deadline_ms=300)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
@@ -219,12 +216,10 @@ def test_an_update_that_comes_after_its_round_is_taken_and_does_not_count(
         await lab.push(1, 1, lab.write([99.0, 99.0]))
         await end_with_a_round_of_both(lab)
 
-    in_term(case, rounds=2)
-
 
 @pytest.mark.parametrize("begun", [False, True], ids=["sent then", "under way"])
-def test_a_sender_removed_from_the_current_round_is_late(in_term: InTerm, begun: bool) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_a_sender_removed_from_the_current_round_is_late(in_term: InTerm, begun: bool) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1)
         if begun:
             checked, go_on = anyio.Event(), anyio.Event()
@@ -252,13 +247,10 @@ def test_a_sender_removed_from_the_current_round_is_late(in_term: InTerm, begun:
         assert lab.lab.scheduler.refused == []
         await end_with_a_round_of_both(lab)
 
-    in_term(case, rounds=2)
 
-
-def test_a_round_starts_while_the_last_outer_update_is_still_being_pushed(in_term: InTerm) -> None:
+async def test_a_round_starts_while_the_last_outer_update_is_still_being_pushed(in_term: InTerm) -> None:
     """The fastest member pushes its next update before the slowest has the last outer update."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1)
         await lab.push(0, 1, lab.write([1.0, 1.0]))
         async with anyio.create_task_group() as tasks:
@@ -269,25 +261,19 @@ def test_a_round_starts_while_the_last_outer_update_is_still_being_pushed(in_ter
             await lab.push(1, 2, lab.write([2.0, 1.0]))
         await lab.outer_update(2)
 
-    in_term(case, rounds=2)
 
-
-def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_lab: InLab, push_receiver: Any) -> None:
+async def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_lab: InLab, push_receiver: Any) -> None:
     """The update fits into the lease; momentum and result do not."""
-
-    async def case(lab: Any) -> None:
-        async with running(lab, push_receiver, resources={"cpu": 1.0, "storage": 0.001}) as term_lab:
-            await term_lab.announce(1, who=(0,))
-            await term_lab.push(0, 1, term_lab.write(np.ones(100_000)))
-            end = await lab.scheduler.ended()
-            assert end.outcome == "failed"
-            assert "of 1000000 bytes are used" in end.reason
-
-    in_lab(case)
+    async with in_lab() as lab, running(lab, push_receiver, resources={"cpu": 1.0, "storage": 0.001}) as term_lab:
+        await term_lab.announce(1, who=(0,))
+        await term_lab.push(0, 1, term_lab.write(np.ones(100_000)))
+        end = await lab.scheduler.ended()
+        assert end.outcome == "failed"
+        assert "of 1000000 bytes are used" in end.reason
 
 
-def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
+    async with in_lab() as lab:
         lab.scheduler.answer = lambda _report: ProgressError()
         async with running(lab, push_receiver) as term_lab:
             await term_lab.announce(1, who=(0,))
@@ -295,8 +281,6 @@ def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver
             end = await lab.scheduler.ended()
             assert end.outcome == "failed"
             assert "does not accept the outer step of round 1" in end.reason
-
-    in_lab(case)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -320,10 +304,10 @@ def _false_contribution(number: int, update: str) -> Contribution:
     ],
     ids=["NaN", "infinity", "overflow", "wrong shape", "contribution of another file", "of another round"],
 )
-def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
+async def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
     in_term: InTerm, values: list[float], changes: dict[str, Any], reason: str
 ) -> None:
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1)
         for who in range(2):
             await lab.push(who, 1, lab.write([0.0, 0.0]))
@@ -336,11 +320,9 @@ def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
         await lab.announce(2, who=(0,))
         np.testing.assert_allclose(await lab.outer_update(2), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
 
-    in_term(case, rounds=2)
 
-
-def test_an_update_a_million_times_too_large_does_not_count(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_an_update_a_million_times_too_large_does_not_count(in_term: InTerm) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1)
         await lab.push(0, 1, lab.write([3e6, 3e6]))
         await lab.push(1, 1, lab.write([2.0, 2.0]))
@@ -354,16 +336,13 @@ def test_an_update_a_million_times_too_large_does_not_count(in_term: InTerm) -> 
         await lab.push(1, 2, lab.write([0.0, 0.0]))
         await lab.outer_update(2)
 
-    in_term(case, rounds=2)
-
 
 @pytest.mark.parametrize("term", [1, 3])
-def test_an_update_for_another_term_is_refused_and_counts_when_it_is_sent_under_this_one(
+async def test_an_update_for_another_term_is_refused_and_counts_when_it_is_sent_under_this_one(
     in_term: InTerm, term: int
 ) -> None:
     """Its worker has not heard of the new parameter server yet: that is no fault of the update."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         await lab.announce(1)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         update = lab.write([4.0, 4.0])
@@ -373,13 +352,10 @@ def test_an_update_for_another_term_is_refused_and_counts_when_it_is_sent_under_
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
         assert lab.lab.scheduler.refused == []
 
-    in_term(case)
 
-
-def test_an_update_of_the_wrong_shape_that_comes_first_is_not_the_measure(in_term: InTerm) -> None:
+async def test_an_update_of_the_wrong_shape_that_comes_first_is_not_the_measure(in_term: InTerm) -> None:
     """In the first round the layout with the most samples is that of the model."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1, samples=(1, 3))
         await lab.push(0, 1, lab.write([9.0, 9.0, 9.0]))
         await lab.push(0, 2, lab.write([8.0, 8.0, 8.0]))  # a round ahead
@@ -395,11 +371,9 @@ def test_an_update_of_the_wrong_shape_that_comes_first_is_not_the_measure(in_ter
             (number, lab.trainers[0].peer_id) for number in (1, 2)
         ]
 
-    in_term(case, rounds=2)
 
-
-def test_an_update_with_another_digest_than_stated_is_refused(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_an_update_with_another_digest_than_stated_is_refused(in_term: InTerm) -> None:
+    async with in_term() as lab:
         honest = [lab.write([2.0, 2.0]), lab.write([4.0, 4.0])]
         digests = [(await transfer.describe(path))[1] for path in honest]
         await lab.announce(1, tuple(digests))
@@ -410,16 +384,13 @@ def test_an_update_with_another_digest_than_stated_is_refused(in_term: InTerm) -
         await lab.announce(1, (digests[0],), who=(0,))
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
 
-    in_term(case)
-
 
 @pytest.mark.parametrize("good_comes_first", [False, True])
-def test_nothing_of_a_sender_counts_in_a_round_in_which_an_update_of_it_was_refused(
+async def test_nothing_of_a_sender_counts_in_a_round_in_which_an_update_of_it_was_refused(
     in_term: InTerm, good_comes_first: bool
 ) -> None:
     """The scheduler hears of the refusal and gives the samples to others: a good update must not be averaged."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         await lab.announce(1)
         if good_comes_first:
             await lab.push(1, 1, lab.write([4.0, 4.0]))
@@ -435,11 +406,9 @@ def test_nothing_of_a_sender_counts_in_a_round_in_which_an_update_of_it_was_refu
         await lab.push(1, 2, lab.write([0.0, 0.0]))
         np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 2.0, rtol=1e-6)
 
-    in_term(case, rounds=2)
 
-
-def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_term: InTerm) -> None:
+    async with in_term() as lab:
         await lab.announce(1)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         junk, good = lab.lab.folder / "junk", lab.write([1.0, 1.0])
@@ -460,11 +429,9 @@ def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_term: In
         await lab.announce(1, who=(0,))
         await lab.outer_update(1)
 
-    in_term(case)
 
-
-def test_an_update_that_came_before_its_digest_was_announced_is_dropped(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_an_update_that_came_before_its_digest_was_announced_is_dropped(in_term: InTerm) -> None:
+    async with in_term() as lab:
         honest = [lab.write([2.0, 2.0]), lab.write([4.0, 4.0])]
         digests = [(await transfer.describe(path))[1] for path in honest]
         await lab.push(0, 1, honest[0])
@@ -476,11 +443,9 @@ def test_an_update_that_came_before_its_digest_was_announced_is_dropped(in_term:
         await lab.announce(1, (digests[0],), who=(0,))
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
 
-    in_term(case)
 
-
-def test_an_update_that_counted_in_an_earlier_round_is_refused(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_an_update_that_counted_in_an_earlier_round_is_refused(in_term: InTerm) -> None:
+    async with in_term(rounds=2) as lab:
         replayed = lab.write([4.0, 4.0])
         await lab.announce(1)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
@@ -494,19 +459,14 @@ def test_an_update_that_counted_in_an_earlier_round_is_refused(in_term: InTerm) 
         momentum = FACTOR * 3.0 + 4.0
         np.testing.assert_allclose(await lab.outer_update(2), RATE * (4.0 + FACTOR * momentum), rtol=1e-6)
 
-    in_term(case, rounds=2)
 
-
-def test_workers_that_state_nothing_take_part(in_term: InTerm) -> None:
+async def test_workers_that_state_nothing_take_part(in_term: InTerm) -> None:
     """Their headers have neither term nor contribution, and their digests are not announced."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         await lab.announce(1)
         for who in range(2):
             await lab.push(who, 1, lab.write([3.0, 3.0]), term=None)
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
-
-    in_term(case)
 
 
 # ------------------------------------------------------------------------------------------------------------- momentum
@@ -528,7 +488,7 @@ def serve_momentum(lab: Any, arrays: dict[str, Float32], dtype: str = "F32") -> 
     transfer.serve_pulls(lab.scheduler.endpoint, resolve)
 
 
-def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
+async def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
     in_lab: InLab, push_receiver: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Equal to the bit to a parameter server that has taken all steps itself."""
@@ -545,12 +505,11 @@ def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
             into.append(await lab.outer_update(number))
         assert (await lab.lab.scheduler.ended()).outcome == "finished"
 
-    async def all_steps(lab: Any) -> None:
+    async with in_lab() as lab:
         lab.scheduler.answer = done_after(4)
         async with running(lab, push_receiver) as term_lab:
             await take_steps(term_lab, updates, whole)
-
-    async def last_steps(lab: Any) -> None:
+    async with in_lab() as lab:
         lab.scheduler.answer = done_after(2)
         momentum: Float32 | float = 0.0
         for update in whole[:2]:
@@ -560,9 +519,6 @@ def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
         reference = momentum_reference(lab.scheduler.endpoint.peer_id)
         async with running(lab, push_receiver, momentum=reference) as term_lab:
             await take_steps(term_lab, updates[2:], resumed)
-
-    in_lab(all_steps)
-    in_lab(last_steps)
     np.testing.assert_array_equal(np.array(resumed), np.array(whole[2:]))
 
 
@@ -575,10 +531,10 @@ def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
     ],
     ids=["NaN", "bfloat16", "not there"],
 )
-def test_a_momentum_that_cannot_be_used_fails_the_job(
+async def test_a_momentum_that_cannot_be_used_fails_the_job(
     in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32] | None, dtype: str, reason: str
 ) -> None:
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         if arrays is not None:
             serve_momentum(lab, arrays, dtype)
         reference = momentum_reference(lab.scheduler.endpoint.peer_id)
@@ -587,17 +543,13 @@ def test_a_momentum_that_cannot_be_used_fails_the_job(
             assert end.outcome == "failed"
             assert reason in end.reason
 
-    in_lab(case)
 
-
-def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver: Any) -> None:
+    async with in_lab() as lab:
         reference: Reference = UriReference(value="https://example.org/momentum")
         async with running(lab, push_receiver, momentum=reference):
             end = await lab.scheduler.ended()
             assert (end.outcome, end.reason) == ("failed", "momentum: the reference names no file of a peer")
-
-    in_lab(case)
 
 
 @pytest.mark.parametrize(
@@ -609,17 +561,15 @@ def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver:
     ],
     ids=["shape", "missing", "more"],
 )
-def test_updates_that_do_not_fit_the_momentum_are_refused(
+async def test_updates_that_do_not_fit_the_momentum_are_refused(
     in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32], reason: str
 ) -> None:
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         serve_momentum(lab, arrays)
         reference = momentum_reference(lab.scheduler.endpoint.peer_id)
         async with running(lab, push_receiver, momentum=reference) as term_lab:
             with pytest.raises(TransferRefusedError, match=f"does not match the momentum of this job: {reason}"):
                 await term_lab.push(0, 1, term_lab.write([1.0, 1.0]))
-
-    in_lab(case)
 
 
 # -------------------------------------------------------------------------------------------- scheduler away, or full
@@ -640,8 +590,8 @@ def refuse_pushes(lab: TermLab, reason: str, count: int) -> list[str]:
     return refused
 
 
-def test_the_outer_update_waits_for_room_at_the_scheduler(in_term: InTerm) -> None:
-    async def case(lab: TermLab) -> None:
+async def test_the_outer_update_waits_for_room_at_the_scheduler(in_term: InTerm) -> None:
+    async with in_term() as lab:
         refused = refuse_pushes(lab, f"{NO_ROOM}: 5 bytes are free", 30)
         await lab.announce(1)
         for who in range(2):
@@ -649,13 +599,10 @@ def test_the_outer_update_waits_for_room_at_the_scheduler(in_term: InTerm) -> No
         await lab.outer_update(1)
         assert len(refused) == 30
 
-    in_term(case)
 
-
-def test_an_outer_update_that_the_scheduler_refuses_is_reported_all_the_same(in_term: InTerm) -> None:
+async def test_an_outer_update_that_the_scheduler_refuses_is_reported_all_the_same(in_term: InTerm) -> None:
     """It may have it already, because a receipt was lost: its answer to the report decides."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         refused = refuse_pushes(lab, "round 1 is committed", 1000)
         await lab.announce(1)
         for who in range(2):
@@ -663,13 +610,11 @@ def test_an_outer_update_that_the_scheduler_refuses_is_reported_all_the_same(in_
         await lab.lab.scheduler.until(lambda: lab.lab.scheduler.reports)
         assert 1 < len(refused) < 20
 
-    in_term(case)
 
-
-def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away(
+async def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away(
     in_term: InTerm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         away = lab.lab.peer, lab.lab.scheduler.endpoint.peer_id
         await lab.announce(1)
         await lab.push(0, 1, lab.write([3.0, 3.0]))
@@ -683,14 +628,12 @@ def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away(
         lab.lab.network.heal(*away)
         await lab.outer_update(1)
 
-    in_term(case)
-
 
 # -------------------------------------------------------------------------------------- workers that come and go
 
 
-def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: InLab, push_receiver: Any) -> None:
+    async with in_lab() as lab:
         lab.scheduler.answer = done_after(2)
         async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
             joined = await term_lab.add_trainer(joiner, push_receiver)
@@ -708,13 +651,11 @@ def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: I
             assert [len(receiver.files) for receiver in term_lab.receivers] == [2, 0, 2]
             assert lab.scheduler.refused == []
 
-    in_lab(case)
 
-
-def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
+async def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
     in_lab: InLab, push_receiver: Any
 ) -> None:
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         lab.scheduler.answer = done_after(1)
         async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
             joined = await term_lab.add_trainer(joiner, push_receiver)
@@ -728,15 +669,12 @@ def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
             np.testing.assert_allclose(await term_lab.outer_update(1), RATE * (1 + FACTOR) * 4.0, rtol=1e-6)
             assert (await lab.scheduler.ended()).outcome == "finished"
 
-    in_lab(case)
 
-
-def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
+async def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
     in_term: InTerm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ANNOUNCEMENT_WAIT", 0.05)
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         await lab.set_workers(0)
         with pytest.raises(TransferRefusedError, match="is not a worker of this job"):
             await lab.push(1, 1, lab.write([9.0, 9.0]))
@@ -745,16 +683,13 @@ def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
         await lab.outer_update(1)
         assert lab.lab.scheduler.refused == []
 
-    in_term(case)
 
-
-def test_a_round_goes_on_when_the_scheduler_alone_has_its_outer_update(
+async def test_a_round_goes_on_when_the_scheduler_alone_has_its_outer_update(
     in_term: InTerm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members that are gone cost the others no time, and one warning each."""
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         await lab.announce(1)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         for receiver in lab.receivers:
@@ -762,13 +697,13 @@ def test_a_round_goes_on_when_the_scheduler_alone_has_its_outer_update(
         await lab.push(1, 1, lab.write([2.0, 2.0]))
         await lab.outer_update(1)
         await lab.lab.scheduler.until(lambda: lab.lab.scheduler.reports)
-
-    in_term(case)
     told = [record for record in caplog.records if "outer update of round 1 did not reach" in record.getMessage()]
     assert len(told) == 2
 
 
-def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_that_does_not_answer_holds_no_round_up(
+    in_term: InTerm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
     stopped = anyio.Event()
 
@@ -776,7 +711,7 @@ def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkey
         await stopped.wait()
         return Refusal(reason="it has been stopped")
 
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         transfer.serve_pushes(lab.trainers[1], hang)
         for number in (1, 2):
             await lab.announce(number, who=(0, 1) if number == 1 else (0,))
@@ -786,17 +721,14 @@ def test_a_member_that_does_not_answer_holds_no_round_up(in_term: InTerm, monkey
         await lab.set_workers(0)  # it is released: nothing is pushed to it any more
         assert [len(receiver.files) for receiver in lab.receivers] == [2, 0]
 
-    in_term(case, rounds=2)
 
-
-def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
+async def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
     in_term: InTerm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its update counts, and its executor waits for the outer update of this round."""
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PAUSES", (0.01,))
-
-    async def case(lab: TermLab) -> None:
+    async with in_term(rounds=2) as lab:
         away = lab.lab.peer, lab.trainers[1].peer_id
         await lab.announce(1)
         await lab.push(1, 1, lab.write([2.0, 2.0]))
@@ -811,15 +743,12 @@ def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
         await lab.announce(2, who=(0,))
         await lab.push(0, 2, lab.write([1.0, 2.0]))
         await lab.outer_update(2)
-
-    in_term(case, rounds=2)
     assert caplog.text.count("outer update of round 1 did not reach") == 1
 
 
-def test_members_whose_updates_never_came_are_reported_and_others_announced(in_term: InTerm) -> None:
+async def test_members_whose_updates_never_came_are_reported_and_others_announced(in_term: InTerm) -> None:
     """The only worker that had stated an update died before it was pushed."""
-
-    async def case(lab: TermLab) -> None:
+    async with in_term() as lab:
         await lab.announce(1, who=(1,), deadline_ms=20)
         await lab.lab.scheduler.until(lambda: lab.lab.scheduler.refused)
         [missing] = lab.lab.scheduler.refused
@@ -828,58 +757,46 @@ def test_members_whose_updates_never_came_are_reported_and_others_announced(in_t
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         await lab.outer_update(1)
 
-    in_term(case)
+
+async def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab, push_receiver: Any) -> None:
+    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
+        for count in (1, 2):
+            await term_lab.announce(1, deadline_ms=20)
+            if count == 1:
+                await lab.scheduler.until(lambda: len(lab.scheduler.refused) == 2)
+        end = await lab.scheduler.ended()
+        assert end.outcome == "failed"
+        assert "no update of round 1 arrived" in end.reason
 
 
-def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
-        async with running(lab, push_receiver) as term_lab:
-            for count in (1, 2):
-                await term_lab.announce(1, deadline_ms=20)
-                if count == 1:
-                    await lab.scheduler.until(lambda: len(lab.scheduler.refused) == 2)
-            end = await lab.scheduler.ended()
-            assert end.outcome == "failed"
-            assert "no update of round 1 arrived" in end.reason
-
-    in_lab(case)
-
-
-def test_a_full_disk_gives_the_work_back_with_the_path(
+async def test_a_full_disk_gives_the_work_back_with_the_path(
     in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(*_arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/outer-1.safetensors")
 
     monkeypatch.setattr("hypha_proto.outer_step.outer_step", step)
-
-    async def case(lab: Any) -> None:
-        async with running(lab, push_receiver) as term_lab:
-            await term_lab.announce(1, who=(0,))
-            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-            end = await lab.scheduler.ended()
-            assert end.outcome == "cancelled"
-            assert "/disk/outer-1.safetensors: No space left on device" in end.reason
-
-    in_lab(case)
+    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
+        await term_lab.announce(1, who=(0,))
+        await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
+        end = await lab.scheduler.ended()
+        assert end.outcome == "cancelled"
+        assert "/disk/outer-1.safetensors: No space left on device" in end.reason
 
 
-def test_an_update_for_which_there_is_no_room_gives_the_work_back(
+async def test_an_update_for_which_there_is_no_room_gives_the_work_back(
     in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def case(lab: Any) -> None:
-        async with running(lab, push_receiver) as term_lab:
-            await term_lab.announce(1, who=(0,))
-            update = term_lab.write([2.0, 2.0])
+    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
+        await term_lab.announce(1, who=(0,))
+        update = term_lab.write([2.0, 2.0])
 
-            def allocate(*_arguments: Any) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/update")
+        def allocate(*_arguments: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/update")
 
-            monkeypatch.setattr(os, "posix_fallocate", allocate)
-            with pytest.raises(TransferRefusedError, match=NO_ROOM):
-                await term_lab.push(0, 1, update)
-            end = await lab.scheduler.ended()
-            assert end.outcome == "cancelled"
-            assert "No space left on device" in end.reason
-
-    in_lab(case)
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        with pytest.raises(TransferRefusedError, match=NO_ROOM):
+            await term_lab.push(0, 1, update)
+        end = await lab.scheduler.ended()
+        assert end.outcome == "cancelled"
+        assert "No space left on device" in end.reason

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ async def until_retried(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
+async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.05,) * 1000)
@@ -40,26 +40,23 @@ def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
         return transfer.PullSource(tmp_path / "slice") if comes_back else Refusal(reason="not here any more")
 
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker, network.endpoint("data") as data:
-            files, address = PeerFiles(worker, JobStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
-            async with anyio.create_task_group() as tasks:
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("data") as data:
+        files, address = PeerFiles(worker, JobStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
+        async with anyio.create_task_group() as tasks:
 
-                async def serve() -> None:
-                    await until_retried(caplog)  # the node is reachable, and does not serve files yet
-                    transfer.serve_pulls(data, resolve)
+            async def serve() -> None:
+                await until_retried(caplog)  # the node is reachable, and does not serve files yet
+                transfer.serve_pulls(data, resolve)
 
-                tasks.start_soon(serve)
-                if comes_back:
-                    _, peer = await files.pull([data.peer_id], address, tmp_path / "got")
-                    assert peer == data.peer_id
-                    assert (tmp_path / "got").read_bytes() == b"x" * 1000
-                else:
-                    with pytest.raises(BridgeError, match="not here any more"):
-                        await files.pull([data.peer_id], address, tmp_path / "got")
-
-    anyio.run(main, backend="trio")
+            tasks.start_soon(serve)
+            if comes_back:
+                _, peer = await files.pull([data.peer_id], address, tmp_path / "got")
+                assert peer == data.peer_id
+                assert (tmp_path / "got").read_bytes() == b"x" * 1000
+            else:
+                with pytest.raises(BridgeError, match="not here any more"):
+                    await files.pull([data.peer_id], address, tmp_path / "got")
 
 
 GOOD, WRONG = b"x" * 1000, b"y" * 1000
@@ -112,24 +109,15 @@ async def open_nodes(folder: Path) -> AsyncIterator[Nodes]:
 
 
 @pytest.fixture
-def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a case with long pauses for nodes that are away, which it must not wait for."""
+def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractAsyncContextManager[Nodes]]:
+    """Return a function that opens nodes, with long pauses for those that are away, which nothing must wait for."""
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (60.0,))
     monkeypatch.setattr("hypha_worker.connectors.rpc_retry.RETRY_DELAYS", (0.0, 0.01))
-
-    def run(case: Callable[[Nodes], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(30):
-                async with open_nodes(tmp_path) as nodes:
-                    await case(nodes)
-
-        anyio.run(main, backend="trio")
-
-    return run
+    return lambda: open_nodes(tmp_path)
 
 
-def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it(with_nodes: Any) -> None:
-    async def case(nodes: Nodes) -> None:
+async def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it(with_nodes: Any) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         nodes.serve(nodes.second, GOOD)
         _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
@@ -137,11 +125,9 @@ def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it(with_
         assert nodes.target.read_bytes() == GOOD
         assert nodes.asked == nodes.peers
 
-    with_nodes(case)
 
-
-def test_a_file_that_no_node_has_as_announced_is_an_error_at_once_that_names_each(with_nodes: Any) -> None:
-    async def case(nodes: Nodes) -> None:
+async def test_a_file_that_no_node_has_as_announced_is_an_error_at_once_that_names_each(with_nodes: Any) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         nodes.refuse(nodes.second, "slice 3 is not what was announced")
         with pytest.raises(UnusableFileError, match="digits/3 cannot be used") as caught:
@@ -152,25 +138,20 @@ def test_a_file_that_no_node_has_as_announced_is_an_error_at_once_that_names_eac
         assert nodes.asked == nodes.peers
         assert not nodes.target.exists()
 
-    with_nodes(case)
 
-
-def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
-    async def case(nodes: Nodes) -> None:
+async def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD[:500])
         with pytest.raises(UnusableFileError):
             await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST)
         assert len(nodes.asked) == 1
 
-    with_nodes(case)
 
-
-def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
+async def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2, 0.2, 0.2, 60.0))
-
-    async def case(nodes: Nodes) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         with pytest.raises(UnusableFileError) as caught:  # the second never serves: not waited for to the end
             await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
@@ -187,15 +168,12 @@ def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
             _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
         assert peer == nodes.second.peer_id
 
-    with_nodes(case)
 
-
-def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
+async def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.1, 0.1))
-
-    async def case(nodes: Nodes) -> None:
+    async with with_nodes() as nodes:
         opened = anyio.Event()
         path = nodes.folder / "slice"
         path.write_bytes(GOOD)
@@ -212,11 +190,9 @@ def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
         assert nodes.target.read_bytes() == GOOD
         assert len(nodes.asked) == 3  # slice, manifest, slice
 
-    with_nodes(case)
 
-
-def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_nodes: Any) -> None:
-    async def case(nodes: Nodes) -> None:
+async def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_nodes: Any) -> None:
+    async with with_nodes() as nodes:
         path = nodes.folder / "manifest"
         path.write_bytes(b"{}")
 
@@ -229,19 +205,16 @@ def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_n
             await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
         assert len(nodes.asked) == 2
 
-    with_nodes(case)
-
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
+async def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-
-    async def case(nodes: Nodes) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD)
         nodes.serve(nodes.second, GOOD)
         with pytest.raises(DiskFaultError) as caught:
@@ -250,30 +223,24 @@ def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
         assert os.strerror(code) in caught.value.detail
         assert nodes.asked == nodes.peers[:1]
 
-    with_nodes(case)
 
-
-def test_another_error_of_the_system_is_not_blamed_on_the_disk(
+async def test_another_error_of_the_system_is_not_blamed_on_the_disk(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "no such folder")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-
-    async def case(nodes: Nodes) -> None:
+    async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD)
         with pytest.raises(FileNotFoundError):
             await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
 
-    with_nodes(case)
-
 
 @pytest.mark.usefixtures("quick_retries")
-def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: Any) -> None:
+async def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: Any) -> None:
     empty = b"\x02\0\0\0\0\0\0\0{}"
-
-    async def case(nodes: Nodes) -> None:
+    async with with_nodes() as nodes:
         for node, content in ((nodes.first, b""), (nodes.second, empty)):
             path = nodes.folder / f"{node.peer_id}"
             path.write_bytes(content)
@@ -286,5 +253,3 @@ def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: Any) ->
         assert peer == nodes.second.peer_id
         with pytest.raises(UnusableFileError, match="not a safetensors file"):
             await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, check=check_tensor_file)
-
-    with_nodes(case)

@@ -38,31 +38,27 @@ class KnowsAll(ConfinedRun):
 
 
 @pytest.mark.parametrize("own_session", [False, True])
-def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(own_session: bool) -> None:
+async def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(own_session: bool) -> None:
     """Also an orphan, if it stays in the session or a layer knows it."""
     starts_another = LEAVES_ANOTHER.replace("start_new_session=True", f"start_new_session={own_session}")
-
-    async def main() -> None:
-        with anyio.fail_after(30):
-            end = "sys.stdin.read()"
-            process = await anyio.open_process([sys.executable, "-c", starts_another + end], start_new_session=True)
-            assert process.stdout is not None
-            assert process.stdin is not None
-            left = int(await process.stdout.receive())
-            try:
-                for pid in (process.pid, left):
-                    assert is_in_run(pid, process.pid, NO_LAYERS)
-                assert not is_in_run(os.getpid(), process.pid, NO_LAYERS)
-                assert not is_in_run(process.pid, left, NO_LAYERS)
-                await process.stdin.aclose()
-                await process.wait()
-                assert is_in_run(left, process.pid, NO_LAYERS) is not own_session
-                assert is_in_run(left, process.pid, KnowsAll())
-            finally:
-                os.kill(left, signal.SIGKILL)
-                await process.aclose()
-
-    anyio.run(main, backend="trio")
+    with anyio.fail_after(30):
+        end = "sys.stdin.read()"
+        process = await anyio.open_process([sys.executable, "-c", starts_another + end], start_new_session=True)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        left = int(await process.stdout.receive())
+        try:
+            for pid in (process.pid, left):
+                assert is_in_run(pid, process.pid, NO_LAYERS)
+            assert not is_in_run(os.getpid(), process.pid, NO_LAYERS)
+            assert not is_in_run(process.pid, left, NO_LAYERS)
+            await process.stdin.aclose()
+            await process.wait()
+            assert is_in_run(left, process.pid, NO_LAYERS) is not own_session
+            assert is_in_run(left, process.pid, KnowsAll())
+        finally:
+            os.kill(left, signal.SIGKILL)
+            await process.aclose()
 
 
 @pytest.mark.parametrize(("token", "size"), [("t", 0), ("t", 100_000), ("other", 0), ("tt", 0), ("", 0)])
@@ -156,7 +152,7 @@ def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows(
     assert not is_alive(left)
 
 
-def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
+async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
     ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
 
     class Layer:
@@ -170,20 +166,17 @@ def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
             os.kill(self.killed, signal.SIGKILL)
             return True
 
-    async def main() -> None:
-        layer = Layer()
-        with anyio.fail_after(30):
-            process = await anyio.open_process(
-                [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
-            )
-            assert process.stdout is not None
-            await process.stdout.receive()
-            layer.killed = process.pid
-            assert await terminate_tree(process, "t", 0.1, confined=layer) is None
-            assert process.returncode == -signal.SIGKILL
-            await process.aclose()
-
-    anyio.run(main, backend="trio")
+    layer = Layer()
+    with anyio.fail_after(30):
+        process = await anyio.open_process(
+            [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+        )
+        assert process.stdout is not None
+        await process.stdout.receive()
+        layer.killed = process.pid
+        assert await terminate_tree(process, "t", 0.1, confined=layer) is None
+        assert process.returncode == -signal.SIGKILL
+        await process.aclose()
 
 
 def test_processes_that_survive_sigkill_are_named_and_returned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from hypha_net import rpc
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import (
@@ -28,6 +28,8 @@ from hypha_proto.progress import (
 from hypha_worker.bridge.progress_reports import BATCH_TIMEOUT, ProgressReports
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import BridgeError
+
+pytestmark = pytest.mark.virtual_clock
 
 JOB, LEASE = uuid.UUID(int=1), uuid.UUID(int=2)
 
@@ -79,21 +81,9 @@ async def open_scene(*, waits: bool = True, takes_batches: bool = True) -> Async
         yield Scene(network, worker, scheduler, contact, reports)
 
 
-Case = Callable[[Scene], Awaitable[None]]
-
-
-def play(case: Case, *, waits: bool = True, takes_batches: bool = True) -> None:
-    async def main() -> None:
-        with anyio.fail_after(200):
-            async with open_scene(waits=waits, takes_batches=takes_batches) as scene:
-                await case(scene)
-
-    simulate(main)
-
-
 @pytest.mark.parametrize("waits", [True, False], ids=["with a grace", "without"])
-def test_several_batches_travel_in_one_message(waits: bool) -> None:
-    async def case(scene: Scene) -> None:
+async def test_several_batches_travel_in_one_message(waits: bool) -> None:
+    async with open_scene(waits=waits) as scene:
         scene.take_single()
         scene.take_several()
         assert await scene.reports.report_batches(trained(6, 3)) == BatchesCounted(counted=9, last=12)
@@ -101,12 +91,10 @@ def test_several_batches_travel_in_one_message(waits: bool) -> None:
         assert scene.several == [ReportBatches(job_id=JOB, lease=LEASE, round=4, first=6, batches=batches)]
         assert scene.single == []
 
-    play(case, waits=waits)
-
 
 @pytest.mark.parametrize("waits", [True, False], ids=["with a grace", "without"])
-def test_a_strategy_that_takes_no_several_gets_one_report_a_batch(waits: bool) -> None:
-    async def case(scene: Scene) -> None:
+async def test_a_strategy_that_takes_no_several_gets_one_report_a_batch(waits: bool) -> None:
+    async with open_scene(waits=waits, takes_batches=False) as scene:
         scene.take_single()
         scene.answers = [Continue(), ScheduleUpdate(counter=7), Continue()]
         report = scene.reports.report_batches
@@ -122,21 +110,17 @@ def test_a_strategy_that_takes_no_several_gets_one_report_a_batch(waits: bool) -
         assert await report(trained(3, 1, number=5)) == BatchesCounted(counted=4, reason="no such job")
         assert len({request.id for request in scene.single}) == len(scene.single)
 
-    play(case, waits=waits, takes_batches=False)
 
-
-def test_the_end_of_a_round_that_is_begun_anew_is_not_that_of_before() -> None:
-    async def case(scene: Scene) -> None:
+async def test_the_end_of_a_round_that_is_begun_anew_is_not_that_of_before() -> None:
+    async with open_scene(takes_batches=False) as scene:
         scene.take_single()
         scene.answers = [ScheduleUpdate(counter=7)]
         assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1, last=8)
         assert await scene.reports.report_batches(trained(0, 1)) == BatchesCounted(counted=1)
 
-    play(case, takes_batches=False)
 
-
-def test_batches_of_an_outage_are_reported_again_after_it() -> None:
-    async def case(scene: Scene) -> None:
+async def test_batches_of_an_outage_are_reported_again_after_it() -> None:
+    async with open_scene() as scene:
         scene.take_several()
         report, scheduler = scene.reports.report_batches, scene.scheduler.peer_id
         scene.network.partition(scene.worker.peer_id, scheduler)
@@ -152,11 +136,9 @@ def test_batches_of_an_outage_are_reported_again_after_it() -> None:
         assert await report(trained(6, 3)) == BatchesCounted(counted=9, last=12)
         assert [(each.first, len(each.batches)) for each in scene.several] == [(6, 3)]
 
-    play(case)
 
-
-def test_a_refusal_counts_only_of_a_scheduler_that_runs_the_job() -> None:
-    async def case(scene: Scene) -> None:
+async def test_a_refusal_counts_only_of_a_scheduler_that_runs_the_job() -> None:
+    async with open_scene() as scene:
         began = anyio.Event()
 
         async def lose_confirmation(_peer: PeerId, _request: ReportBatches) -> BatchesCounted:
@@ -172,14 +154,10 @@ def test_a_refusal_counts_only_of_a_scheduler_that_runs_the_job() -> None:
         scene.take_several()
         assert await scene.reports.report_batches(trained(6, 1)) == scene.answer
 
-    play(case)
 
-
-def test_a_job_that_ends_with_its_lease_fails_when_the_scheduler_stays_away() -> None:
-    async def case(scene: Scene) -> None:
+async def test_a_job_that_ends_with_its_lease_fails_when_the_scheduler_stays_away() -> None:
+    async with open_scene(waits=False) as scene:
         scene.take_several()
         scene.network.partition(scene.worker.peer_id, scene.scheduler.peer_id)
         with pytest.raises(BridgeError):
             await scene.reports.report_batches(trained(6, 1))
-
-    play(case, waits=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import httpx
 import pytest
-from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, make_config, open_rounds
+from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, make_config, open_rounds
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -54,26 +55,18 @@ def quick_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_rounds(tmp_path: Path) -> Callable[..., None]:
-    def run(case: Callable[[Rounds], Awaitable[None]], **changes: Any) -> None:
-        async def main() -> None:
-            with anyio.fail_after(20):
-                async with open_rounds(tmp_path, **changes) as rounds:
-                    await case(rounds)
-
-        anyio.run(main, backend="trio")
-
-    return run
+def in_rounds(tmp_path: Path) -> Callable[..., Any]:
+    return partial(open_rounds, tmp_path)
 
 
-InRounds = Callable[..., None]
+InRounds = Callable[..., Any]
 
 
 # ---------------------------------------------------------------------------------------------------- contributions
 
 
-def test_an_update_is_stated_to_the_scheduler_before_it_is_pushed(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_update_is_stated_to_the_scheduler_before_it_is_pushed(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         sent = await rounds.send()
         statement, header = rounds.history
         assert isinstance(statement, StateContribution)
@@ -85,48 +78,38 @@ def test_an_update_is_stated_to_the_scheduler_before_it_is_pushed(in_rounds: InR
         assert statement.contribution.ranges == RANGES
         assert header.term == 2
 
-    in_rounds(case)
 
-
-def test_an_executor_that_states_nothing_is_stated_as_such(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_executor_that_states_nothing_is_stated_as_such(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         await rounds.send(contribution=None)
         statement, header = rounds.history
         assert statement.contribution is header.contribution is None
         assert (statement.samples, header.term) == (30, 2)
 
-    in_rounds(case)
 
-
-def test_an_update_that_the_scheduler_does_not_accept_is_not_pushed(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_update_that_the_scheduler_does_not_accept_is_not_pushed(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         rounds.known = ContributionKnown(accepted=False, reason="slice 3 was assigned to another worker")
         with pytest.raises(BridgeError, match="round 1: slice 3 was assigned to another worker") as refused:
             await rounds.send()
         assert (refused.value.status, refused.value.kind) == (409, "update-refused")
         assert rounds.got(PushHeader) == []
 
-    in_rounds(case)
 
-
-def test_an_update_that_the_parameter_server_refuses_costs_its_executor_the_round(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_update_that_the_parameter_server_refuses_costs_its_executor_the_round(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         rounds.refused_push = "tensor 'a' has NaN"
         with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
             await rounds.send()
         assert (refused.value.status, refused.value.kind) == (409, "update-refused")
 
-    in_rounds(case)
 
-
-def test_a_refused_update_of_a_job_without_terms_is_a_failure_of_the_peer(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_a_refused_update_of_a_job_without_terms_is_a_failure_of_the_peer(in_rounds: InRounds) -> None:
+    async with in_rounds(term=None) as rounds:
         rounds.refused_push = "tensor 'a' has NaN"
         with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
             await rounds.send(contribution=None)
         assert (refused.value.status, refused.value.kind) == (502, "peer-failed")
-
-    in_rounds(case, term=None)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +122,18 @@ def test_a_refused_update_of_a_job_without_terms_is_a_failure_of_the_peer(in_rou
         ({"ranges": RANGES[:1] * (MAX_RANGES + 1)}, f"contribution.ranges: {MAX_RANGES + 1} are more than"),
     ],
 )
-def test_a_contribution_that_does_not_describe_the_update_is_refused(
+async def test_a_contribution_that_does_not_describe_the_update_is_refused(
     in_rounds: InRounds, changes: dict[str, Any], named: str
 ) -> None:
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         with pytest.raises(BridgeError, match=named) as refused:
             await rounds.send(**changes)
         assert refused.value.status == 400
         assert rounds.history == []
 
-    in_rounds(case)
 
-
-def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         reference = PeersReference(peers=(rounds.scheduler.peer_id,), strategy=All())
         (rounds.work_dir / "u").write_bytes(b"x")
         _, digest = await transfer.describe(b"x")
@@ -162,11 +143,9 @@ def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> No
         with pytest.raises(BridgeError, match="contribution: only a file for the peers of `updates`"):
             await rounds.backend.send(Transfer(reference, "u", round=1, contribution=stated))
 
-    in_rounds(case)
 
-
-def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
+    async with in_rounds(term=None) as rounds:
         await rounds.send()
         [header] = rounds.history
         assert isinstance(header, PushHeader)
@@ -175,15 +154,12 @@ def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
         claimed = rounds.claim(await rounds.next_file())
         assert (claimed.round, claimed.weights) == (1, None)
 
-    in_rounds(case, term=None)
 
-
-def test_a_contribution_waits_for_a_scheduler_that_is_away(
+async def test_a_contribution_waits_for_a_scheduler_that_is_away(
     in_rounds: InRounds, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "hypha_worker.bridge.round_commits")
-
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rounds.send)
@@ -192,8 +168,6 @@ def test_a_contribution_waits_for_a_scheduler_that_is_away(
             assert rounds.history == []
             rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
         assert [type(message) for message in rounds.history] == [StateContribution, PushHeader]
-
-    in_rounds(case)
 
 
 HOSTILE_FIELDS = (
@@ -213,8 +187,8 @@ HOSTILE_FIELDS = (
 """Fields of a contribution that stand after, and thus replace, those that are right."""
 
 
-def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         content = b"over http"
         (rounds.work_dir / "u").write_bytes(content)
         _, digest = await transfer.describe(content)
@@ -249,10 +223,8 @@ def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
         [header] = rounds.got(PushHeader)
         assert header.contribution.optimizer == "reset"
 
-    in_rounds(case)
 
-
-def test_statements_and_commits_add_little_to_the_bytes_of_a_round(tmp_path: Path) -> None:
+async def test_statements_and_commits_add_little_to_the_bytes_of_a_round(tmp_path: Path) -> None:
     """At most 2 % more than before, with an update of 64 KiB, which is far below any model's."""
     moved: dict[bool, int] = {}
     content = b"\x01" * (1 << 16)
@@ -268,12 +240,9 @@ def test_statements_and_commits_add_little_to_the_bytes_of_a_round(tmp_path: Pat
             rounds.claim(await rounds.next_file())
             moved[with_term] = sum(node.traffic.sent for node in (rounds.worker, rounds.scheduler, rounds.server))
 
-    async def main() -> None:
-        with anyio.fail_after(20):
-            await measure(False)
-            await measure(True)
-
-    anyio.run(main, backend="trio")
+    with anyio.fail_after(20):
+        await measure(False)
+        await measure(True)
     assert moved[False] > 2 * len(content)
     assert moved[False] < moved[True] <= 1.02 * moved[False]
 
@@ -281,8 +250,8 @@ def test_statements_and_commits_add_little_to_the_bytes_of_a_round(tmp_path: Pat
 # ----------------------------------------------------------------------------------------------------- outer updates
 
 
-def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         digest = await rounds.push()
         await rounds.until_asked(2)  # not committed yet: asked again
         assert rounds.waiting_files() == 1
@@ -303,13 +272,11 @@ def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: InRounds
         question = rounds.got(AwaitCommit)[0]
         assert (question.job_id, question.lease, question.round, question.update) == (JOB, LEASE, 1, digest)
 
-    in_rounds(case)
 
-
-def test_an_outer_update_that_is_never_committed_is_deleted(
+async def test_an_outer_update_that_is_never_committed_is_deleted(
     in_rounds: InRounds, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         wrong, right = await rounds.push(b"wrong"), await rounds.push(b"right")
         await rounds.until_asked(2)
         rounds.commit(wrong, CommitStatus(committed=False, reason="round 1 has another outer update"))
@@ -324,11 +291,9 @@ def test_an_outer_update_that_is_never_committed_is_deleted(
         await rounds.push(b"wrong")
         rounds.claim(await rounds.next_file())
 
-    in_rounds(case)
 
-
-def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         await rounds.push(b"first", 1)
         await rounds.until_asked(1)
         await rounds.push(b"other", kind=OTHER_FILE)
@@ -338,22 +303,18 @@ def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) -> None:
         assert rounds.claim(await rounds.next_file()).round == 2
         assert rounds.waiting_files() == 1
 
-    in_rounds(case)
 
-
-def test_few_outer_updates_wait_for_a_commit(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_few_outer_updates_wait_for_a_commit(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         for number in range(QUEUE_LIMIT):
             await rounds.push(b"%d" % number, 1)
         with pytest.raises(TransferRefusedError, match=f"{QUEUE_LIMIT} files wait"):
             await rounds.push(b"one more", 1)
         assert rounds.waiting_files() == QUEUE_LIMIT
 
-    in_rounds(case)
 
-
-def test_an_outer_update_that_is_pushed_again_is_handed_over_once(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_an_outer_update_that_is_pushed_again_is_handed_over_once(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         digest = await rounds.push()
         await rounds.push(name="the same under another name")
         assert rounds.waiting_files() == 1
@@ -366,11 +327,9 @@ def test_an_outer_update_that_is_pushed_again_is_handed_over_once(in_rounds: InR
         assert rounds.claim(await rounds.next_file()).round == 2
         assert {question.update for question in rounds.got(AwaitCommit)[asked:]} == {other}
 
-    in_rounds(case)
 
-
-def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         with pytest.raises(TransferRefusedError, match="term: 1 is over, the parameter server of term 2"):
             await rounds.push(b"old", term=1)
         await rounds.push(b"new", 1, term=4)
@@ -378,11 +337,9 @@ def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -> None
             await rounds.push(b"second", 2, term=3)
         assert rounds.waiting_files() == 1
 
-    in_rounds(case)
 
-
-def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
         digest = await rounds.push()
         rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
@@ -390,14 +347,12 @@ def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRou
         rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
         assert rounds.claim(await rounds.next_file()).weights == NEW_WEIGHTS
 
-    in_rounds(case)
-
 
 # --------------------------------------------------------------------------------------------- weights and positions
 
 
-def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
         reference = rounds.config.weights
         assert reference is not None
         for content in (b"weights of round 1", b"weights of round 2"):
@@ -405,8 +360,6 @@ def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
             [file] = await rounds.backend.fetch(Transfer(reference, "weights"))
             assert file.path == "weights/weights.safetensors"
             assert (rounds.work_dir / file.path).read_bytes() == content
-
-    in_rounds(case)
 
 
 def test_weights_may_come_from_a_peer_that_no_other_reference_names() -> None:
@@ -429,10 +382,10 @@ def test_weights_may_come_from_a_peer_that_no_other_reference_names() -> None:
     ("first", "end", "metadata"),
     [(None, None, {}), (16, 48, {"first": "16", "end": "48"}), (None, 16, {"end": "16"}), (16, None, {"first": "16"})],
 )
-def test_the_metadata_of_a_slice_has_its_positions(
+async def test_the_metadata_of_a_slice_has_its_positions(
     in_rounds: InRounds, first: int | None, end: int | None, metadata: dict[str, str]
 ) -> None:
-    async def case(rounds: Rounds) -> None:
+    async with in_rounds() as rounds:
         _, digest = await transfer.describe(b"slice")
 
         async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
@@ -444,11 +397,11 @@ def test_the_metadata_of_a_slice_has_its_positions(
         assert {name: file.metadata[name] for name in ("slice", "epoch")} == {"slice": "3", "epoch": "1"}
         assert {name: text for name, text in file.metadata.items() if name in ("first", "end")} == metadata
 
-    in_rounds(case)
 
-
-def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_their_assignment(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
+async def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_their_assignment(
+    in_rounds: InRounds,
+) -> None:
+    async with in_rounds() as rounds:
         _, digest = await transfer.describe(b"slice")
         asking = most = count = 0
 
@@ -473,19 +426,16 @@ def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_their_as
         assert found == {"0": "11", "1": "12", "2": "13", "3": "14"}
         assert most == 1
 
-    in_rounds(case)
 
+async def test_a_slice_without_positions_to_use_is_an_error(in_rounds: InRounds) -> None:
+    async with in_rounds() as rounds:
 
-def test_a_slice_without_positions_to_use_is_an_error(in_rounds: InRounds) -> None:
-    async def case(rounds: Rounds) -> None:
         async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
             return SliceAssigned(data_provider=rounds.scheduler.peer_id, index=3, first=9, end=9)
 
         rpc.serve(rounds.scheduler, DATA, assign)
         with pytest.raises(BridgeError, match="first 9 is not before end 9"):
             await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
-
-    in_rounds(case)
 
 
 # ------------------------------------------------------------------------------------------------------ whole worker
@@ -499,8 +449,8 @@ assert open(event["path"], "rb").read() == b"outer"
 """
 
 
-def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Callable[..., None]) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Any) -> None:
+    async with in_lab() as lab:
         asked: list[AwaitCommit] = []
 
         async def answer(_peer: PeerId, question: AwaitCommit) -> CommitStatus:
@@ -517,5 +467,3 @@ def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Callable[..., 
         assert end.outcome == "finished", end
         assert [question.update for question in asked] == [digest, digest]
         assert ROUND in lab.scheduler.endpoint._handlers
-
-    in_lab(case)

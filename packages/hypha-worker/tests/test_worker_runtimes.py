@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +101,11 @@ def echo_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("echo_runtime")
-def test_a_runtime_is_a_folder_and_a_row(in_lab: Callable[..., None]) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_runtime_is_a_folder_and_a_row(in_lab: Any) -> None:
+    async with in_lab(executors=[{"class": "aggregate", "name": "parameter-server", "runtime": "echo"}]) as lab:
         spec = lab.aggregate_spec([], [])
         lease = await lab.scheduler.hire(ExecutorDescriptor("aggregate", "parameter-server"))
         await lab.scheduler.dispatch(lease, spec)
         task = lab.scheduler.task_on(lease)
         assert (await lab.scheduler.tasks.command(lease, task, SetWorkers(workers=()))).accepted
         assert (await lab.scheduler.ended()).outcome == "finished"
-
-    in_lab(case, executors=[{"class": "aggregate", "name": "parameter-server", "runtime": "echo"}])

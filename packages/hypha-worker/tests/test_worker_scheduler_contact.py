@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 from support.authority import Authority
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net.endpoint import Endpoint
@@ -23,38 +23,32 @@ def answer_with(endpoint: Endpoint, answer: ProgressResponse) -> None:
     rpc.serve(endpoint, REPORT, handle)
 
 
-def test_a_scheduler_that_is_started_again_gets_the_report_when_it_has_taken_up_the_job(tmp_path: Path) -> None:
+async def test_a_scheduler_that_is_started_again_gets_the_report_when_it_has_taken_up_the_job(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "acme")
     identity = authority.identity("scheduler")
     report = ProgressRequest(job_id=uuid.uuid4(), progress=SendingUpdate(), lease=uuid.uuid4(), id=uuid.uuid4())
     answers: list[ProgressResponse] = []
+    settings = EndpointSettings(relay_circuit=False)
+    async with open_endpoint(authority.identity("worker"), settings) as worker, anyio.create_task_group() as tasks:
+        contact = SchedulerContact(worker, identity.peer_id, may_wait=lambda: True)
 
-    async def main() -> None:
-        settings = EndpointSettings(relay_circuit=False)
-        async with open_endpoint(authority.identity("worker"), settings) as worker, anyio.create_task_group() as tasks:
-            contact = SchedulerContact(worker, identity.peer_id, may_wait=lambda: True)
+        async def send() -> None:
+            answers.append(await contact.call(REPORT, report, is_refusal=lambda each: isinstance(each, ProgressError)))
 
-            async def send() -> None:
-                answers.append(
-                    await contact.call(REPORT, report, is_refusal=lambda each: isinstance(each, ProgressError))
-                )
-
-            listening = EndpointSettings(("/ip4/127.0.0.1/tcp/0",), relay_circuit=False)
-            async with open_endpoint(identity, listening) as scheduler:
-                await worker.connect(scheduler.addresses[0])
-                await until(lambda: worker.connected_peers()[identity.peer_id].addresses)
-                address = scheduler.addresses[0].split("/p2p/")[0]
-                tasks.start_soon(contact.keep)
-            await until(lambda: not contact.is_confirmed)
-            tasks.start_soon(send)
-            async with open_endpoint(identity, EndpointSettings((address,), relay_circuit=False)) as scheduler:
-                answer_with(scheduler, ProgressError(reason="no such job yet"))
-                await until(lambda: contact.is_connected)
-                assert answers == []
-                answer_with(scheduler, Acknowledged())
-                contact.on_renewed()
-                await until(lambda: bool(answers))
-            tasks.cancel_scope.cancel()
-
-    run(main, 60)
+        listening = EndpointSettings(("/ip4/127.0.0.1/tcp/0",), relay_circuit=False)
+        async with open_endpoint(identity, listening) as scheduler:
+            await worker.connect(scheduler.addresses[0])
+            await until(lambda: worker.connected_peers()[identity.peer_id].addresses)
+            address = scheduler.addresses[0].split("/p2p/")[0]
+            tasks.start_soon(contact.keep)
+        await until(lambda: not contact.is_confirmed)
+        tasks.start_soon(send)
+        async with open_endpoint(identity, EndpointSettings((address,), relay_circuit=False)) as scheduler:
+            answer_with(scheduler, ProgressError(reason="no such job yet"))
+            await until(lambda: contact.is_connected)
+            assert answers == []
+            answer_with(scheduler, Acknowledged())
+            contact.on_renewed()
+            await until(lambda: bool(answers))
+        tasks.cancel_scope.cancel()
     assert answers == [Acknowledged()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from support.fake_http_server import served
-from support.scripted_task_scheduler import ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
 
 from hypha_proto.job_spec import (
@@ -124,8 +122,8 @@ def hub(token: str) -> HuggingFaceReference:
 
 
 @pytest.mark.parametrize("second", ["/missing", "/moved", "closed", "not allowed", "no URL", "hub", "bad token"])
-def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
-    in_lab: Callable[..., None], web: Web, everything: Callable[[], str], second: str
+async def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
+    in_lab: Any, web: Web, everything: Callable[[], str], second: str
 ) -> None:
     other: Any = {
         "closed": UriReference(value=web.url("/x").replace(web.address, "127.0.0.1:9")),
@@ -134,8 +132,7 @@ def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
         "hub": hub(TOKEN),
         "bad token": hub(BAD_TOKEN + "\n"),
     }.get(second, web.uri(second))
-
-    async def case(lab: Any) -> None:
+    async with in_lab(connectors={"hosts": ["127.0.0.1"]}) as lab:
         await lab.start(FETCHES, lab.train_spec(**with_artifacts(web.uri("/found"), other)))
         end = await lab.scheduler.ended()
         assert end.outcome == "failed"
@@ -143,8 +140,6 @@ def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
         assert "fetched 200" in lines, lines
         assert "failed" in lines, lines
         assert_no_secret(repr(end))
-
-    in_lab(case, connectors={"hosts": ["127.0.0.1"]})
     assert_no_secret(everything())
     basic = b64encode(f"{USER}:{PASSWORD}".encode()).decode()
     assert (f"/found?X-Amz-Signature={SIGNATURE}", f"Basic {basic}") in web.asked
@@ -153,8 +148,8 @@ def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
 
 
 @pytest.mark.parametrize("second", ["/found", "/missing", "/moved", "closed", "hub", "bad token"])
-def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
-    in_task_lab: Callable[..., None], web: Web, everything: Callable[[], str], second: str
+async def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
+    in_task_lab: Any, web: Web, everything: Callable[[], str], second: str
 ) -> None:
     closed = web.url("/x").replace(web.address, "127.0.0.1:9")
     source: dict[str, Any] = {
@@ -166,8 +161,7 @@ def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
         TaskResource(name="first", uri=UriSource(value=web.url("/found"))),
         TaskResource(name="second", **source),
     )
-
-    async def case(_lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[EXECUTOR], connectors={"hosts": ["127.0.0.1"]}) as (_lab, tasks, lease):
         tasks.start(lease, "t", SHOWS, resources=resources)
         report = await tasks.end("t")
         if second == "/found":
@@ -176,8 +170,6 @@ def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
             assert report.failed is not None, report
             assert report.failed.resource == "second"
         assert_no_secret(repr(report))
-
-    in_task_lab(case, executors=[EXECUTOR], connectors={"hosts": ["127.0.0.1"]})
     assert_no_secret(everything())
 
 

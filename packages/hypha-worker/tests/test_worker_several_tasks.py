@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -177,24 +177,16 @@ async def open_lab(folder: Path) -> AsyncIterator[Lab]:
         tasks.cancel_scope.cancel()
 
 
-InLab = Callable[[Callable[[Lab], Awaitable[None]]], None]
+InLab = Callable[[], AbstractAsyncContextManager[Lab]]
 
 
 @pytest.fixture
 def in_lab(tmp_path: Path) -> InLab:
-    def run(case: Callable[[Lab], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(30):
-                async with open_lab(tmp_path) as lab:
-                    await case(lab)
-
-        anyio.run(main, backend="trio")
-
-    return run
+    return lambda: open_lab(tmp_path)
 
 
-def test_tasks_that_accept_no_push_run_side_by_side_and_end_separately(in_lab: InLab) -> None:
-    async def case(lab: Lab) -> None:
+async def test_tasks_that_accept_no_push_run_side_by_side_and_end_separately(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         leases = {task: lab.hire() for task in ("a", "b", "c")}
         for task, lease in leases.items():
             assert await lab.start(task, train(lab), lease=lease) == "started"
@@ -205,11 +197,9 @@ def test_tasks_that_accept_no_push_run_side_by_side_and_end_separately(in_lab: I
         assert (await lab.schedulers[0].end("b")).cancelled is not None
         assert {run.definition.task for run in lab.tasks.running} == {"a", "c"}
 
-    in_lab(case)
 
-
-def test_pushes_of_different_senders_reach_the_task_that_names_them(in_lab: InLab) -> None:
-    async def case(lab: Lab) -> None:
+async def test_pushes_of_different_senders_reach_the_task_that_names_them(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         first, second = lab.peers
         assert await lab.start("a", train(lab, first)) == "started"
         assert await lab.start("b", train(lab, second)) == "started"
@@ -220,11 +210,9 @@ def test_pushes_of_different_senders_reach_the_task_that_names_them(in_lab: InLa
         assert "not one of my senders" in await lab.push(second, 4, PSEUDO_GRADIENT)
         assert await lab.push(lab.schedulers[0].endpoint, 5) != ""
 
-    in_lab(case)
 
-
-def test_tasks_of_a_job_that_could_be_confused_are_refused(in_lab: InLab) -> None:
-    async def case(lab: Lab) -> None:
+async def test_tasks_of_a_job_that_could_be_confused_are_refused(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         first, second = lab.peers
         assert await lab.start("a", train(lab, first)) == "started"
         assert await lab.start("server", aggregate(lab, first)) == "started"
@@ -233,13 +221,10 @@ def test_tasks_of_a_job_that_could_be_confused_are_refused(in_lab: InLab) -> Non
         assert f"both accept pushes of kind outer-update from {first.peer_id}" in why
         assert await lab.start("c", train(lab, second), lease=lease) == "started"
 
-    in_lab(case)
 
-
-def test_a_task_on_an_orphaned_lease_is_ended_when_its_scheduler_begins_it_anew(in_lab: InLab) -> None:
+async def test_a_task_on_an_orphaned_lease_is_ended_when_its_scheduler_begins_it_anew(in_lab: InLab) -> None:
     """The worker was behind a partition, and its scheduler has given the lease up."""
-
-    async def case(lab: Lab) -> None:
+    async with in_lab() as lab:
         sender, scheduler, first = lab.peers[0], lab.schedulers[0], lab.hire()
         assert await lab.start("a", train(lab, sender, grace_ms=60_000), lease=first) == "started"
         assert "both accept pushes" in await lab.start("b", train(lab, sender))
@@ -254,13 +239,10 @@ def test_a_task_on_an_orphaned_lease_is_ended_when_its_scheduler_begins_it_anew(
         assert await lab.push(sender, 1) == ""
         assert lab.received() == {"a": [], "c": [1]}
 
-    in_lab(case)
 
-
-def test_jobs_of_two_schedulers_with_one_id_do_not_disturb_each_other(in_lab: InLab) -> None:
+async def test_jobs_of_two_schedulers_with_one_id_do_not_disturb_each_other(in_lab: InLab) -> None:
     """The other scheduler has learnt the job's id, and names the same peers."""
-
-    async def case(lab: Lab) -> None:
+    async with in_lab() as lab:
         sender, stranger = lab.peers
         for which in (1, 0):
             assert await lab.start("a", train(lab, sender), which) == "started"
@@ -270,5 +252,3 @@ def test_jobs_of_two_schedulers_with_one_id_do_not_disturb_each_other(in_lab: In
         assert await lab.push(sender, 4, which=1) == ""
         assert lab.received(1) == {"a": [4], "server": []}
         assert await lab.push(stranger, 5) != ""
-
-    in_lab(case)

@@ -54,7 +54,7 @@ class NoResolver(trio.abc.HostnameResolver):
 
 
 @CASES
-def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
+async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
     """Hosts and buckets match any pattern, so that what is refused is refused for what it is."""
     monkeypatch.setattr("hypha_worker.connectors.content_holders.ROUNDS", 1)
     connected: list[str] = []
@@ -66,37 +66,29 @@ def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("refused")
 
     monkeypatch.setattr(anyio, "connect_tcp", connect)
-
-    async def main() -> None:
-        trio.socket.set_custom_hostname_resolver(NoResolver())
-        async with MemoryNetwork().endpoint("worker") as worker:
-            storage = JobStorage(work_dir, 1000)
-            files = PeerFiles(worker, storage)
-            for _ in range(cases):
-                url = mutated(chance, chance.choice(SEEDS))
-                with pytest.raises(BridgeError) as caught:
-                    await download_from_uri(url, PurePosixPath(), access, storage=storage, files=files)
-                assert caught.value.status in (400, 403, 404, 502, 504), (url, caught.value)
-                assert not ("//user:pass@[" in url and "pass" in caught.value.detail), (url, caught.value.detail)
-
-    anyio.run(main, backend="trio")
+    trio.socket.set_custom_hostname_resolver(NoResolver())
+    async with MemoryNetwork().endpoint("worker") as worker:
+        storage = JobStorage(work_dir, 1000)
+        files = PeerFiles(worker, storage)
+        for _ in range(cases):
+            url = mutated(chance, chance.choice(SEEDS))
+            with pytest.raises(BridgeError) as caught:
+                await download_from_uri(url, PurePosixPath(), access, storage=storage, files=files)
+            assert caught.value.status in (400, 403, 404, 502, 504), (url, caught.value)
+            assert not ("//user:pass@[" in url and "pass" in caught.value.detail), (url, caught.value.detail)
     assert not list(work_dir.iterdir())
     assert not [host for host in connected if host.startswith(("127.", "10.", "::1"))]
 
 
 @CASES
-def test_fuzzed_records_are_ignored_or_name_a_size(cases: int) -> None:
+async def test_fuzzed_records_are_ignored_or_name_a_size(cases: int) -> None:
     chance = random.Random(8)
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker, network.endpoint("peer") as peer:
-            key = content_directory.content_key("ab" * 32)
-            for _ in range(cases):
-                text = mutated(chance, chance.choice(RECORDS).decode("latin-1"))
-                await peer.put_record(key, text.encode("utf-8", "surrogatepass"))
-                for holder in await content_directory.find_holders(worker, "ab" * 32):
-                    assert holder.peer == peer.peer_id
-                    assert 0 <= holder.size < 1 << 64
-
-    anyio.run(main, backend="trio")
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("peer") as peer:
+        key = content_directory.content_key("ab" * 32)
+        for _ in range(cases):
+            text = mutated(chance, chance.choice(RECORDS).decode("latin-1"))
+            await peer.put_record(key, text.encode("utf-8", "surrogatepass"))
+            for holder in await content_directory.find_holders(worker, "ab" * 32):
+                assert holder.peer == peer.peer_id
+                assert 0 <= holder.size < 1 << 64

@@ -67,16 +67,13 @@ def exporting() -> Iterator[Collector]:
             export.close()
 
 
-def test_an_executors_spans_are_in_the_trace_of_its_job(in_lab: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_executors_spans_are_in_the_trace_of_its_job(in_lab: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def case(lab: Any) -> None:
-        with instrumentation.span("job"):
-            await lab.start(SCRIPT.replace("BAD", repr(BAD)))
-        assert (await lab.scheduler.ended()).outcome == "finished"
-
     with exporting() as collector:
-        in_lab(case)
+        async with in_lab() as lab:
+            with instrumentation.span("job"):
+                await lab.start(SCRIPT.replace("BAD", repr(BAD)))
+            assert (await lab.scheduler.ended()).outcome == "finished"
     [printed] = [record.getMessage() for record in caplog.records if "[[200" in record.getMessage()]
     taken, *refused = json.loads(printed[printed.index("[[") :])
     assert taken == [200, {"recorded": 2}]

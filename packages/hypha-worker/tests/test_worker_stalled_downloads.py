@@ -15,7 +15,7 @@ from support.fake_http_server import served
 
 from hypha_proto.job_spec import All, PeersReference
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 
 COUNT = 44
 """Downloads of one job; anyio runs 40 threads at once by default."""
@@ -104,8 +104,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingHub]:
         yield hub
 
 
-def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, hub: StallingHub) -> None:
-    async def case(lab: Any) -> None:
+async def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, hub: StallingHub) -> None:
+    async with in_lab() as lab:
         first = await lab.start(STALLS)
         await lab.scheduler.until(lambda: hub.stalled >= 8)
         others = PeersReference(peers=(lab.data.peer_id,), strategy=All())
@@ -119,8 +119,6 @@ def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, hub: Stall
         assert lab.left_behind() == []
         assert hub.most == 8
 
-    in_lab(case)
-
 
 def give_up(work_dir: Path) -> None:
     """Tell the only job to give its downloads up."""
@@ -128,10 +126,10 @@ def give_up(work_dir: Path) -> None:
     specification.with_name("give-up").touch()
 
 
-def test_a_download_whose_executor_gave_up_gives_its_place_back(
+async def test_a_download_whose_executor_gave_up_gives_its_place_back(
     in_lab: InLab, hub: StallingHub, tmp_path: Path
 ) -> None:
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(GIVES_UP)
         await lab.scheduler.until(lambda: hub.stalled >= 8)
         give_up(tmp_path)
@@ -139,5 +137,3 @@ def test_a_download_whose_executor_gave_up_gives_its_place_back(
         await lab.scheduler.until(lambda: hub.stalled == 0)
         assert (await lab.scheduler.ended()).outcome == "finished"
         assert hub.most == 8
-
-    in_lab(case)

@@ -75,8 +75,8 @@ async def status(site: Any) -> dict[str, Any]:
     return found
 
 
-def test_status_shows_gateways_leases_jobs_and_requests(on_site: Any) -> None:
-    async def case(site: Any) -> None:
+async def test_status_shows_gateways_leases_jobs_and_requests(on_site: Any) -> None:
+    async with on_site() as site:
         gateway = site.lab.scheduler.endpoint.peer_id
         site.node.endpoint.gateway_peers = {"/ip4/192.0.2.1/tcp/4001": gateway, "/ip4/192.0.2.2/tcp/4001": None}
         lease = await site.start_job(WAITS)
@@ -102,11 +102,11 @@ def test_status_shows_gateways_leases_jobs_and_requests(on_site: Any) -> None:
         )
         assert "bid 1: no offer: the bid of 1 is below 50" in text
 
-    on_site(case)
 
-
-def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(on_site: Any, tmp_path: Path) -> None:
-    async def paused(site: Any) -> None:
+async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(
+    on_site: Any, tmp_path: Path
+) -> None:
+    async with on_site() as site:
         await site.start_job(WAITS)
         result = await site.command("pause")
         assert (result.exit_code, result.stdout) == (0, "paused: no more offers, also after a restart; 1 jobs go on\n")
@@ -123,20 +123,14 @@ def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(o
             await anyio.sleep(0.05)
         site.let_all_go()
         assert (await site.lab.scheduler.ended()).outcome == "finished"
-
-    async def resumed(site: Any) -> None:
+    async with on_site() as site:
         assert (await status(site))["state"] == "paused"
         assert [rejection.code for rejection in (await why_not(site)).rejections] == ["paused"]
         assert (await site.command("resume")).stdout == "resumed\n"
         assert (await status(site))["state"] == "running"
         await site.lab.scheduler.hire()
-
-    async def running(site: Any) -> None:
+    async with on_site() as site:
         assert (await status(site))["state"] == "running"
-
-    on_site(paused)
-    on_site(resumed)
-    on_site(running)
 
 
 def test_texts_of_peers_are_escaped_for_a_terminal() -> None:

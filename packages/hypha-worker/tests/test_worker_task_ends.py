@@ -39,7 +39,7 @@ from hypha_worker.leasing import retention
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.tasks.execution import Execution, TaskContext
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 
 SLEEPER = """
 import subprocess
@@ -101,8 +101,8 @@ assert answer == {"type": "Done"}, answer
 """
 
 
-def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any, serve_slices: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any, serve_slices: Any) -> None:
+    async with in_lab() as lab:
         pushed = push_receiver(lab.server, lab.folder / "server")
         pushed.listen()
         await serve_slices(lab, 1)
@@ -131,8 +131,6 @@ def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: A
         assert lab.scheduler.reports[0].lease == lease
         assert lab.left_behind() == []
 
-    in_lab(case)
-
 
 VARIANT = """
 status, files = post("/resources/fetch", {"resource": config["data"], "path": "slices"})
@@ -158,8 +156,8 @@ sys.exit(1)
 """
 
 
-def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         sender = lab.scheduler.endpoint
         await lab.start(RECEIVES)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
@@ -173,15 +171,12 @@ def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab: InLa
         end = await lab.scheduler.ended()
         assert end.last_lines == (f"incoming/chunk-0.bin file 0 {sender.peer_id}",)
 
-    in_lab(case)
 
-
-def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
+async def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
     in_lab: InLab, push_receiver: Any, serve_slices: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         scheduler = lab.scheduler
         pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
         pushed.listen()
@@ -213,8 +208,6 @@ def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
         lines = [text for text in caplog.messages if text.endswith("] variant is done")]
         assert (len(lines), len(set(lines))) == (4, 2), "lines of two tasks can be told apart"
 
-    in_lab(case)
-
 
 SENDS = """
 size = {size}
@@ -226,8 +219,8 @@ listen({{"resource": config["results"], "path": "incoming"}}).__next__()
 """
 
 
-def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
-    async def case(lab: Any) -> None:
+async def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
+    async with in_lab() as lab:
         push_receiver(lab.server, lab.folder / "server").listen()
         sent = {1000: (lab.server, b"outer"), 3000: (lab.data, b"outer update")}
         leases = {}
@@ -242,8 +235,6 @@ def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_receiv
             size = leases[end.lease]
             assert (end.outcome, end.bytes_sent, end.bytes_received) == ("finished", size, len(sent[size][1]))
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize(
     ("script", "reason", "code"),
@@ -252,18 +243,18 @@ def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_receiv
         ("print('before'); print('the reason', flush=True); os.kill(os.getpid(), 9)", "was ended by SIGKILL", -9),
     ],
 )
-def test_a_failed_executor_is_reported_with_its_last_lines(in_lab: InLab, script: str, reason: str, code: int) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_failed_executor_is_reported_with_its_last_lines(
+    in_lab: InLab, script: str, reason: str, code: int
+) -> None:
+    async with in_lab() as lab:
         await lab.start("sys.stdout.reconfigure(line_buffering=True)\n" + script)
         end = await lab.scheduler.ended()
         assert (end.outcome, end.exit_code, end.last_lines) == ("failed", code, ("before", "the reason"))
         assert reason in end.reason
         assert lab.left_behind() == []
 
-    in_lab(case)
 
-
-def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab: InLab) -> None:
+async def test_an_executors_logged_error_comes_first_and_its_spec_is_shortened(in_lab: InLab) -> None:
     script = """
 print("ERROR hypha.training: an older one")
 print("ERROR hypha.training: no Pillow")
@@ -272,64 +263,53 @@ for number in range(55):
 print("Command", ["--job", sys.argv[3]], "failed")
 sys.exit(1)
 """
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(script)
         lines = (await lab.scheduler.ended()).last_lines
         assert lines[-1] == "Command ['--job', '{JOB_JSON}'] failed"
         assert len(lines) == 50
         assert lines[:2] == ("ERROR hypha.training: no Pillow", "traceback 7")
 
-    in_lab(case)
 
-
-def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab, tmp_path: Path) -> None:
+async def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.symlink_to("/bin/false")
-
-    async def case(lab: Any) -> None:
+    executor = {"class": "train", "name": "script", "runtime": "process", "cmd": str(program)}
+    async with in_lab(executors=[executor]) as lab:
         program.unlink()  # it was there when the worker checked it
         await lab.start("")
         end = await lab.scheduler.ended()
         assert end.outcome == "failed"
         assert "program' is not found" in end.reason
 
-    executor = {"class": "train", "name": "script", "runtime": "process", "cmd": str(program)}
-    in_lab(case, executors=[executor])
 
-
-def test_processes_left_by_an_executor_are_ended_with_it(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_processes_left_by_an_executor_are_ended_with_it(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         await lab.start(SLEEPER)
         end = await lab.scheduler.ended()
         assert end.outcome == "finished"
         assert alive(lab.folder / "work") == []
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])
-def test_shutdown_ends_jobs_soon_and_reports_it(
+async def test_shutdown_ends_jobs_soon_and_reports_it(
     in_lab: InLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(process_runner, "TERM_GRACE", 3600.0)
     monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.2)
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(script)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         seen.append(lab.scheduler)
-
-    in_lab(case)
     [end] = seen[0].ends
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert alive(tmp_path / "work") == []
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["control", "logs"]
 
 
-def test_other_peers_cannot_use_a_lease(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_other_peers_cannot_use_a_lease(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         lease = await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         stranger = type(lab.scheduler)(lab.data)
@@ -338,11 +318,10 @@ def test_other_peers_cannot_use_a_lease(in_lab: InLab) -> None:
         assert lab.worker.tasks.running
         assert isinstance(await lab.scheduler.renew(lab.peer, lease), Renewed)
 
-    in_lab(case)
 
+async def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
+    async with in_lab() as lab:
 
-def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
         async def reasons(**wanted: float) -> tuple[str, ...]:
             message = WhyNot(request=lab.scheduler.request(**wanted))
             answer = await rpc.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)
@@ -356,11 +335,9 @@ def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
         await lab.scheduler.hire(cpu=2.0)
         assert await reasons(cpu=1.0) == ("cpu: this worker has enough, but too much of it is leased",)
 
-    in_lab(case)
 
-
-def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)")
         await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
@@ -371,13 +348,10 @@ def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_la
         lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
         assert (await lab.scheduler.ended()).outcome == "finished"
 
-    in_lab(case)
 
-
-def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer(in_lab: InLab) -> None:
+async def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer(in_lab: InLab) -> None:
     """The end of its task can be reported to nobody."""
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(WAITS)
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
@@ -386,16 +360,12 @@ def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer(in_la
         await lab.scheduler.until(lambda: not lab.worker.tasks._sessions)
         assert lab.worker.tasks.running == ()
 
-    in_lab(case)
 
-
-def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         lease = await lab.scheduler.hire(cpu=2.0)
         assert await lab.scheduler.release(lab.peer, lease)
         assert lab.worker.lease_manager.free.resources.cpu == 2.0
-
-    in_lab(case)
 
 
 PRINTS = """
@@ -408,8 +378,17 @@ sys.exit(1)
 """
 
 
-def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab, tmp_path: Path) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab, tmp_path: Path) -> None:
+    executor = {
+        "class": "train",
+        "name": "script",
+        "runtime": "process",
+        "cmd": sys.executable,
+        "args": ["-I", "-S", str(tmp_path / "script.py"), "{SOCKET_PATH}", "{WORK_DIR}", "{JOB_JSON}"],
+        "env": {"JOB": "{JOB_FILE}", "OWN": "{not a word}"},
+    }
+    devices = [{"index": 0, "memory": 16.0}, {"index": 1, "memory": 24.0}]
+    async with in_lab(executors=[executor], resources={"cpu": 4.0, "memory": 4.0, "devices": devices}) as lab:
         lab.write_script(PRINTS)
         first = await lab.scheduler.hire(gpu=10.0)
         second = await lab.scheduler.hire(gpu=20.0, cpu=2.0, memory=1.5)
@@ -427,17 +406,6 @@ def test_a_job_sees_its_own_devices_folder_and_spec_and_no_secret(in_lab: InLab,
             assert cuda == f"CUDA_VISIBLE_DEVICES {devices!r}"
             assert rocr == f"ROCR_VISIBLE_DEVICES {devices!r}"
 
-    executor = {
-        "class": "train",
-        "name": "script",
-        "runtime": "process",
-        "cmd": sys.executable,
-        "args": ["-I", "-S", str(tmp_path / "script.py"), "{SOCKET_PATH}", "{WORK_DIR}", "{JOB_JSON}"],
-        "env": {"JOB": "{JOB_FILE}", "OWN": "{not a word}"},
-    }
-    devices = [{"index": 0, "memory": 16.0}, {"index": 1, "memory": 24.0}]
-    in_lab(case, executors=[executor], resources={"cpu": 4.0, "memory": 4.0, "devices": devices})
-
 
 USES_SOCKET = """
 path, link = sys.argv[1], os.path.join(work_dir, "bridge.sock")
@@ -453,19 +421,16 @@ sys.exit(1)
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(in_lab: InLab, long: bool) -> None:
+async def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_likes(in_lab: InLab, long: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as short:
         (work_dir := Path(short) / ("x" * 60 if long else "w")).mkdir(mode=0o750)
         (kept := work_dir / "kept").write_text("kept")
-
-        async def case(lab: Any) -> None:
+        async with in_lab(work_dir=work_dir) as lab:
             await lab.start(USES_SOCKET)
             end = await lab.scheduler.ended()
             assert end.last_lines == (f"True {long} 0o600 True", "200"), end
             assert sorted(path.name for path in work_dir.iterdir()) == ["control", "kept", "logs"]
             assert kept.read_text() == "kept"
-
-        in_lab(case, work_dir=work_dir)
 
 
 def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:
@@ -503,12 +468,11 @@ class FailsWhenCancelled(Execution):
             raise ExecutionError("it failed")
 
 
-def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
+async def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_worker.executors.parameter_server.server.ParameterServer", FailsWhenCancelled)
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         for _ in range(2):  # the second shows that the worker still runs
             lease = await lab.scheduler.hire(lab.SERVER)
             await lab.scheduler.dispatch(lease, lab.aggregate_spec([], []))
@@ -516,11 +480,9 @@ def test_a_job_that_fails_while_it_is_cancelled_does_not_end_the_worker(
             assert (end.lease, end.outcome) == (lease, "cancelled")
             await lab.scheduler.release(lab.peer, lease)
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize("how", ["ended", "cancelled"])
-def test_resources_stay_taken_while_a_process_survives_sigkill(
+async def test_resources_stay_taken_while_a_process_survives_sigkill(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch, recorded: Any, how: str
 ) -> None:
     """After 30 s they counted as free before, and a further job ran beside the process."""
@@ -528,8 +490,7 @@ def test_resources_stay_taken_while_a_process_survives_sigkill(
     monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
     monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
     monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
-
-    async def case(lab: Any) -> None:
+    async with in_lab(isolation={"disable": ["bubblewrap", "supervisor", "cgroup"]}) as lab:
         manager, kill = lab.worker.lease_manager, os.kill
         before = manager.free.resources.cpu
         with monkeypatch.context() as patch:
@@ -549,5 +510,3 @@ def test_resources_stay_taken_while_a_process_survives_sigkill(
             kill(process.pid, signal.SIGKILL)
         await lab.scheduler.until(lambda: manager.free.resources.cpu == before)
         assert recorded.total("hypha.worker.leases.retained") == 0
-
-    in_lab(case, isolation={"disable": ["bubblewrap", "supervisor", "cgroup"]})

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_task_scheduler import ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
 
 from hypha_net import transfer
@@ -31,7 +29,7 @@ from hypha_proto.tasks import (
 )
 from hypha_proto.transfer import PullRequest
 
-InTaskLab = Callable[..., None]
+InTaskLab = Callable[..., Any]
 
 
 def numbers(lab: Any) -> TaskResource:
@@ -71,14 +69,12 @@ assert status == 400, answer
 """
 
 
-def test_a_task_fetches_its_resources(in_task_lab: InTaskLab, serve_slices: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_task_fetches_its_resources(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         await serve_slices(lab, 1)
         one = TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 1))
         tasks.start(lease, "t", FETCH, resources=(numbers(lab), one))
         assert (await tasks.end("t")).finished is not None
-
-    in_task_lab(case, executors=[EXECUTOR])
 
 
 COPIES = """
@@ -99,10 +95,10 @@ assert status == 200, files
 """
 
 
-def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab) -> None:
+async def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab) -> None:
     """There is room for four copies of a file: three in the work directory, and one in the store."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    resources = {"cpu": 2.0, "memory": 4.0, "storage": 1.0, "default": {"storage": 0.0055}}
+    async with in_task_lab(executors=[EXECUTOR], resources=resources) as (lab, tasks, lease):
         tasks.start(lease, "producer", "open('x', 'w').truncate(1_000_000)", outputs={"out": "x"})
         report = await tasks.end("producer")
         assert report.finished is not None
@@ -120,9 +116,6 @@ def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab) -> No
         tasks.start(lease, "t", COPIES, resources=resources, outputs={"out": "x"})
         ended = await tasks.end("t")
         assert ended.finished is not None, ended
-
-    resources = {"cpu": 2.0, "memory": 4.0, "storage": 1.0, "default": {"storage": 0.0055}}
-    in_task_lab(case, executors=[EXECUTOR], resources=resources)
 
 
 SEND = """
@@ -153,8 +146,8 @@ for body, wanted in (
 """
 
 
-def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         tasks.start(lease, "t", SEND, outputs={"early": "early", "folder": "elsewhere", "late": "late"})
         report = await tasks.end("t")
         assert await content_of(lab, report, "early") == b"second"
@@ -164,8 +157,6 @@ def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> None:
         tasks.start(lease, "u", SEND + "sys.exit(1)", outputs={"early": "early", "folder": "folder", "late": "late"})
         assert (await tasks.end("u")).failed is not None
         assert len(lab.worker.tasks.held) == 3, "outputs of a failed attempt are removed"
-
-    in_task_lab(case, executors=[EXECUTOR])
 
 
 UPDATE = """
@@ -182,8 +173,8 @@ for number in range(50):
 """
 
 
-def test_a_task_reports_progress_and_hears_that_it_drains(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_task_reports_progress_and_hears_that_it_drains(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (_lab, tasks, lease):
         tasks.start(lease, "t", UPDATE)
         await tasks.until(lambda: "progress" in tasks.kinds("t"))
         tasks.define(lease, "t", drain=DrainTask(30_000, "the worker drains"))
@@ -192,8 +183,6 @@ def test_a_task_reports_progress_and_hears_that_it_drains(in_task_lab: InTaskLab
         assert progress[0] == TaskProgress(fraction=0.25, message="a line", metrics={"loss": 1.5})
         assert progress[-1] == TaskProgress(fraction=0.75, metrics={"step": 49.0})
         assert tasks.kinds("t").count("draining") == 1
-
-    in_task_lab(case, executors=[EXECUTOR])
 
 
 REFUSED = """
@@ -218,18 +207,16 @@ assert status == 200 and open(answer[0]["path"]).read() == "slice 2", answer
 """
 
 
-def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTaskLab, serve_slices: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         await serve_slices(lab, 1)
         settings = {"data": str(lab.data.peer_id)}
         tasks.start(lease, "t", REFUSED, resources=(numbers(lab),), settings=settings)
         report = await tasks.end("t")
         assert report.finished is not None, report
 
-    in_task_lab(case, executors=[EXECUTOR])
 
-
-def test_a_task_that_trains_has_no_resources_and_reports_progress_as_others(in_lab: Callable[..., None]) -> None:
+async def test_a_task_that_trains_has_no_resources_and_reports_progress_as_others(in_lab: Any) -> None:
     script = """
 for path, body, expected in (
     ("/resources/fetch", {"type": "Resource", "name": "model"}, 404),
@@ -239,13 +226,10 @@ for path, body, expected in (
     status, answer = post(path, body)
     assert status == expected, answer
 """
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start(script)
         end = await lab.scheduler.ended()
         assert end.outcome == "finished", end
-
-    in_lab(case)
 
 
 def script_of_docs() -> str:
@@ -256,7 +240,9 @@ def script_of_docs() -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, tmp_path: Path, serve_slices: Any) -> None:
+async def test_a_shell_script_with_curl_is_an_executor(
+    in_task_lab: InTaskLab, tmp_path: Path, serve_slices: Any
+) -> None:
     script = script_of_docs()
     assert len(script.splitlines()) <= 30
     (tmp_path / "count.sh").write_text(script)
@@ -266,8 +252,7 @@ def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, tmp_pat
         "cmd": "sh",
         "args": [str(tmp_path / "count.sh"), "{SOCKET_PATH}", "{JOB_FILE}"],
     }
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[shell], requested="count") as (lab, tasks, lease):
         await serve_slices(lab, 1)
         outputs = (OutputPath("counts", "counts.txt"),)
         resources = (TaskResource(name="text", peers=numbers(lab).peers),)
@@ -282,8 +267,6 @@ def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, tmp_pat
         ]
         progress = [report.progress for report in tasks.of("t") if report.progress is not None]
         assert progress[-1].fraction == 1.0
-
-    in_task_lab(case, executors=[shell], requested="count")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_task_scheduler import ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
 from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
@@ -50,10 +47,10 @@ def write_slice(path: Path, index: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
-def test_a_task_computes_its_slices_and_sends_their_results(
-    in_task_lab: Callable[..., None], push_receiver: Any, model: list[Path]
+async def test_a_task_computes_its_slices_and_sends_their_results(
+    in_task_lab: Any, push_receiver: Any, model: list[Path]
 ) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[EXECUTOR], requested="inference/transformers") as (lab, tasks, lease):
         given: list[DataRequest] = []
 
         async def assign(_peer: Any, request: DataRequest) -> SliceAssigned | NotFound:
@@ -103,5 +100,3 @@ def test_a_task_computes_its_slices_and_sends_their_results(
         metrics = [report.progress.metrics for report in tasks.of("infer") if report.progress is not None]
         assert metrics[-1] is not None
         assert (metrics[-1]["rows"], metrics[-1]["errors"]) == (sum(ROWS), len(ROWS))
-
-    in_task_lab(case, executors=[EXECUTOR], requested="inference/transformers")

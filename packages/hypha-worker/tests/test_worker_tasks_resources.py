@@ -40,7 +40,7 @@ from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
 from hypha_worker.tasks.deliveries import Deliveries
 
-InTaskLab = Callable[..., None]
+InTaskLab = Callable[..., Any]
 READ = """
 def tree(path):
     if os.path.isfile(path):
@@ -109,8 +109,8 @@ async def second_worker(
         yield worker, endpoint
 
 
-def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         tasks.locate = answering(
             ResourceLocation(not_yet=NotYet("producer", 10)),
@@ -130,14 +130,11 @@ def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
         assert await found_by(lab, await tasks.end("u")) == {"r": FOUND}, "the stored output is another copy"
         assert lab.worker.endpoint.traffic.sent - sent < 20_000
 
-    in_task_lab(case)
-
 
 @pytest.mark.usefixtures("quick_retries")
-def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab: InTaskLab) -> None:
+async def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab: InTaskLab) -> None:
     """The scheduler is asked only if the result cannot be had there."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         right = PullFiles(located(output, lab.peer))
         tasks.locate = answering(ResourceLocation(pull=right))
@@ -148,11 +145,9 @@ def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_task_lab
             assert len(tasks.questions) == questions
         assert [failed.peer for failed in tasks.questions[0].failures] == [lab.data.peer_id]
 
-    in_task_lab(case)
 
-
-def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_config: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_config: Any) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         await lab.scheduler.release(lab.peer, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
@@ -181,14 +176,11 @@ def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, make_con
             assert report.finished.bytes_received == 17
             assert {question.lease for question in tasks.questions} == {second}
 
-    in_task_lab(case)
-
 
 @pytest.mark.usefixtures("quick_retries")
-def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTaskLab) -> None:
+async def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTaskLab) -> None:
     """The scheduler hears who has no such file or a false one, and who cannot be reached."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         files = {"refused": b"", "false": b"wrong", "right": b"right"}
 
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
@@ -211,11 +203,9 @@ def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab: InTas
         failures = [[(failed.peer, failed.is_permanent) for failed in asked.failures] for asked in tasks.questions]
         assert failures == [[], [(data, True)], [(data, True)], [(stranger, False)]]
 
-    in_task_lab(case)
 
-
-def test_a_resource_that_is_gone_fails_the_attempt_and_is_named(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_resource_that_is_gone_fails_the_attempt_and_is_named(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.locate = answering(ResourceLocation(gone=Gone("its task was cancelled")))
         tasks.start(lease, "t", resources=(result("data"),))
         failed = (await tasks.end("t")).failed
@@ -224,12 +214,10 @@ def test_a_resource_that_is_gone_fails_the_attempt_and_is_named(in_task_lab: InT
         assert "its task was cancelled" in failed.reason
         assert tasks.kinds("t") == ["started", "failed"]
 
-    in_task_lab(case)
-
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../b", ""])
-def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: InTaskLab, path: str) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: InTaskLab, path: str) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         other = LocatedFile(path="good", dataset="d", index=0, peers=(lab.peer,))
         bad = LocatedFile(path=path, dataset="d", index=1, peers=(lab.peer,))
         tasks.locate = answering(ResourceLocation(pull=PullFiles((other, bad))))
@@ -238,11 +226,9 @@ def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: InTaskLa
         assert failed is not None
         assert "does not stay inside" in failed.reason
 
-    in_task_lab(case)
 
-
-def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease, "open('d', 'w').truncate(300_000_000)")
         tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
         tasks.start(lease, "t", resources=(result(),))
@@ -251,29 +237,24 @@ def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -
         assert "exceeds this job's storage" in failed.reason
         assert failed.resource == "r"
 
-    in_task_lab(case)
 
-
-def test_waiting_for_a_resource_ends_with_the_attempt(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_waiting_for_a_resource_ends_with_the_attempt(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.locate = answering(ResourceLocation(not_yet=NotYet("producer", 10_000)))
         tasks.start(lease, "t", resources=(result(),))
         await tasks.until(lambda: tasks.questions)
         assert await lab.scheduler.release(lab.peer, lease)
         assert (await tasks.end("t")).cancelled is not None
 
-    in_task_lab(case)
 
-
-def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InTaskLab, tmp_path: Path) -> None:
+async def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InTaskLab, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     (shared / "folder" / "deep").mkdir(parents=True)
     (shared / "folder" / "deep" / "a").write_text("a")
     (shared / "b").write_text("b")
     (shared / "folder" / "link").symlink_to(shared / "b")
     (tmp_path / "secret").write_text("secret")
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(connectors={"roots": [str(shared)]}) as (lab, tasks, lease):
         resources = (
             TaskResource(name="folder", file=FileSource(str(shared / "folder"))),
             TaskResource(name="file", file=FileSource(str(shared / "b"))),
@@ -292,11 +273,9 @@ def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InTaskLab
             assert failed.resource == "x"
             assert "connectors.roots" in failed.reason or "not an absolute path" in failed.reason
 
-    in_task_lab(case, connectors={"roots": [str(shared)]})
 
-
-def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, serve_slices: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         await serve_slices(lab, 1)
         peers = (lab.data.peer_id,)
         resources = (
@@ -312,10 +291,8 @@ def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, s
         assert failed is not None
         assert "filenames" in failed.reason
 
-    in_task_lab(case)
 
-
-def test_a_token_reaches_neither_process_nor_reports(
+async def test_a_token_reaches_neither_process_nor_reports(
     in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     used: list[str | None] = []
@@ -337,7 +314,7 @@ def test_a_token_reaches_neither_process_nor_reports(
         reference = HuggingFaceReference(repository=repository, filenames=("config.json",), token="hf_secret")
         return TaskResource(name="model", huggingface=reference)
 
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         code = READ + "assert not any('secre' 't' in v for v in (open('job.json').read(), *os.environ.values()))"
         tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(model("org/model"),))
         assert await found_by(lab, await tasks.end("t")) == {"model": {"config.json": "{}"}}
@@ -347,8 +324,6 @@ def test_a_token_reaches_neither_process_nor_reports(
         assert "the Hub says: no [token]" in failed.reason
         assert used == ["hf_secret"] * 2
         assert "hf_secret" not in caplog.text
-
-    in_task_lab(case)
 
 
 # ---------------------------------------------------------------------------------------------------------------- push
@@ -375,12 +350,11 @@ def pushing(
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_result_is_pushed_to_another_worker(
+async def test_a_result_is_pushed_to_another_worker(
     in_task_lab: InTaskLab, make_config: Any, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     accept = Deliveries.accept
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
             lab.worker.lease_manager.close()
@@ -402,11 +376,9 @@ def test_a_result_is_pushed_to_another_worker(
             assert report.finished is not None
             assert report.finished.bytes_received == 13
 
-    in_task_lab(case)
 
-
-def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: InTaskLab, recorded: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         delivery = uuid.uuid4()
         file = LocatedFile(path="", dataset="d", index=0, size=5, digest=digest(b"right"))
         tasks.locate = answering(ResourceLocation(pushed=AwaitPush(delivery, (file,), (lab.data.peer_id,))))
@@ -442,14 +414,11 @@ def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: In
         assert await push(lab.data) == ""
         assert await found_by(lab, await tasks.end("t")) == {"r": "right"}
 
-    in_task_lab(case)
 
-
-def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_worker.tasks.deliveries.STALL", 0.2)
     monkeypatch.setattr("hypha_worker.tasks.deliveries._POLL", 0.05)
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         file = LocatedFile(path="", dataset="d", index=0)
         pushed = ResourceLocation(pushed=AwaitPush(uuid.uuid4(), (file,), (lab.data.peer_id,)))
         tasks.locate = answering(pushed, ResourceLocation(gone=Gone("nobody has it")))
@@ -459,11 +428,9 @@ def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pyt
         assert (failure.peer, failure.is_permanent) == (lab.data.peer_id, False)
         assert "1 of 1 files were not pushed" in failure.reason
 
-    in_task_lab(case)
 
-
-def test_only_the_scheduler_of_outputs_has_them_pushed(in_task_lab: InTaskLab, recorded: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_only_the_scheduler_of_outputs_has_them_pushed(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
 
         async def ask(peer: MemoryEndpoint, **changes: Any) -> PushBegun:
@@ -480,5 +447,3 @@ def test_only_the_scheduler_of_outputs_has_them_pushed(in_task_lab: InTaskLab, r
         assert (answer.accepted, answer.reason) == (False, "4001 files are over the limit of 4000 in one request")
         assert recorded.total("hypha.worker.output.requests", hypha_request="push", hypha_outcome="refused") == 5
         assert (await ask(scheduler)).accepted
-
-    in_task_lab(case)

@@ -45,7 +45,7 @@ from hypha_worker.tasks.definition import DefinitionError, check_start
 
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
 
-InTaskLab = Callable[..., None]
+InTaskLab = Callable[..., Any]
 
 
 async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -> bytes:
@@ -58,11 +58,10 @@ def outputs_of(report: TaskReport) -> dict[str, StoredOutput]:
     return {output.name: output for output in report.finished.outputs}
 
 
-def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTaskLab) -> None:
+async def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTaskLab) -> None:
     first = "os.makedirs('made/deep'); open('made/deep/x', 'w').write('deep'); open('made/y', 'w').write('y')\n"
     first += "open('f', 'w').write('file')"
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "definition": "job.json"})
         report = await tasks.end("first")
         assert tasks.kinds("first") == ["started", "ready", "finished"]
@@ -79,11 +78,9 @@ def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTas
         [folder] = lab.left_behind()
         assert folder.startswith("outputs-"), "work directories are removed"
 
-    in_task_lab(case)
 
-
-def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         code = "open('seen', 'w').write(json.dumps(task)); open('out', 'w').close()"
         settings = {"nested": [{"a": "out"}, 1.5, None]}
         tasks.start(
@@ -106,14 +103,16 @@ def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -> None
             "timeout_ms": None,
         }
 
-    in_task_lab(case)
 
-
-def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskLab) -> None:
+async def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskLab) -> None:
     def executor(job_class: str, text: str) -> dict[str, Any]:
         return {"class": job_class, "name": "tell", "cmd": "sh", "args": ["-c", f"echo {text} >out"]}
 
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(requested="tell", executors=[executor("shell", "first"), executor("other", "second")]) as (
+        lab,
+        tasks,
+        lease,
+    ):
         tasks.start(lease, "t", executor="tell", outputs={"out": "out"})
         assert await pull(lab.server, lab.peer, outputs_of(await tasks.end("t"))["out"]) == b"first\n"
         tasks.start(lease, "u", executor="other/tell")
@@ -121,11 +120,9 @@ def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: InTaskL
         assert failed is not None
         assert "none of those that the lease was requested for" in failed.reason
 
-    in_task_lab(case, requested="tell", executors=[executor("shell", "first"), executor("other", "second")])
 
-
-def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", "print('the reason'); sys.exit(3)")
         failed = (await tasks.end("t")).failed
         assert failed is not None
@@ -134,24 +131,22 @@ def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: In
         tasks.start(lease, "t", attempt=1)
         assert (await tasks.end("t", 1)).finished is not None
 
-    in_task_lab(case)
 
-
-def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", "print('ERROR disk: full'); sys.exit(os.EX_IOERR)")
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None
         assert cancelled.reason == "ERROR disk: full"
 
-    in_task_lab(case)
 
-
-def test_work_is_given_back_when_the_disk_is_full(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_is_given_back_when_the_disk_is_full(
+    in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def take(_files: JobFiles, _path: PurePosixPath, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         monkeypatch.setattr(JobFiles, "take", take)
         tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
         cancelled = (await tasks.end("t")).cancelled
@@ -159,13 +154,11 @@ def test_work_is_given_back_when_the_disk_is_full(in_task_lab: InTaskLab, monkey
         assert "No space left on device; free some space there" in cancelled.reason
         assert lab.worker.tasks.held == ()
 
-    in_task_lab(case)
 
-
-def test_an_error_in_the_worker_ends_one_attempt_only(
+async def test_an_error_in_the_worker_ends_one_attempt_only(
     in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         with monkeypatch.context() as patched:
             patched.setattr("hypha_worker.executors.process.execution.task_json", lambda _context: 1 / 0)
             tasks.start(lease, "t")
@@ -176,42 +169,34 @@ def test_an_error_in_the_worker_ends_one_attempt_only(
         tasks.start(lease, "next")
         assert (await tasks.end("next")).finished is not None
 
-    in_task_lab(case)
 
-
-def test_a_lease_whose_session_fails_is_given_up_so_that_its_scheduler_hears_of_it(
+async def test_a_lease_whose_session_fails_is_given_up_so_that_its_scheduler_hears_of_it(
     in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another session could not go on with the stream: the attempt would hang while the lease is renewed."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         with monkeypatch.context() as patched:
             patched.setattr("hypha_worker.tasks.lease_session.check_start", lambda *_: 1 / 0)
             tasks.start(lease, "t")
             await tasks.until(lambda: all(found.id != lease for found in lab.worker.lease_manager.leases))
         assert "because of an error in this worker" in caplog.text
 
-    in_task_lab(case)
 
-
-def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_an_attempt_fails_after_its_timeout(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", "time.sleep(60)", timeout_ms=300)
         failed = (await tasks.end("t")).failed
         assert failed is not None
         assert "after 0.3 s" in failed.reason
 
-    in_task_lab(case)
-
 
 @pytest.mark.parametrize("how", ["sleeps", "is stopped", "has a timeout"])
-def test_an_attempt_without_a_timeout_fails_when_its_process_does_nothing(
+async def test_an_attempt_without_a_timeout_fails_when_its_process_does_nothing(
     in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(idleness, "IDLE_LIMIT", 0.3)
     monkeypatch.setattr(idleness, "INTERVAL", 0.05)
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         codes = {"sleeps": "time.sleep(60)", "is stopped": "os.kill(os.getpid(), 19)", "has a timeout": "time.sleep(1)"}
         tasks.start(lease, "t", codes[how], timeout_ms=60_000 if how == "has a timeout" else None)
         report = await tasks.end("t")
@@ -220,8 +205,6 @@ def test_an_attempt_without_a_timeout_fails_when_its_process_does_nothing(
         else:
             assert report.failed is not None
             assert "has used no processor time" in report.failed.reason
-
-    in_task_lab(case)
 
 
 def test_a_process_that_waits_for_its_bridge_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +225,12 @@ def test_a_process_that_waits_for_its_bridge_is_not_idle(monkeypatch: pytest.Mon
     assert asked >= 30
 
 
-def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab(resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}}) as (
+        _lab,
+        tasks,
+        lease,
+    ):
         tasks.start(lease, "full", "[open(f'f{n}', 'wb').write(bytes(500_000)) for n in range(6)]; time.sleep(60)")
         report = await tasks.end("full")
         assert report.failed is not None
@@ -251,12 +238,10 @@ def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None
         tasks.start(lease, "next", "print(1)")
         assert (await tasks.end("next")).finished is not None
 
-    in_task_lab(case, resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}})
-
 
 @pytest.mark.parametrize("how", ["stop", "drain", "release", "expiry"])
-def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", WAITS, outputs={"pid": "job.json"})
         await tasks.until(lambda: "ready" in tasks.kinds("t"))
         [run] = lab.worker.tasks.running
@@ -289,11 +274,9 @@ def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how
         if how == "drain":
             assert tasks.kinds("t") == ["started", "ready", "draining", "cancelled"]
 
-    in_task_lab(case)
 
-
-def test_stale_attempts_are_refused_and_counted(in_task_lab: InTaskLab, recorded: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_stale_attempts_are_refused_and_counted(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", "time.sleep(0.3)", attempt=2)
         tasks.start(lease, "t", attempt=1)
         tasks.start(lease, "t", attempt=2)
@@ -306,11 +289,9 @@ def test_stale_attempts_are_refused_and_counted(in_task_lab: InTaskLab, recorded
         assert recorded.total("hypha.worker.definitions.refused", hypha_reason="stale") == 3
         assert (await tasks.end("other", 5)).cancelled is not None
 
-    in_task_lab(case)
 
-
-def test_a_second_task_at_the_same_time_is_given_back(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_second_task_at_the_same_time_is_given_back(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "one", "time.sleep(60)")
         tasks.start(lease, "two")
         cancelled = (await tasks.end("two")).cancelled
@@ -318,8 +299,6 @@ def test_a_second_task_at_the_same_time_is_given_back(in_task_lab: InTaskLab) ->
         assert "already runs" in cancelled.reason
         tasks.define(lease, "one", stop=Stop("enough"))
         assert (await tasks.end("one")).cancelled is not None
-
-    in_task_lab(case)
 
 
 BAD_SPECS = {
@@ -337,12 +316,11 @@ BAD_SPECS = {
 
 
 @pytest.mark.parametrize("fault", BAD_SPECS)
-def test_a_definition_that_cannot_be_used_fails_with_the_reason(
+async def test_a_definition_that_cannot_be_used_fails_with_the_reason(
     in_task_lab: InTaskLab, recorded: Any, fault: str
 ) -> None:
     (task, fields), reason = BAD_SPECS[fault]
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, task, **fields)
         failed = (await tasks.end(task)).failed
         assert failed is not None
@@ -351,8 +329,6 @@ def test_a_definition_that_cannot_be_used_fails_with_the_reason(
         assert lab.left_behind() == []
         tasks.start(lease, "next")
         assert (await tasks.end("next")).finished is not None
-
-    in_task_lab(case)
 
 
 BAD_OUTPUTS = {
@@ -386,10 +362,9 @@ def cleared_afterwards(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cleared_afterwards")
 @pytest.mark.parametrize("fault", BAD_OUTPUTS)
-def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTaskLab, fault: str) -> None:
+async def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTaskLab, fault: str) -> None:
     code, reason = BAD_OUTPUTS[fault]
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", "open('good', 'w').close();" + code, outputs={"good": "good", "bad": "x"})
         failed = (await tasks.end("t")).failed
         assert failed is not None
@@ -397,27 +372,21 @@ def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab: InTa
         assert reason in failed.reason
         assert lab.worker.tasks.held == ()
 
-    in_task_lab(case)
-
 
 @pytest.mark.usefixtures("cleared_afterwards")
-def test_folders_of_any_depth_are_removed_and_the_next_task_runs(in_task_lab: InTaskLab) -> None:
+async def test_folders_of_any_depth_are_removed_and_the_next_task_runs(in_task_lab: InTaskLab) -> None:
     """Deeper than Python recurses, and than a path may be long."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", "[(os.mkdir('dddd'), os.chdir('dddd'), open('f', 'w').close()) for _ in range(1200)]")
         await tasks.end("t")  # it fails if it runs long enough for its storage to be looked at
         assert lab.left_behind() == []
         tasks.start(lease, "next")
         assert (await tasks.end("next")).finished is not None
 
-    in_task_lab(case)
 
-
-def test_definitions_with_long_names_take_no_memory(in_task_lab: InTaskLab, recorded: Any) -> None:
+async def test_definitions_with_long_names_take_no_memory(in_task_lab: InTaskLab, recorded: Any) -> None:
     """They are not remembered, and not repeated in reports that wait for their acknowledgement."""
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         for number in range(3):
             tasks.define(lease, f"{number}" * 500_000, 1, stop=Stop("x"))
         tasks.start(lease, "../" + "x" * 500_000)
@@ -426,23 +395,18 @@ def test_definitions_with_long_names_take_no_memory(in_task_lab: InTaskLab, reco
         assert {report.task for report in tasks.reports} == {"next"}
         assert recorded.total("hypha.worker.definitions.refused", hypha_reason="malformed") == 4
 
-    in_task_lab(case)
 
-
-def test_a_path_through_a_link_is_no_output(in_task_lab: InTaskLab, tmp_path: Path) -> None:
+async def test_a_path_through_a_link_is_no_output(in_task_lab: InTaskLab, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", f"os.symlink({str(tmp_path)!r}, 'x')", outputs={"o": "x/secret"})
         failed = (await tasks.end("t")).failed
         assert failed is not None
         assert "a folder in its path 'x/secret' is a symbolic link" in failed.reason
 
-    in_task_lab(case)
 
-
-def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab: InTaskLab, recorded: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab: InTaskLab, recorded: Any) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", "open('x', 'w').write('x'); open('y', 'w').write('y')", outputs={"x": "x", "y": "y"})
         outputs = outputs_of(await tasks.end("t"))
         for request in (
@@ -468,11 +432,9 @@ def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab: InTa
         assert await release(lab.scheduler.endpoint, tasks.job_id) == 1
         assert lab.worker.tasks.held == ()
 
-    in_task_lab(case)
 
-
-def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         manager = lab.worker.lease_manager
         tasks.start(lease, "t", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
         outputs = outputs_of(await tasks.end("t"))
@@ -488,11 +450,9 @@ def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab
         assert (await rpc.call(lab.scheduler.endpoint, lab.peer, RELEASE_OUTPUTS, message)).removed == 1
         assert manager.free.resources.storage == pytest.approx(1.0)
 
-    in_task_lab(case)
 
-
-def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
         await tasks.end("t")
         renewed = anyio.current_time()
@@ -504,11 +464,9 @@ def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: InTaskL
         [folder] = (lab.folder / "work").glob("outputs-*")
         assert list(folder.iterdir()) == []
 
-    in_task_lab(case)
 
-
-def test_a_broken_stream_goes_on_without_loss_or_repetition(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_broken_stream_goes_on_without_loss_or_repetition(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         await tasks.until(lambda: lease in tasks.streams)
         for number in range(12):
             tasks.start(lease, f"t{number}", "time.sleep(0.02)")
@@ -522,11 +480,9 @@ def test_a_broken_stream_goes_on_without_loss_or_repetition(in_task_lab: InTaskL
         assert kinds == expected
         assert len(tasks.subscriptions) > 5
 
-    in_task_lab(case)
 
-
-def test_a_refused_subscription_is_tried_again_while_the_lease_lives(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_refused_subscription_is_tried_again_while_the_lease_lives(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         await tasks.until(lambda: lease in tasks.streams)
         tasks.refuse = "no such lease"
         await tasks.streams[lease].reset()
@@ -540,11 +496,9 @@ def test_a_refused_subscription_is_tried_again_while_the_lease_lives(in_task_lab
         await tasks.until(lambda: following in tasks.streams)
         assert [each.lease for each in tasks.subscriptions[count:]] == [following], "none after the lease"
 
-    in_task_lab(case)
 
-
-def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None], tmp_path: Path) -> None:
-    async def case(lab: Any) -> None:
+async def test_shutdown_ends_a_task_and_removes_everything(in_lab: Any, tmp_path: Path) -> None:
+    async with in_lab(executors=[PYTHON]) as lab:
         tasks = ScriptedTaskScheduler(lab.scheduler.endpoint)
         tasks.listen()
         lease = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
@@ -552,14 +506,12 @@ def test_shutdown_ends_a_task_and_removes_everything(in_lab: Callable[..., None]
         await tasks.end("t")
         tasks.start(lease, "u", WAITS, executor="python")
         await tasks.until(lambda: "ready" in tasks.kinds("u"))
-
-    in_lab(case, executors=[PYTHON])
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["control", "logs"]
     assert not [child for child in psutil.Process().children(recursive=True) if "sleep" in child.name()]
 
 
-def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab() as (lab, tasks, lease):
         drains: list[Drain] = []
 
         async def on_drain(_peer: PeerId, message: Drain) -> DrainReceived:
@@ -586,8 +538,6 @@ def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_task_lab
                 lab.scheduler.endpoint, lab.peer, RELEASE_OUTPUTS, ReleaseOutputs(job_id=tasks.job_id, datasets=())
             )
         assert drains[0].leases == (lease,)
-
-    in_task_lab(case)
 
 
 NAMES = st.sampled_from(["a", "b", "a.b", "a[1]", "../a", "", "x" * 65]) | st.text(max_size=10)

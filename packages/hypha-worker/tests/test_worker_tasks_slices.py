@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from blake3 import blake3
-from support.scripted_task_scheduler import ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
 
 from hypha_net import rpc, transfer
@@ -17,7 +15,7 @@ from hypha_proto.datasets import DATA, NO_FREE_SLICE, DataRequest, NotFound, Sli
 from hypha_proto.tasks import SlicesSource, TaskResource
 from hypha_proto.transfer import TASK_RESULT, PullRequest, Refusal
 
-InTaskLab = Callable[..., None]
+InTaskLab = Callable[..., Any]
 SLICES = TaskResource(name="slices", slices=SlicesSource("rows"))
 FETCH_ALL = """
 found = []
@@ -57,7 +55,7 @@ def serve(lab: Any, answers: list[Any], unusable: frozenset[int] = frozenset()) 
     return requests
 
 
-def test_a_task_fetches_slices_until_there_are_no_more(in_task_lab: InTaskLab) -> None:
+async def test_a_task_fetches_slices_until_there_are_no_more(in_task_lab: InTaskLab) -> None:
     code = (
         FETCH_ALL
         + """
@@ -67,8 +65,7 @@ assert [entry[0].startswith("slices/%d/" % n) for n, entry in enumerate(found)] 
 assert all(entry[0].endswith(".jsonl") for entry in found), found
 """
     )
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         requests = serve(lab, [7, WireError(message=NO_FREE_SLICE), 2])
         tasks.start(lease, "t", code, resources=(SLICES,))
         report = await tasks.end("t")
@@ -79,29 +76,22 @@ assert all(entry[0].endswith(".jsonl") for entry in found), found
         assert len(requests) == 4
         assert report.finished.bytes_received == 12
 
-    in_task_lab(case, executors=[EXECUTOR])
 
-
-def test_another_slice_takes_the_place_of_a_damaged_one(in_task_lab: InTaskLab) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_another_slice_takes_the_place_of_a_damaged_one(in_task_lab: InTaskLab) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         requests = serve(lab, [0, 1], unusable=frozenset({0}))
         tasks.start(lease, "t", FETCH_ALL + "assert [entry[1] for entry in found] == ['1'], found", resources=(SLICES,))
         assert (await tasks.end("t")).finished is not None
         assert requests[1].unusable is not None
         assert requests[1].unusable.index == 0
 
-    in_task_lab(case, executors=[EXECUTOR])
 
-
-def test_a_scheduler_that_refuses_is_quoted(in_task_lab: InTaskLab) -> None:
+async def test_a_scheduler_that_refuses_is_quoted(in_task_lab: InTaskLab) -> None:
     code = FETCH_ALL + "assert status == 502 and 'the job is over' in answer['detail'], answer"
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         serve(lab, [WireError(message="the job is over")])
         tasks.start(lease, "t", code, resources=(SLICES,))
         assert (await tasks.end("t")).finished is not None
-
-    in_task_lab(case, executors=[EXECUTOR])
 
 
 SEND = """
@@ -113,8 +103,8 @@ status, answer = post("/resources/send", {
 """
 
 
-def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTaskLab, push_receiver: Any) -> None:
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+async def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTaskLab, push_receiver: Any) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         receiver = push_receiver(lab.scheduler.endpoint, lab.folder / "results")
         receiver.listen()
         tasks.start(lease, "t", SEND + "assert status == 200, answer", sends=True)
@@ -126,15 +116,10 @@ def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTaskLab, 
         assert (header.job_id, header.lease, content) == (tasks.job_id, lease, b"{}")
         assert report.finished.bytes_sent == 2
 
-    in_task_lab(case, executors=[EXECUTOR])
-
 
 @pytest.mark.parametrize("also", [[], ["12D3KooWRm8J3iL796zPFi2EtGGtUJn58AG67gcqRLvNLQXkmDoe"]])
-def test_other_tasks_and_other_peers_are_refused(in_task_lab: InTaskLab, also: list[str]) -> None:
+async def test_other_tasks_and_other_peers_are_refused(in_task_lab: InTaskLab, also: list[str]) -> None:
     code = SEND.replace('[task["scheduler"]]', f'[task["scheduler"]] + {json.dumps(also)}')
-
-    async def case(lab: Any, tasks: ScriptedTaskScheduler, lease: uuid.UUID) -> None:
+    async with in_task_lab(executors=[EXECUTOR]) as (_lab, tasks, lease):
         tasks.start(lease, "t", code + "assert status == 403, answer", sends=bool(also) or None)
         assert (await tasks.end("t")).finished is not None
-
-    in_task_lab(case, executors=[EXECUTOR])

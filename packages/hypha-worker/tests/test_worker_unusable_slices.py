@@ -20,7 +20,7 @@ from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.assigned_slices import MAX_UNUSABLE
 from hypha_worker.service import open_worker
 
-InLab = Callable[..., None]
+InLab = Callable[..., Any]
 FETCH = """
 status, answer = post("/resources/fetch", {"resource": config["data"], "path": "slices"})
 print("ERROR executor: %d %s" % (status, answer), flush=True)
@@ -48,8 +48,8 @@ def serve(lab: Any, usable: set[int]) -> list[DataRequest]:
     return requests
 
 
-def test_the_next_slice_takes_the_place_of_an_unusable_one_which_is_reported(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_the_next_slice_takes_the_place_of_an_unusable_one_which_is_reported(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         requests = serve(lab, {2})
         await lab.start(FETCH + "sys.exit(0 if answer[0]['metadata']['slice'] == '2' else 1)")
         end = await lab.scheduler.ended()
@@ -64,21 +64,17 @@ def test_the_next_slice_takes_the_place_of_an_unusable_one_which_is_reported(in_
             assert failure.provider == lab.data.peer_id
             assert "not what was announced" in failure.reason
 
-    in_lab(case)
 
-
-def test_a_fetch_ends_when_every_slice_is_unusable(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_a_fetch_ends_when_every_slice_is_unusable(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         requests = serve(lab, set())
         await lab.start(FETCH + "sys.exit(0 if status == 502 else 1)")
         end = await lab.scheduler.ended()
         assert end.outcome == "finished", end
         assert len(requests) == MAX_UNUSABLE
 
-    in_lab(case)
 
-
-def test_a_full_disk_gives_the_work_back_at_once(
+async def test_a_full_disk_gives_the_work_back_at_once(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -86,32 +82,30 @@ def test_a_full_disk_gives_the_work_back_at_once(
 
     monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (60.0,))
     monkeypatch.setattr(os, "posix_fallocate", full)
-
-    async def case(lab: Any) -> None:
-        serve(lab, {0})
-        lease = await lab.start(FETCH + "time.sleep(60)")
-        end = await lab.scheduler.ended()
-        assert end.outcome == "cancelled"
-        assert str(lab.folder / "work") in end.reason
-        assert "No space left on device" in end.reason
-        assert "free some space there" in end.reason
-        assert await lab.scheduler.release(lab.peer, lease)
-        assert lab.worker.lease_manager.free.resources.cpu == 2.0
-
     with caplog.at_level(logging.ERROR, "hypha_worker.tasks.task_run"):
-        in_lab(case)
+        async with in_lab() as lab:
+            serve(lab, {0})
+            lease = await lab.start(FETCH + "time.sleep(60)")
+            end = await lab.scheduler.ended()
+            assert end.outcome == "cancelled"
+            assert str(lab.folder / "work") in end.reason
+            assert "No space left on device" in end.reason
+            assert "free some space there" in end.reason
+            assert await lab.scheduler.release(lab.peer, lease)
+            assert lab.worker.lease_manager.free.resources.cpu == 2.0
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "is given back to its scheduler" in record.getMessage()
     assert "No space left on device" in record.getMessage()
 
 
-def test_an_outer_update_that_finds_no_room_gives_the_work_back(in_lab: InLab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outer_update_that_finds_no_room_gives_the_work_back(
+    in_lab: InLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         await lab.start("time.sleep(60)")
         path = lab.folder / "outer"
         path.write_bytes(b"update")
@@ -125,21 +119,19 @@ def test_an_outer_update_that_finds_no_room_gives_the_work_back(in_lab: InLab, m
         assert str(lab.folder / "work") in end.reason
         assert "No space left on device" in end.reason
 
-    in_lab(case)
 
-
-def test_an_executor_that_cannot_write_gives_the_work_back(in_lab: InLab) -> None:
-    async def case(lab: Any) -> None:
+async def test_an_executor_that_cannot_write_gives_the_work_back(in_lab: InLab) -> None:
+    async with in_lab() as lab:
         await lab.start("print('ERROR executor: /data: No space left on device', flush=True); sys.exit(74)")
         end = await lab.scheduler.ended()
         assert end.outcome == "cancelled"
         assert end.reason == "ERROR executor: /data: No space left on device"
 
-    in_lab(case)
-
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_worker_that_shuts_down_says_goodbye_for_its_leases(make_config: Any, in_lab: InLab, knows: bool) -> None:
+async def test_a_worker_that_shuts_down_says_goodbye_for_its_leases(
+    make_config: Any, in_lab: InLab, knows: bool
+) -> None:
     heard: list[tuple[Any, Goodbye]] = []
     only = ExecutorDescriptor("train", "only")
 
@@ -147,7 +139,7 @@ def test_a_worker_that_shuts_down_says_goodbye_for_its_leases(make_config: Any, 
         heard.append((peer, message))
         return GoodbyeReceived()
 
-    async def case(lab: Any) -> None:
+    async with in_lab() as lab:
         if knows:
             rpc.serve(lab.scheduler.endpoint, SAY_GOODBYE, goodbye)
         executor = {"class": "train", "name": "only", "runtime": "process", "cmd": sys.executable}
@@ -158,5 +150,3 @@ def test_a_worker_that_shuts_down_says_goodbye_for_its_leases(make_config: Any, 
             assert [peer for peer, _ in heard] == ([endpoint.peer_id] if knows else [])
             assert all(set(message.leases) == leases for _, message in heard)
             assert all(message.reason == "the worker is shutting down" for _, message in heard)
-
-    in_lab(case)

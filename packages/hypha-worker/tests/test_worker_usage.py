@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ def test_a_process_tree_is_read_and_an_ended_one_is_empty() -> None:
     assert read_tree(child.pid) == {}
 
 
-def test_a_job_is_counted_measured_and_traced(
-    in_lab: Callable[..., None], recorded: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_is_counted_measured_and_traced(
+    in_lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)  # the first sample may see a process that has just been forked
 
     least: list[float] = []
-
-    async def case(lab: Any) -> None:
+    began = time.monotonic()
+    async with in_lab() as lab:
         await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
         await lab.scheduler.until(lambda: recorded.total("process.memory.usage") > 1 << 20)
         seen, count = time.monotonic(), len(recorded.values)
@@ -51,9 +50,6 @@ def test_a_job_is_counted_measured_and_traced(
         [work_dir] = lab.folder.glob("work/hypha-*")
         (work_dir / "go").touch()
         await lab.scheduler.ended()
-
-    began = time.monotonic()
-    in_lab(case)
     lasted = time.monotonic() - began
     assert recorded.total("hypha.worker.tasks.started") == recorded.total("hypha.worker.tasks.ended") == 1
     assert recorded.total("hypha.worker.tasks.active") == recorded.total("hypha.worker.executors.active") == 0
