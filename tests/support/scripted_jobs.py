@@ -524,10 +524,10 @@ class Lab:
 
 
 @asynccontextmanager
-async def open_jobs(
+async def open_scripted_jobs(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    strategy: ScriptedStrategy,
+    strategy: ScriptedStrategy | None = None,
     *,
     workers: int = 3,
     cores: int = 1,
@@ -547,9 +547,10 @@ async def open_jobs(
     async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
         return dataset(endpoints[1].peer_id)
 
+    used = strategy or ScriptedStrategy()
     if not real_time:
         monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
-    monkeypatch.setattr("hypha_scheduler.service.load_strategy", lambda _name, _allowed=None: strategy)
+    monkeypatch.setattr("hypha_scheduler.service.load_strategy", lambda _name, _allowed=None: used)
     monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
     network = MemoryNetwork(seed=seed)
     async with AsyncExitStack() as stack:
@@ -561,5 +562,8 @@ async def open_jobs(
         for worker in scripted:
             await tasks.start(worker.run)
         service = SchedulerService(endpoints[0], folder / "runs")
-        yield Lab(service, strategy, scripted, endpoints[0], tasks)
+        yield Lab(service, used, scripted, endpoints[0], tasks)
         tasks.cancel_scope.cancel()
+
+
+OpenJobs = Callable[..., AbstractAsyncContextManager[Lab]]

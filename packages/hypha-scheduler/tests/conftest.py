@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from support.authority import Authority
+from support.scripted_jobs import OpenJobs, open_scripted_jobs
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     """Return an organisation that all nodes of a test trust."""
     return Authority(tmp_path / "acme")
+
+
+@pytest.fixture
+def open_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OpenJobs:
+    """Return `support.scripted_jobs.open_scripted_jobs`, for this test."""
+    return partial(open_scripted_jobs, monkeypatch, tmp_path)
 
 
 @pytest.fixture

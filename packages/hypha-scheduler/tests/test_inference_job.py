@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 from support.inference_simulation import FakeDataset, answer, job_table, part_of
-from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, open_jobs
+from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, open_scripted_jobs
 from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
 
@@ -167,7 +167,7 @@ async def open_inference(
         return PinnedDataset(name, provider, entries, None, found.format, found.columns)
 
     provider = PeerId.from_public_key(bytes([77]) * 32)
-    async with open_jobs(monkeypatch, folder, cast(ScriptedStrategy, STRATEGY), workers=workers) as lab:
+    async with open_scripted_jobs(monkeypatch, folder, cast(ScriptedStrategy, STRATEGY), workers=workers) as lab:
         monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
         yield Network(lab, folder)
 

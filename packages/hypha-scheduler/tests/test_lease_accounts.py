@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import SPEC, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
+from support.scripted_jobs import SPEC, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, role
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
@@ -200,9 +200,7 @@ def test_the_command_lists_the_leases_of_all_jobs(tmp_path: Path) -> None:
     assert "'lately' is no period" in refused.output
 
 
-async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(open_jobs: OpenJobs) -> None:
     strategy, budget = ScriptedStrategy(), 3 * 60 * PRICE / 3600  # three workers for a minute
 
     def operator(context: Any) -> QuietOperator:
@@ -212,7 +210,7 @@ async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(
 
     strategy.make = operator
     times: list[float] = []
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start(ScriptedJob(budget=budget))
         await operator.until("acquired")
         began = anyio.current_time()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
+from support.scripted_jobs import SPEC, Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, role
 
 from hypha_scheduler.strategies.base import EndJob, StartTask
 
@@ -20,13 +20,13 @@ def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
     return [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
 
 
-async def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operator_hears_once_of_each_lease_that_it_holds(open_jobs: OpenJobs) -> None:
     def make(context: Any) -> QuietOperator:
         operator = QuietOperator(context)
         operator.demand = (role(count=2, distinct=False),)
         return operator
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), workers=1, cores=2) as lab:
+    async with open_jobs(ScriptedStrategy(make), workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         [worker] = lab.workers
@@ -42,10 +42,8 @@ async def test_operator_hears_once_of_each_lease_that_it_holds(tmp_path: Path, m
     assert first["reason"] == second["reason"] == "its owner drains it"
 
 
-async def test_nobody_drains_the_lease_of_another_worker_or_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_nobody_drains_the_lease_of_another_worker_or_job(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         first: QuietOperator = await lab.start()
         [[lease]] = await first.until("acquired")
         second: QuietOperator = await lab.start()
@@ -60,9 +58,7 @@ async def test_nobody_drains_the_lease_of_another_worker_or_job(
         await lab.finish(second)
 
 
-async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(open_jobs: OpenJobs) -> None:
     """The worker would refuse the first task on it."""
 
     def make(context: Any) -> QuietOperator:
@@ -70,7 +66,7 @@ async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere
         operator.demand = (role(count=2, minimum=2),)
         return operator
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
+    async with open_jobs(ScriptedStrategy(make)) as lab:
         draining, second, late = lab.workers
         second.cores = late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
@@ -86,10 +82,8 @@ async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere
         await lab.finish(operator)
 
 
-async def test_announcement_after_the_end_of_a_job_is_acknowledged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_announcement_after_the_end_of_a_job_is_acknowledged(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start()
         [[lease]] = await operator.until("acquired")
         operator.act(EndJob())

@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, open_jobs
+from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, open_scripted_jobs
 
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import simulate
@@ -241,7 +241,7 @@ class Recording(QuietOperator):
 
 @asynccontextmanager
 async def open_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[tuple[Lab, Any, Disk]]:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording)) as lab:
+    async with open_scripted_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording)) as lab:
         disk = Disk(monkeypatch)
         disk.free.set()
         operator = await lab.start()

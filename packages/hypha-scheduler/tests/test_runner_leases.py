@@ -11,7 +11,16 @@ from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
+from support.scripted_jobs import (
+    SPEC,
+    Lab,
+    OpenJobs,
+    QuietOperator,
+    ScriptedJob,
+    ScriptedStrategy,
+    open_scripted_jobs,
+    role,
+)
 
 from hypha_net.testing import simulate
 from hypha_proto.datasets import SliceAssigned
@@ -36,11 +45,9 @@ def journal(lab: Lab) -> list[dict[str, Any]]:
     return read_journal(path)
 
 
-async def test_raised_count_finds_leases_that_are_delivered_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         operator.demand = (role(count=3),)
@@ -56,7 +63,7 @@ async def test_raised_count_finds_leases_that_are_delivered_one_by_one(
 
 @pytest.mark.parametrize("available", [1, 2, 3])
 async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+    open_jobs: OpenJobs, available: int
 ) -> None:
     """What else is free is not left to lapse: a second search would wait for these offers to end."""
     strategy = ScriptedStrategy()
@@ -67,7 +74,7 @@ async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decis
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         for worker in lab.workers[available:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start()
@@ -85,9 +92,7 @@ async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decis
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
 
 
-async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
 
     def make(context: Any) -> QuietOperator:
@@ -96,7 +101,7 @@ async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
@@ -144,12 +149,10 @@ async def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_ther
         await lab.finish(operator)
 
 
-async def test_all_roles_must_have_their_minimum_before_it_settles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_roles_must_have_their_minimum_before_it_settles(open_jobs: OpenJobs) -> None:
     """A worker that is lost before the start is not counted: the time begins again."""
     demand = (role("train", 3, 2, early=True, settle=2.0), role("one", 1, 1, early=True, settle=2.0))
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(*demand))) as lab:
+    async with open_jobs(ScriptedStrategy(demanding(*demand))) as lab:
         for worker in lab.workers[2:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -210,11 +213,9 @@ async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
         await lab.finish(operator)
 
 
-async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(open_jobs: OpenJobs) -> None:
     demand = role(count=4, minimum=3, early=True, settle=2.0)
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(demanding(demand)), workers=2) as lab:
+    async with open_jobs(ScriptedStrategy(demanding(demand)), workers=2) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
         await anyio.sleep(2.0)
         [first] = shortages(lab)
@@ -237,9 +238,9 @@ def shortages(lab: Lab) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "shortage"]
 
 
-async def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_lease_is_replaced_while_the_demand_stays(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).forgotten.add(first.id)
@@ -250,11 +251,9 @@ async def test_lost_lease_is_replaced_while_the_demand_stays(tmp_path: Path, mon
         await lab.finish(operator)
 
 
-async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(open_jobs: OpenJobs) -> None:
     """A worker that drains is replaced before its lease ends; it may be the only one that comes."""
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), workers=1) as lab:
+    async with open_jobs(workers=1) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         operator.demand = (role(count=2),)
@@ -271,10 +270,10 @@ async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_
 
 @pytest.mark.parametrize("how", ["lost", "released"])
 async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    open_jobs: OpenJobs, how: str
 ) -> None:
     """Its task would run on for as long as a scheduler may be away, and hold what a new lease needs."""
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
         [[first]] = await operator.until("acquired")
         worker, network = lab.worker(first), lab.endpoint._network
@@ -294,12 +293,10 @@ async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_bac
 
 
 @pytest.mark.parametrize("how", ["stopped", "not started"])
-async def test_lease_that_went_with_its_task_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_lease_that_went_with_its_task_is_replaced(open_jobs: OpenJobs, how: str) -> None:
     """A task that was stopped for good, or did not start, takes its lease along."""
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).is_silent = how == "not started"
@@ -316,12 +313,10 @@ async def test_lease_that_went_with_its_task_is_replaced(
         await lab.finish(operator)
 
 
-async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: OpenJobs) -> None:
     """The only lease of a role is kept until there is another one; with several it is released at once."""
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start()
@@ -346,9 +341,9 @@ async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(
         await lab.finish(operator)
 
 
-async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -361,7 +356,7 @@ async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(tmp_path: Path, mon
         await lab.finish(operator)
 
 
-async def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
 
     def make(context: Any) -> QuietOperator:
@@ -370,7 +365,7 @@ async def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypa
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         start = [StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)]
@@ -393,9 +388,7 @@ async def test_surplus_leases_go_once_they_have_no_task(tmp_path: Path, monkeypa
         assert lab.worker(other).released == [(other.id, "the job is done")]
 
 
-async def test_several_leases_of_a_job_on_one_peer_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy(dataset=True)
 
     def make(context: Any) -> QuietOperator:
@@ -404,7 +397,7 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy, workers=1, cores=2) as lab:
+    async with open_jobs(strategy, workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         one, two = operator.leases
@@ -421,9 +414,7 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(
         await lab.finish(operator)
 
 
-async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(open_jobs: OpenJobs) -> None:
     """Only roles without their minimum are named, what was found is not held back, and the search is repeated."""
     strategy = ScriptedStrategy()
 
@@ -433,7 +424,7 @@ async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         last = lab.workers[-1]
         last.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=10.0))
@@ -451,15 +442,13 @@ async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(
         assert isinstance(lab.results[0], Path)
 
 
-async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(open_jobs: OpenJobs) -> None:
     class Giving(QuietOperator):
         def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Any:
             return (EndJob(failure=reasons),)
 
     strategy = ScriptedStrategy(Giving)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         for worker in lab.workers:
             worker.cores = 0
         lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
@@ -473,12 +462,10 @@ async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
         assert str(failure).endswith("; 0 of 1 gateways: /ip4/10.0.0.1/tcp/4001: Connection refused")
 
 
-async def test_released_leases_are_answered_for_before_a_job_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_released_leases_are_answered_for_before_a_job_ends(open_jobs: OpenJobs) -> None:
     """A lease that is released in the same moment as the job ends does not stay at its worker."""
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [[lease]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -489,9 +476,9 @@ async def test_released_leases_are_answered_for_before_a_job_ends(
         assert isinstance(operator.told("update")[0][1], TaskStarted)
 
 
-async def test_two_requests_for_one_role_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_requests_for_one_role_fail_the_job(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         await operator.until("acquired")
         operator.demand = (role(count=1), role(count=2))
@@ -512,7 +499,7 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
     async def case(seed: int) -> None:
         folder, strategy = tmp_path / str(seed), ScriptedStrategy(make)
         folder.mkdir()
-        async with open_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
+        async with open_scripted_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
             operator: QuietOperator = await lab.start()
             await operator.until("acquired")
             operator.demand = (alone, many)

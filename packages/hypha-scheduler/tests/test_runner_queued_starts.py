@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import SPEC, QuietOperator, ScriptedStrategy, open_jobs, role
+from support.scripted_jobs import SPEC, OpenJobs, QuietOperator, ScriptedStrategy, role
 
 from hypha_scheduler.strategies.base import StartTask, TaskStarted, WriteJournal
 
 pytestmark = pytest.mark.virtual_clock
 
 
-async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
 
     def make(context: Any) -> QuietOperator:
@@ -24,7 +21,7 @@ async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_star
         return made
 
     strategy.make = make
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [(idle, newest)] = await operator.until("acquired")
         operator.demand = (role(count=1),)

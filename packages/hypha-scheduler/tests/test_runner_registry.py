@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
-from support.scripted_jobs import ScriptedJob, ScriptedStrategy, open_jobs
+from support.scripted_jobs import OpenJobs, ScriptedJob, ScriptedStrategy
 
 from hypha_scheduler.errors import StrategyError
 from hypha_scheduler.strategies import registry
@@ -50,12 +50,12 @@ def _entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     sys.modules.pop("third_party", None)
 
 
-async def test_job_of_an_installed_strategy_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_job_of_an_installed_strategy_runs(open_jobs: OpenJobs) -> None:
     job = parse_job({"type": "scripted", "seconds": 5})
     assert job == ScriptedJob(seconds=5)
     strategy = load_strategy(job.type)
     assert isinstance(strategy, ScriptedStrategy)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start(ScriptedJob(seconds=5))
         await operator.until("acquired")
         await lab.finish(operator)

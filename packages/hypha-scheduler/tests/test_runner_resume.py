@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_jobs import QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs
+from support.scripted_jobs import OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy
 
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
@@ -35,9 +35,9 @@ def interrupted(runs: Path, job_id: uuid.UUID = JOB, *, kind: str = "scripted", 
     return directory
 
 
-async def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupted_job_goes_on_with_its_journal(open_jobs: OpenJobs, tmp_path: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         operator: QuietOperator = await lab.start(job_id=JOB, resume=True)
         assert operator.context.directory == directory
@@ -58,12 +58,12 @@ async def test_an_interrupted_job_goes_on_with_its_journal(tmp_path: Path, monke
 
 
 async def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its strategy has copies in the job's directory, or says what it lacks."""
     strategy = ScriptedStrategy()
     monkeypatch.setattr(ScriptedJob, "missing_files", lambda _job: ["model.path: there is no directory gone"])
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         await lab.run()
         assert "model.path: there is no directory gone" in str(lab.results[-1])
         interrupted(tmp_path / "runs")
@@ -72,10 +72,10 @@ async def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
         assert lab.results[-1] == tmp_path / "runs" / str(JOB) / "result.json"
 
 
-async def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_can_be_interrupted_again(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """The second scheduler is killed, too; the third gets the records of both."""
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         with Journal(directory / JOURNAL) as journal:
             journal.record("resumed")
@@ -98,11 +98,9 @@ async def test_a_job_can_be_interrupted_again(tmp_path: Path, monkeypatch: pytes
         ("locked", "another scheduler runs this job"),
     ],
 )
-async def test_what_cannot_be_resumed_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, why: str
-) -> None:
+async def test_what_cannot_be_resumed_stays_as_it_is(open_jobs: OpenJobs, tmp_path: Path, spoil: str, why: str) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         directory = tmp_path / "runs" / str(JOB)
         if spoil == "empty":
             directory.mkdir(parents=True)
@@ -130,9 +128,7 @@ async def test_what_cannot_be_resumed_stays_as_it_is(
         assert directory.exists() == (spoil != "missing")
 
 
-async def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """A dataset may be missing for now: the job has not failed by that, and its files are as before."""
 
     class Unready(ScriptedStrategy):
@@ -143,7 +139,7 @@ async def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
             return super().open(job, context, journal)
 
     strategy = Unready()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         directory = interrupted(tmp_path / "runs")
         before = read_journal(directory / JOURNAL)
         await lab.run(job_id=JOB, resume=True)
@@ -159,8 +155,8 @@ async def test_a_job_that_cannot_begin_or_has_failed_is_resumed_later(
         assert kinds == ["accepted", "done", "resumed", "failed", "resumed", "finished"]
 
 
-async def test_a_running_job_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_a_running_job_is_not_started_again(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start(ScriptedJob(), JOB)
         await lab.run(job_id=JOB, resume=True)
         assert str(lab.results[0]) == f"job {JOB} runs already"

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs
+from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy
 
 from hypha_net.node.lifecycle import Node
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable, SchedulerConfig
@@ -71,10 +71,10 @@ def _parse_scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("last", ["configured", "submitted"])
 async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, last: str
+    open_jobs: OpenJobs, runs: Path, last: str
 ) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         service = Service(lab, runs, jobs=1)
         configured: QuietOperator = await strategy.operator()
         connection = await service.submit()
@@ -95,11 +95,9 @@ async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_
         assert not socket_path(runs).exists()
 
 
-async def test_scheduler_without_configured_jobs_stays(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scheduler_without_configured_jobs_stays(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         service = Service(lab, runs, jobs=0)
         for number in range(2):
             connection = await service.submit()
@@ -113,16 +111,12 @@ async def test_scheduler_without_configured_jobs_stays(
 
 @pytest.mark.parametrize("jobs", [0, 1])
 async def test_configured_jobs_run_although_no_jobs_can_be_submitted(
-    tmp_path: Path,
-    runs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    jobs: int,
+    open_jobs: OpenJobs, runs: Path, caplog: pytest.LogCaptureFixture, jobs: int
 ) -> None:
     """Another scheduler has the socket; without configured jobs that is an error."""
     strategy = ScriptedStrategy()
     with caplog.at_level(logging.WARNING):
-        async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+        async with open_jobs(strategy) as lab:
             other = Service(lab, runs, jobs=0)
             await other.submit()
             (await strategy.operator()).act(EndJob())

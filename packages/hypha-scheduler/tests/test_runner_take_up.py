@@ -17,10 +17,10 @@ import pytest
 from support.scripted_jobs import (
     SPEC,
     Lab,
+    OpenJobs,
     QuietOperator,
     ScriptedJob,
     ScriptedStrategy,
-    open_jobs,
     role,
 )
 
@@ -120,9 +120,9 @@ def grace_ms(lab: Lab, lease: Lease) -> int | None:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 @pytest.mark.virtual_clock
-async def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> None:
     strategy = wanting(3)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 3)
         assert {grace_ms(lab, lease) for lease in first.leases} == {120_000}
         tasks = [task for task, _ in first.told("update")]
@@ -159,9 +159,7 @@ async def test_a_job_goes_on_with_its_tasks(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.virtual_clock
-async def test_what_workers_say_waits_until_the_job_is_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJobs) -> None:
     """A report answered with an error would end the executor; a push or an end that gets lost could not count."""
     opening = anyio.Event()
 
@@ -175,7 +173,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(
 
     strategy = Slow(wanting(2).make)
     answers: list[Any] = []
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 2)
         reporting, ending = (task for task, _ in first.told("update"))
         await stop(lab)
@@ -208,10 +206,10 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(
 
 
 @pytest.mark.virtual_clock
-async def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
     """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
     strategy = wanting(3)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 3)
         kept, forgotten, unreachable = (task for task, _ in first.told("update"))
         await stop(lab)
@@ -230,10 +228,10 @@ async def test_a_lease_that_is_gone_is_not_adopted(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.virtual_clock
-async def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_had_not_begun_is_not_adopted(open_jobs: OpenJobs) -> None:
     """Its worker may have got the definition: the lease is released, and the search begins anew."""
     strategy = wanting(1)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         worker = lab.workers[0]
         for other in lab.workers:
             other.is_silent = True
@@ -257,7 +255,7 @@ async def test_a_task_that_had_not_begun_is_not_adopted(tmp_path: Path, monkeypa
 
 
 @pytest.mark.virtual_clock
-async def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs) -> None:
     class Refusing(ScriptedStrategy):
         def open(self, job: Any, context: JobContext, journal: Any) -> Any:
             if journal:
@@ -265,7 +263,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, mon
             return super().open(job, context, journal)
 
     strategy = Refusing(wanting(1).make)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         await stop(lab)
@@ -284,7 +282,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(tmp_path: Path, mon
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.virtual_clock
 async def test_no_worker_is_told_that_an_interrupted_job_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The scheduler still listens for a moment; an answer that the job is over would end the executors."""
 
@@ -294,7 +292,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
             return Acknowledged(), (WriteJournal("report", {}),)
 
     strategy = wanting(1, Recording)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         answers: list[Any] = []
@@ -322,9 +320,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
 
 
 @pytest.mark.virtual_clock
-async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(open_jobs: OpenJobs) -> None:
     class Hanging(ScriptedStrategy):
         @asynccontextmanager
         async def _open(self, context: JobContext, journal: Any) -> AsyncIterator[Any]:
@@ -335,7 +331,7 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
                 yield operator
 
     strategy = Hanging(wanting(1).make)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
         await stop(lab)
@@ -353,9 +349,9 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
 
 
 @pytest.mark.virtual_clock
-async def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None:
     strategy = wanting(2)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 2)
         tasks = {task for task, _ in first.told("update")}
         for number in (1, 2):
@@ -369,10 +365,10 @@ async def test_a_second_restart_finds_the_tasks_too(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.virtual_clock
-async def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """SIGINT, or a second SIGTERM: the leases are released, and the job is not taken up by itself, but can resume."""
     strategy = wanting(1)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         async with anyio.create_task_group() as scheduler:
             lab.tasks = scheduler
             first = await begin(lab, 1)
@@ -387,11 +383,9 @@ async def test_tasks_end_with_a_scheduler_that_is_cancelled(tmp_path: Path, monk
 
 
 @pytest.mark.virtual_clock
-async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_jobs: OpenJobs) -> None:
     strategy = wanting(1)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1, grace=0.0)
         assert grace_ms(lab, first.leases[0]) is None
         await stop(lab)
@@ -407,10 +401,10 @@ async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(
 
 @pytest.mark.virtual_clock
 async def test_leases_that_cannot_live_any_more_are_left_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    open_jobs: OpenJobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strategy = wanting(1)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         await stop(lab)
         runs, directory = tmp_path / "runs", first.context.directory
@@ -424,10 +418,10 @@ async def test_leases_that_cannot_live_any_more_are_left_to_resume(
 
 
 @pytest.mark.virtual_clock
-async def test_a_running_job_marks_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
     """A long round has no records; its leases are young all the same."""
     strategy = wanting(1)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         journal = first.context.directory / JOURNAL
         began = time.time()
@@ -472,9 +466,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
 
 
-async def test_the_client_of_an_interrupted_job_is_told(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = wanting(1)
     heard: list[str] = []
 
@@ -484,7 +476,7 @@ async def test_the_client_of_an_interrupted_job_is_told(
             heard.extend(json.dumps(answer) for answer in answers)
         heard.append(str(caught.value))
 
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         while not await anyio.Path(socket_path(runs)).exists():
             await anyio.sleep(0.01)
@@ -499,13 +491,11 @@ async def test_the_client_of_an_interrupted_job_is_told(
 
 
 @pytest.mark.virtual_clock
-async def test_a_configured_job_that_is_taken_up_does_not_run_twice(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_configured_job_that_is_taken_up_does_not_run_twice(open_jobs: OpenJobs, runs: Path) -> None:
     """The jobs of a configuration run in their order: the first one had ended when the scheduler was stopped."""
     strategy = wanting(1)
     jobs = tuple(ScriptedJob(grace=GRACE, seconds=seconds) for seconds in (20.0, 21.0, 22.0))
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         scheduler = Scheduler(lab, runs, jobs)
         (await strategy.operator()).act(EndJob())
         interrupted: QuietOperator = await strategy.operator(1)

@@ -19,11 +19,11 @@ from support.scripted_jobs import (
     DATASET,
     SLICES,
     Lab,
+    OpenJobs,
     QuietOperator,
     ScriptedStrategy,
     ScriptedWorker,
     dataset,
-    open_jobs,
     role,
 )
 from support.task_stream_worker import TaskStreamWorker, WorkerCodec, subscribe
@@ -133,8 +133,8 @@ def events(context: JobContext, *names: str) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------- attempts
 
 
-async def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(ConstantOperator), streams=False) as lab:
+async def test_attempts_follow_one_another_over_one_stream(open_jobs: OpenJobs) -> None:
+    async with open_jobs(ScriptedStrategy(ConstantOperator), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         assert begin == TaskDefinition(job_id=operator.context.job_id, task="task", attempt=0, start=SPEC)
@@ -172,9 +172,7 @@ async def test_attempts_follow_one_another_over_one_stream(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_nothing_is_lost_or_repeated_while_streams_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJobs, seed: int) -> None:
     """Attempts run on three leases while their streams are cut at random; the operator starts one after the other."""
     attempts, chance = 25, random.Random(seed)
 
@@ -192,7 +190,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(
         operator.demand = (role(count=3, minimum=3),)
         return operator
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), streams=False, seed=seed) as lab:
+    async with open_jobs(ScriptedStrategy(make), streams=False, seed=seed) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         workers = [await open_stream(lab, lease, auto=True) for lease in operator.leases]
@@ -217,8 +215,8 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(
         await lab.finish(operator)
 
 
-async def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_definitions_wait_for_the_first_stream(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC), StopTask(operator.task(), "too late", keep_lease=True))
@@ -231,10 +229,8 @@ async def test_definitions_wait_for_the_first_stream(tmp_path: Path, monkeypatch
         await lab.finish(operator)
 
 
-async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.demand = ()
@@ -256,8 +252,8 @@ async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         await lab.finish(operator)
 
 
-async def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_attempts_at_a_task_grow_on_a_lease(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=3)
         await worker.finish(begin)
@@ -266,11 +262,9 @@ async def test_attempts_at_a_task_grow_on_a_lease(tmp_path: Path, monkeypatch: p
         assert "attempt 3 ran on its lease before; attempts at a task grow" in str(error)
 
 
-async def test_a_worker_that_acknowledges_nothing_loses_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: OpenJobs) -> None:
     """The definitions pile up until the limit of the channel."""
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.demand = ()
@@ -284,14 +278,14 @@ async def test_a_worker_that_acknowledges_nothing_loses_its_lease(
 
 
 async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Recording(QuietOperator):
         def on_task_update(self, task: TaskRef, update: Any, now: float) -> Effects:
             self.hear("update", task, update)
             return (WriteJournal("done", {}),) if isinstance(update, TaskEnded) else ()
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording), streams=False) as lab:
+    async with open_jobs(ScriptedStrategy(Recording), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         free = anyio.Event()
@@ -318,8 +312,8 @@ async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
 # ------------------------------------------------------------------------------------------------------ stop and drain
 
 
-async def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         stop = StopTask(operator.task(), "enough", keep_lease=True)
@@ -337,10 +331,8 @@ async def test_a_stopped_task_leaves_its_lease(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("drains", [False, True])
-async def test_a_task_whose_end_is_not_reported_loses_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJobs, drains: bool) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -355,8 +347,8 @@ async def test_a_task_whose_end_is_not_reported_loses_its_lease(
         await lab.finish(operator)
 
 
-async def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         operator.act(StopTask(operator.task(), "move over", drain_seconds=20))
@@ -371,10 +363,8 @@ async def test_a_task_that_drains_ends_by_itself(tmp_path: Path, monkeypatch: py
         await lab.finish(operator)
 
 
-async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -387,8 +377,8 @@ async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(
         await lab.finish(operator)
 
 
-async def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_a_lost_lease_ends_its_task_and_its_stream(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         operator.demand = ()
@@ -405,11 +395,9 @@ async def test_a_lost_lease_ends_its_task_and_its_stream(tmp_path: Path, monkeyp
         await lab.finish(operator)
 
 
-async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(open_jobs: OpenJobs) -> None:
     """Its worker may have ended, and its lease with it."""
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, _ = await start(lab, operator)
         operator.demand = ()
@@ -425,9 +413,9 @@ async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(
 
 
 async def test_reports_of_other_attempts_are_refused_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, caplog: pytest.LogCaptureFixture
+    open_jobs: OpenJobs, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=1)
         before = len(operator.heard)
@@ -499,9 +487,9 @@ def finished(*outputs: StoredOutput) -> dict[str, Any]:
     ],
 )
 async def test_a_report_that_contradicts_the_task_ends_its_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, what: dict[str, Any], why: str
+    open_jobs: OpenJobs, recorded: Any, what: dict[str, Any], why: str
 ) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, ASKED)
         await worker.tell(begin, **what)
@@ -520,10 +508,8 @@ async def test_a_report_that_contradicts_the_task_ends_its_attempt(
         await lab.finish(operator)
 
 
-async def test_an_empty_report_is_of_a_later_version_and_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_an_empty_report_is_of_a_later_version_and_skipped(open_jobs: OpenJobs, recorded: Any) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
         before = len(operator.heard)
@@ -543,10 +529,8 @@ async def refused(lab: Lab, worker: ScriptedWorker, lease: uuid.UUID) -> str | N
     return answer.refused
 
 
-async def test_streams_of_other_leases_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_streams_of_other_leases_are_refused(open_jobs: OpenJobs, recorded: Any) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         lease = operator.leases[0]
@@ -560,8 +544,8 @@ async def test_streams_of_other_leases_are_refused(
         assert recorded.total("hypha.scheduler.task_streams.refused") == 3
 
 
-async def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+async def test_streams_of_a_peer_are_bounded(open_jobs: OpenJobs) -> None:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
@@ -578,12 +562,10 @@ async def test_streams_of_a_peer_are_bounded(tmp_path: Path, monkeypatch: pytest
         await lab.finish(operator)
 
 
-async def test_a_stream_may_come_before_the_answer_to_its_renewal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_may_come_before_the_answer_to_its_renewal(open_jobs: OpenJobs) -> None:
     """A worker opens the stream when it has confirmed the lease, which the scheduler may hear later."""
     answers: list[str | None] = []
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         for worker in lab.workers:
             confirm = worker.renew
 
@@ -610,9 +592,9 @@ async def test_a_stream_may_come_before_the_answer_to_its_renewal(
 
 @pytest.mark.parametrize("data", [b"", b"\xff", (1 << 20).to_bytes(4, "little"), b"\x03\0\0\0\x83\x01\x02"])
 async def test_a_malformed_first_message_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, data: bytes
+    open_jobs: OpenJobs, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         stream: Stream = await lab.workers[0].endpoint.open_stream(lab.peer, [TASKS])
@@ -630,9 +612,7 @@ def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-async def test_a_job_survives_whatever_its_worker_sends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_job_survives_whatever_its_worker_sends(open_jobs: OpenJobs, caplog: pytest.LogCaptureFixture) -> None:
     """Mutated reports over many streams; what decodes is about the running attempt or another one."""
     chance, outcomes = random.Random(3), Counter[str]()
     whats: list[dict[str, Any]] = [
@@ -641,7 +621,7 @@ async def test_a_job_survives_whatever_its_worker_sends(
         finished(MODEL, LOG),
         {"ready": Ready()},
     ]
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, ASKED)
         await worker.cut()
@@ -680,9 +660,9 @@ async def test_a_job_survives_whatever_its_worker_sends(
 
 
 async def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), streams=False) as lab:
+    async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         monkeypatch.setattr(lab.endpoint, "is_authorized", lambda _peer, what: what != TASKS)
@@ -712,13 +692,13 @@ async def locate(worker: TaskStreamWorker, begin: TaskDefinition, resource: str,
     return await rpc.call(worker.endpoint, worker.scheduler, LOCATE_RESOURCE, question)
 
 
-async def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any) -> None:
+async def test_workers_hear_where_resources_are(open_jobs: OpenJobs, recorded: Any) -> None:
     class Locating(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             self.hear("locate", task, request)
             return ResourceLocation(not_yet=NotYet(task="train", retry_ms=500)), (WriteJournal("asked", {}),)
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Locating, dataset=True), streams=False) as lab:
+    async with open_jobs(ScriptedStrategy(Locating, dataset=True), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, INPUTS)
         failure = FailedHolder(peer=lab.peer, reason="a\nb" * 1000)
@@ -767,10 +747,10 @@ async def test_workers_hear_where_resources_are(tmp_path: Path, monkeypatch: pyt
         await lab.finish(operator)
 
 
-async def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slices_keep_the_suffix_of_their_format(open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DatasetSource(name=DATASET, slices=(3, 1, 3))
     spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(dataset=True), streams=False) as lab:
+    async with open_jobs(ScriptedStrategy(dataset=True), streams=False) as lab:
 
         async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
             return replace(dataset(lab.peer), format=None)
@@ -792,14 +772,12 @@ async def test_slices_keep_the_suffix_of_their_format(tmp_path: Path, monkeypatc
         None,
     ],
 )
-async def test_a_malformed_answer_of_an_operator_fails_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
-) -> None:
+async def test_a_malformed_answer_of_an_operator_fails_its_job(open_jobs: OpenJobs, answer: Any) -> None:
     class Wrong(QuietOperator):
         def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
             return answer, ()
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Wrong), streams=False) as lab:
+    async with open_jobs(ScriptedStrategy(Wrong), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, INPUTS)
         assert await locate(worker, begin, "model") == ResourceLocation(gone=Gone(reason="the job is over"))

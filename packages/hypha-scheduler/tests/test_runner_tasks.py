@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import SPEC, Lab, QuietOperator, ScriptedStrategy, ScriptedWorker, open_jobs, role
+from support.scripted_jobs import SPEC, Lab, OpenJobs, QuietOperator, ScriptedStrategy, ScriptedWorker, role
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
@@ -61,10 +61,8 @@ async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> 
 # ------------------------------------------------------------------------------------------------------ tasks on leases
 
 
-async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease, job_id = operator.leases[0].id, operator.context.job_id
@@ -83,8 +81,8 @@ async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(
         assert worker.released == [(lease, "the job is done")]
 
 
-async def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_stopped_task_leaves_its_lease_for_the_next_one(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease = operator.leases[0].id
@@ -105,11 +103,9 @@ async def test_stopped_task_leaves_its_lease_for_the_next_one(tmp_path: Path, mo
         assert operator.told("lost") == []
 
 
-async def test_task_that_cannot_be_cancelled_ends_with_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_jobs: OpenJobs) -> None:
     """The worker never reports the end."""
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+    async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         operator.demand = (role(count=0),)
@@ -121,8 +117,8 @@ async def test_task_that_cannot_be_cancelled_ends_with_its_lease(
         await lab.finish(operator)
 
 
-async def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         await operator.until("acquired")
         first = operator.leases[0]
@@ -136,10 +132,8 @@ async def test_task_on_a_lost_lease_does_not_start(tmp_path: Path, monkeypatch: 
         await lab.finish(operator)
 
 
-async def test_task_that_its_worker_does_not_confirm_loses_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_task_that_its_worker_does_not_confirm_loses_its_lease(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
@@ -154,10 +148,8 @@ async def test_task_that_its_worker_does_not_confirm_loses_its_lease(
         await lab.finish(operator)
 
 
-async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         stream = worker.streams[operator.leases[0].id]
@@ -185,8 +177,8 @@ async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-async def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_message_and_work_outcomes_reach_the_operator(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         await operator.until("acquired")
         peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
@@ -223,7 +215,7 @@ async def test_message_and_work_outcomes_reach_the_operator(tmp_path: Path, monk
 
 
 async def test_own_methods_reach_the_operator_from_its_tasks_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answering(QuietOperator):
         def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
@@ -240,7 +232,7 @@ async def test_own_methods_reach_the_operator_from_its_tasks_only(
         return RefusalKnown(), ()
 
     monkeypatch.setattr(Answering, "on_message", note)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
@@ -253,7 +245,7 @@ async def test_own_methods_reach_the_operator_from_its_tasks_only(
         await lab.finish(operator)
 
 
-async def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_wait_do_not_wake_each_other(open_jobs: OpenJobs) -> None:
     asked: list[float] = []
 
     class Waiting(QuietOperator):
@@ -264,7 +256,7 @@ async def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeyp
             return (RetryAfter(1.0) if now - asked[0] < 3.0 else RefusalKnown()), ()
 
     strategy = ScriptedStrategy(Waiting, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         lease, peer = operator.leases[0].id, worker.endpoint.peer_id
@@ -276,11 +268,9 @@ async def test_messages_that_wait_do_not_wake_each_other(tmp_path: Path, monkeyp
         await lab.finish(operator)
 
 
-async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy(dataset=True)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
@@ -313,9 +303,7 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(
         await lab.finish(operator)
 
 
-async def test_request_for_a_slice_is_asked_again_at_the_next_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: OpenJobs) -> None:
     class Barrier(QuietOperator):
         answer: Any = RetryAfter(8.0)
 
@@ -326,7 +314,7 @@ async def test_request_for_a_slice_is_asked_again_at_the_next_event(
             return self.answer
 
     strategy = ScriptedStrategy(Barrier, dataset=True)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         job_id = operator.context.job_id
@@ -366,12 +354,12 @@ async def test_request_for_a_slice_is_asked_again_at_the_next_event(
         await lab.ended()
 
 
-async def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -> None:
     class Barrier(QuietOperator):
         def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
             return RetryAfter(8.0)
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(Barrier, dataset=True)) as lab:
+    async with open_jobs(ScriptedStrategy(Barrier, dataset=True)) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         answers: list[Any] = []
@@ -388,8 +376,8 @@ async def test_requests_of_one_peer_that_wait_are_limited(tmp_path: Path, monkey
         await lab.finish(operator)
 
 
-async def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_deadlines_are_told_when_they_have_passed(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         await operator.until("acquired")
         for seconds in (100.0, 5.0):  # the second replaces the first, which lies further away
@@ -401,13 +389,13 @@ async def test_deadlines_are_told_when_they_have_passed(tmp_path: Path, monkeypa
         await lab.finish(operator)
 
 
-async def test_a_job_that_needs_no_lease_can_end_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_needs_no_lease_can_end_at_its_start(open_jobs: OpenJobs) -> None:
     class WithoutWork(QuietOperator):
         def on_start(self, now: float) -> Effects:
             self.hear("start", now)
             return (EndJob(),)
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(WithoutWork)) as lab:
+    async with open_jobs(ScriptedStrategy(WithoutWork)) as lab:
         operator = await lab.start()
         [result] = await lab.ended()
         assert isinstance(result, Path)
@@ -415,22 +403,18 @@ async def test_a_job_that_needs_no_lease_can_end_at_its_start(tmp_path: Path, mo
         assert operator.leases == []
 
 
-async def test_notices_from_before_the_operator_exists_are_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_notices_from_before_the_operator_exists_are_delivered(open_jobs: OpenJobs) -> None:
     def make(context: Any) -> QuietOperator:
         context.notify("listening", 7)
         return QuietOperator(context)
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
+    async with open_jobs(ScriptedStrategy(make)) as lab:
         operator = await lab.start()
         assert await operator.until("message") == [(None, "listening", 7)]
         await lab.finish(operator)
 
 
-async def test_pushed_file_is_told_of_once_and_refused_after_its_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs: OpenJobs, tmp_path: Path) -> None:
     class Receiving(QuietOperator):
         def on_push_request(self, task: TaskRef, header: Any, now: float) -> Any:
             return PushTarget(self.context.directory / f"{task.name}-{header.name}", 1000), ()
@@ -440,7 +424,7 @@ async def test_pushed_file_is_told_of_once_and_refused_after_its_task(
         made.demand = (role(count=2, minimum=2, distinct=False),)
         return made
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make), workers=1, cores=2) as lab:
+    async with open_jobs(ScriptedStrategy(make), workers=1, cores=2) as lab:
         operator = await lab.start()
         await operator.until("acquired")
         job_id = operator.context.job_id
@@ -528,11 +512,9 @@ async def check_other_job_goes_on(lab: Lab, other: QuietOperator) -> None:
 
 
 @pytest.mark.parametrize("method", BUGS)
-async def test_exception_of_an_operator_fails_its_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+async def test_exception_of_an_operator_fails_its_job_alone(open_jobs: OpenJobs, method: str) -> None:
     strategy = ScriptedStrategy(dataset=True)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
         if method == "on_message":
@@ -559,10 +541,8 @@ WRONG_EFFECTS = {
 
 @pytest.mark.parametrize("effect", WRONG_EFFECTS.values(), ids=WRONG_EFFECTS)
 @pytest.mark.parametrize("after_record", [False, True])
-async def test_wrong_effect_fails_its_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: Any, after_record: bool
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_wrong_effect_fails_its_job_alone(open_jobs: OpenJobs, effect: Any, after_record: bool) -> None:
+    async with open_jobs() as lab:
         operator, other = await lab.start(), await lab.start()
         await operator.until("acquired")
         operator.act(*([WriteJournal("first", {})] if after_record else []), effect)
@@ -570,10 +550,8 @@ async def test_wrong_effect_fails_its_job_alone(
 
 
 @pytest.mark.parametrize("what", ["busy lease", "used attempt"])
-async def test_task_that_cannot_be_told_apart_fails_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_task_that_cannot_be_told_apart_fails_its_job(open_jobs: OpenJobs, what: str) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
         if what == "used attempt":
@@ -585,11 +563,9 @@ async def test_task_that_cannot_be_told_apart_fails_its_job(
 
 
 @pytest.mark.parametrize("answer", [SliceToUse(0, 99), (0, 1), "a slice"], ids=["no such slice", "a tuple", "a text"])
-async def test_slice_that_does_not_exist_fails_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
-) -> None:
+async def test_slice_that_does_not_exist_fails_the_job(open_jobs: OpenJobs, answer: Any) -> None:
     strategy = ScriptedStrategy(dataset=True)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
         operator.next_slice = lambda *_: answer
@@ -597,23 +573,21 @@ async def test_slice_that_does_not_exist_fails_the_job(
         await check_other_job_goes_on(lab, other)
 
 
-async def test_strategy_that_cannot_open_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strategy_that_cannot_open_fails_its_job_alone(open_jobs: OpenJobs) -> None:
     made: list[Any] = []
 
     def make(context: Any) -> QuietOperator:
         made.append(context)
         return QuietOperator(context) if len(made) == 1 else raising()
 
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(make)) as lab:
+    async with open_jobs(ScriptedStrategy(make)) as lab:
         operator = await lab.start()
         lab.tasks.start_soon(lab.run)
         await check_other_job_goes_on(lab, operator)
 
 
-async def test_summary_that_is_not_json_fails_the_job_without_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy()) as lab:
+async def test_summary_that_is_not_json_fails_the_job_without_a_result(open_jobs: OpenJobs) -> None:
+    async with open_jobs() as lab:
         operator = await lab.start()
         await operator.until("acquired")
         operator.summary = lambda _traffic: {"value": Unwritable()}

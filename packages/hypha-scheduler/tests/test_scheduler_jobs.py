@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import pytest
-from support.scripted_jobs import Lab, QuietOperator, ScriptedJob, ScriptedStrategy, open_jobs, role
+from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, role
 
 from hypha_net.node.lifecycle import Node
 from hypha_proto.codec import parse_json
@@ -111,11 +111,9 @@ class Scheduler:
         assert self.error is None
 
 
-async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         first, second, third = [await scheduler.submit(name) for name in ("one", "two", "three")]
         operator: QuietOperator = await strategy.operator()
@@ -153,11 +151,9 @@ async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(
         assert not [job_id for job_id in (first, second, third) if (runs / job_id / QUEUED).exists()]
 
 
-async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         ids = [await scheduler.submit(name) for name in ("same", "same", "same-again", "other")]
         for wanted, meant in (("same", ids[:2]), ("sam", ids[:3])):
@@ -177,11 +173,9 @@ async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(
                 await anyio.to_thread.run_sync(send_command, socket_path(runs), request)
 
 
-async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         for name in ("one", "two", "three"):
             await scheduler.submit(name)
@@ -200,11 +194,9 @@ async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(
         assert ended == {"one": "interrupted", "two": "finished", "three": "finished"}
 
 
-async def test_no_more_jobs_wait_than_the_queue_takes(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_jobs_wait_than_the_queue_takes(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1, max_waiting=1)
         await scheduler.submit("one")
         operator: QuietOperator = await strategy.operator()
@@ -217,10 +209,10 @@ async def test_no_more_jobs_wait_than_the_queue_takes(
 
 
 async def test_further_clients_are_told_to_try_again(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hypha_scheduler.submission.server.MAX_CONNECTIONS", 2)
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         await scheduler.is_up()
         silent = [await anyio.connect_unix(socket_path(runs)) for _ in range(2)]
@@ -232,16 +224,14 @@ async def test_further_clients_are_told_to_try_again(
             await anyio.sleep(0.01)
 
 
-async def test_programs_submit_follow_and_cancel_jobs(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_programs_submit_follow_and_cancel_jobs(open_jobs: OpenJobs, runs: Path) -> None:
     strategy = ScriptedStrategy()
     kinds: list[str] = []
 
     def follow_plainly(job: str) -> list[str]:
         return [event["event"] for event in Client(socket_path(runs)).follow(job)]
 
-    async with open_jobs(monkeypatch, tmp_path, strategy, real_time=True) as lab:
+    async with open_jobs(strategy, real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         await scheduler.is_up()
         client = AsyncClient(socket_path(runs))
@@ -309,11 +299,9 @@ class NeedingOperator(QuietOperator):
 
 
 @pytest.mark.virtual_clock
-async def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_lacks_workers_waits_for_longer_than_its_timeout(open_jobs: OpenJobs, tmp_path: Path) -> None:
     strategy = ScriptedStrategy(NeedingOperator)
-    async with open_jobs(monkeypatch, tmp_path, strategy, workers=1) as lab:
+    async with open_jobs(strategy, workers=1) as lab:
         [worker] = lab.workers
         worker.leases[uuid.uuid4()] = worker.endpoint.peer_id  # it works for somebody else
         job = add_waiting(lab, tmp_path)
@@ -343,11 +331,9 @@ class StubbornOperator(QuietOperator):
 
 
 @pytest.mark.virtual_clock
-async def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(open_jobs: OpenJobs, tmp_path: Path) -> None:
     strategy = ScriptedStrategy(StubbornOperator)
-    async with open_jobs(monkeypatch, tmp_path, strategy) as lab:
+    async with open_jobs(strategy) as lab:
         job = add_waiting(lab, tmp_path)
         lab.tasks.start_soon(run_waiting, lab, job)
         operator: QuietOperator = await strategy.operator()
@@ -378,7 +364,7 @@ def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
 
 
 async def test_clients_are_accepted_after_one_could_not_be(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+    open_jobs: OpenJobs, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when no further file can be opened: under trio, anyio raises `BrokenResourceError` then."""
     failures = [anyio.BrokenResourceError(), OSError(errno.EMFILE, "Too many open files")]
@@ -397,7 +383,7 @@ async def test_clients_are_accepted_after_one_could_not_be(
         return listener
 
     monkeypatch.setattr(anyio, "create_unix_listener", create_failing)
-    async with open_jobs(monkeypatch, tmp_path, ScriptedStrategy(), real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         assert (await scheduler.command("jobs"))["jobs"] == []
         assert failures == []
