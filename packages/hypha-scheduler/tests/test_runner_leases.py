@@ -126,11 +126,9 @@ def demanding(*requests: RoleRequest) -> Callable[[Any], QuietOperator]:
 
 @pytest.mark.parametrize("comes_at", [None, 1.0])
 async def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_at: float | None
+    open_jobs: OpenJobs, comes_at: float | None
 ) -> None:
-    async with open_jobs(
-        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0)))
-    ) as lab:
+    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0)))) as lab:
         late = lab.workers[2]
         late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -164,13 +162,9 @@ async def test_all_roles_must_have_their_minimum_before_it_settles(open_jobs: Op
         await lab.finish(operator)
 
 
-async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(open_jobs: OpenJobs) -> None:
     """A further loss, or a changed demand, does not give the job more time."""
-    async with open_jobs(
-        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0)))
-    ) as lab:
+    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0)))) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         await anyio.sleep(100.0)
@@ -193,12 +187,8 @@ async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(
         await lab.finish(operator)
 
 
-async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_jobs(
-        monkeypatch, tmp_path, ScriptedStrategy(demanding(role(count=3, minimum=3, early=True)))
-    ) as lab:
+async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(open_jobs: OpenJobs) -> None:
+    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=3, early=True)))) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         for loss in range(3):
