@@ -1,39 +1,23 @@
-"""Evaluations: what each prefers, and that a further one is a new file only."""
+"""Evaluations: what each prefers."""
 
 from __future__ import annotations
 
-import sys
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_worker.bidding import evaluation, strategies
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.evaluation import evaluation_names, find_evaluation, register_evaluation
+from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
-from hypha_worker.config import OfferSection
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 
 NAMES = ("common", "rare")
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(4)]
 MACHINE = Capacity(Resources(cpu=8.0, memory=8.0))
-
-FOURTH = """
-from hypha_worker.bidding.evaluation import RequestEvaluation, register_evaluation
-
-@register_evaluation
-class Smallest(RequestEvaluation):
-    name = "smallest"
-
-    def score(self, received, policy, free):
-        return (-received.request.spec.resources.cpu,)
-"""
 
 
 def received(
@@ -77,29 +61,6 @@ def test_preference_decides_between_equal_prices(name: str) -> None:
     assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]
 
 
-@pytest.fixture
-def fourth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fourth evaluation: one file in a folder of the package `strategies`."""
-    (tmp_path / "smallest.py").write_text(FOURTH)
-    monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(tmp_path)])
-    monkeypatch.setattr(evaluation, "_registered", dict(evaluation._registered))
-    yield
-    sys.modules.pop(f"{strategies.__name__}.smallest", None)
-
-
-def test_a_fourth_evaluation_is_one_more_file(fourth: None) -> None:
-    assert evaluation_names() == ("affinity", "profit", "smallest", "utilization")
-    policy = OfferSection(evaluation="smallest").policy()
-    assert chosen([received(0, bid=150.0), received(1, cpu=4.0)], evaluation=policy.evaluation) == [1]
-
-
 def test_an_unknown_evaluation_is_refused_with_the_names() -> None:
     with pytest.raises(ValueError, match="affinity, profit, utilization"):
         find_evaluation("smallest")
-
-
-def test_a_name_is_registered_once() -> None:
-    profit = type(find_evaluation("profit"))
-    assert register_evaluation(profit) is profit
-    with pytest.raises(ValueError, match="'profit' is registered twice"):
-        register_evaluation(type("Other", (profit,), {}))

@@ -139,7 +139,9 @@ class OfferSection(Section):
     """``[offer]``."""
 
     price: Price = Field(default=100.0, description="Price of this worker, in tokens per lease-hour, at most 1e9.")
-    floor: Price = Field(default=0.0, description="Bids below this get no offer.")
+    floor: Price = Field(
+        default=0.0, description="Bids below this get no offer; with strategy flexible, neither do bids below price."
+    )
     strategy: Strategy | StrategySection = Field(
         default="flexible",
         description="flexible: offer what is requested, at the bid. whole: offer everything at once.",

@@ -1,66 +1,55 @@
-"""Evaluations: which of several competing requests a worker answers first.
-
-The modules of the package `strategies` hold one each. They are imported when a name is looked up, so a further
-evaluation is one new file there, or a class that registers itself with `register_evaluation` before the configuration
-is read.
-"""
+"""Evaluations: which of several competing requests a worker answers first."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from abc import ABC, abstractmethod
-from typing import ClassVar, Final, TypeVar
+from collections.abc import Callable
+from typing import Final
+
+from msgspec.structs import asdict
 
 from hypha_proto.resources import Resources
-from hypha_worker.bidding import strategies
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
+Evaluation = Callable[[ReceivedRequest, OfferPolicy, Resources], tuple[float, ...]]
+"""Returns the score of a request where these resources are free; the largest is answered first.
 
-class RequestEvaluation(ABC):
-    """Scores requests; stateless."""
-
-    name: ClassVar[str]
-    """Value of the key ``offer.evaluation``."""
-
-    @abstractmethod
-    def score(self, received: ReceivedRequest, policy: OfferPolicy, free: Resources) -> tuple[float, ...]:
-        """Return the score of a request; the largest tuple is answered first.
-
-        Requests with equal scores alternate between their schedulers.
-        """
+Requests with equal scores alternate between their schedulers.
+"""
 
 
-E = TypeVar("E", bound=type[RequestEvaluation])
-_registered: Final[dict[str, type[RequestEvaluation]]] = {}
+def profit(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+    """Prefer the highest price, then the order of ``offer.prefer``."""
+    return _price(received, policy), -policy.preference(received.scheduler, received.request)
 
 
-def register_evaluation(evaluation: E) -> E:
-    """Make an evaluation available under its name; use as a class decorator.
-
-    Raises:
-        ValueError: another evaluation has this name.
-    """
-    if _registered.setdefault(evaluation.name, evaluation) is not evaluation:
-        raise ValueError(f"the evaluation {evaluation.name!r} is registered twice")
-    return evaluation
+def affinity(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+    """Prefer the order of ``offer.prefer``, and all others after it; then the higher price."""
+    return -policy.preference(received.scheduler, received.request), _price(received, policy)
 
 
-def evaluation_names() -> tuple[str, ...]:
-    """Return the names of all evaluations."""
-    for module in pkgutil.iter_modules(strategies.__path__, f"{strategies.__name__}."):
-        importlib.import_module(module.name)
-    return tuple(sorted(_registered))
+def utilization(received: ReceivedRequest, policy: OfferPolicy, free: Resources) -> tuple[float, ...]:
+    """Prefer the largest mean share of the free resources, over those of which any is free; then the higher price."""
+    wanted = received.request.spec.resources
+    shares = [getattr(wanted, name) / amount for name, amount in asdict(free).items() if amount > 0]
+    share = sum(shares) / len(shares) if shares else 0.0
+    return share, *profit(received, policy, free)
 
 
-def find_evaluation(name: str) -> RequestEvaluation:
+def _price(received: ReceivedRequest, policy: OfferPolicy) -> float:
+    return policy.offer_price(received.request.bid) or 0.0
+
+
+EVALUATIONS: Final[dict[str, Evaluation]] = {"affinity": affinity, "profit": profit, "utilization": utilization}
+"""By the value of the key ``offer.evaluation``."""
+
+
+def find_evaluation(name: str) -> Evaluation:
     """Return the evaluation of this name.
 
     Raises:
         ValueError: there is none; the message lists the names.
     """
-    names = evaluation_names()
-    if name not in names:
-        raise ValueError(f"no such evaluation; there are {', '.join(names)}")
-    return _registered[name]()
+    if name not in EVALUATIONS:
+        raise ValueError(f"no such evaluation; there are {', '.join(sorted(EVALUATIONS))}")
+    return EVALUATIONS[name]

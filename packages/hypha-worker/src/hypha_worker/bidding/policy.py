@@ -1,7 +1,4 @@
-"""The owner's prices and preferences.
-
-Plain data, built by `config`; read by `arbiter`, `rejection` and the `strategies`.
-"""
+"""The owner's prices and preferences. Plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class OfferPolicy:
     floor: float = 0.0
     strategy: Strategy = "flexible"
     evaluation: str = "profit"
-    """Name of the `evaluation.Evaluation` that ranks competing requests."""
+    """Name of the one of `evaluation.EVALUATIONS` that ranks competing requests."""
     schedulers: tuple[PeerId, ...] = ()
     """The only schedulers that get offers; empty: all schedulers."""
     prefer: tuple[PeerId | str, ...] = ()
