@@ -44,6 +44,6 @@ def test_tests_named_by_the_gateway_page_exist() -> None:
     page = (ROOT / "docs" / "gateway.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
     files = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tests/test_*.py")]
-    there = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+    there = {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)}
     assert len(named) > 30
     assert named - there == set()

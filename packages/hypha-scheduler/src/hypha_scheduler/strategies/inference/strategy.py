@@ -34,7 +34,7 @@ from hypha_scheduler.strategies.inference.restore import (
 from hypha_scheduler.strategies.inference.specs import result_columns, task_spec
 
 """Name of the dataset's manifest in the job's directory."""
-_SOURCES: Final = "sources-"
+_SCRATCH: Final = "sources-"
 """Beginning of the name of the directory with copies of model and preprocessor."""
 
 
@@ -68,7 +68,7 @@ async def _open(
     job: InferenceJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
 ) -> AsyncIterator[Operator]:
     restored = restore(journal)
-    scratch = context.directory / f"{_SOURCES}{uuid.uuid4().hex[:8]}"
+    scratch = context.directory / f"{_SCRATCH}{uuid.uuid4().hex[:8]}"
     await anyio.Path(scratch).mkdir()
     try:
         sources = await _open_sources(job, context, scratch, restored.identity)
@@ -114,7 +114,7 @@ def _pinned(model: ModelTable, before: Mapping[str, Any] | None) -> ModelTable:
 
 def _remove_stale_sources(directory: Path, scratch: Path) -> None:
     """Remove what earlier runs have copied that were killed."""
-    for stale in directory.glob(f"{_SOURCES}*"):
+    for stale in directory.glob(f"{_SCRATCH}*"):
         if stale != scratch:
             shutil.rmtree(stale, ignore_errors=True)
 
