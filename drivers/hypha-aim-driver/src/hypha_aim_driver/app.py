@@ -1,6 +1,6 @@
 """HTTP application: accepts metrics at ``POST /status``, one per request, and passes them to a sink.
 
-Called by a scheduler's status bridge. The sink is `LogSink`, or `retry_queue.RetryQueue` to write to AIM.
+The sink is `LogSink`, or `retry_queue.RetryQueue` to write to AIM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AIM repository (https://aimstack.readthedocs.io): the only module that imports AIM; translates its errors.
 
-Called by `runs`. A repository is a directory, or ``aim://HOST:PORT`` for an ``aim server``. AIM is imported when the
-first run is opened, since that takes seconds and the HTTP application need not wait for it.
+A repository is a directory, or ``aim://HOST:PORT`` for an ``aim server``. AIM is imported when the first run is opened,
+since that takes seconds and the HTTP application need not wait for it.
 """
 
 from __future__ import annotations

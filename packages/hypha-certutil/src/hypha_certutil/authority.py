@@ -2,7 +2,7 @@
 
 The hierarchy is root CA → organisation CA → node, in X.509 (RFC 5280) with Ed25519 keys (RFC 8410). A node's peer id is
 derived from its certificate's key (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md). Callers pass
-keys, time and serial numbers. Called by `cli`, which stores the results through `storage`.
+keys, time and serial numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Storage of certificates, keys and revocation lists: one folder, fixed file names, keys readable by their owner only.
 
-Called by `cli` with what `authority` creates. An existing file is not overwritten unless the caller asks for it; a
-revocation list, which exists to be replaced, is replaced atomically.
+An existing file is not overwritten unless the caller asks for it; a revocation list, which exists to be replaced, is
+replaced atomically.
 """
 
 from __future__ import annotations

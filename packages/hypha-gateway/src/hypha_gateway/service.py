@@ -1,7 +1,7 @@
 """Gateway service: joins the topic on which schedulers request workers, so that gossip reaches all nodes.
 
 The endpoint itself runs the DHT server and the relay in the role of a gateway. Through the topic, nodes that know only
-this gateway exchange requests. `dataset_list` tells them which datasets are announced here. Called by `cli`.
+this gateway exchange requests. `dataset_list` tells them which datasets are announced here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizer of a language model whose tokens are bytes, such as that of the task `text`. Used by `inference_demo`.
+"""Tokenizer of a language model whose tokens are bytes, such as that of the task `text`.
 
 Written by hand in the format of the library `tokenizers`: byte-level BPE without merges, where token n is byte n.
 """

@@ -1,7 +1,6 @@
 """Certificates of one run: a root CA, an organization CA, and a certificate for every node and for this process.
 
-Called by `demo` before any process starts. The CA keys exist only in memory, so no node can be added to the network
-after the run.
+The CA keys exist only in memory, so no node can be added to the network after the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Demo run: starts a network of processes on this machine, trains a model, collects the results, stops everything.
 
-Called by `cli`. Uses `network_layout` and `certificates` for the files, `processes` and `probe` to start nodes and
-wait until they are healthy, `executor_session` to create and evaluate the model, `display` to show the scheduler's
-events, and `summary` and `plot` for the results.
+Uses `network_layout` and `certificates` for the files, `processes` and `probe` to start nodes and wait until they are
+healthy, `executor_session` to create and evaluate the model, `display` to show the scheduler's events, and `summary`
+and `plot` for the results.
 """
 
 from __future__ import annotations

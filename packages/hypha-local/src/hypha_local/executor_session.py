@@ -1,7 +1,4 @@
-"""Commands of `hypha-accelerate-executor` in one process, because importing torch takes longer than most of them.
-
-Used by `demo`: the process that creates the start model evaluates the trained one.
-"""
+"""Commands of `hypha-accelerate-executor` in one process, because importing torch takes longer than most of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A network of this machine's own that runs in the foreground and takes jobs, until a signal ends it.
 
-Called by `cli` for ``up``. Unlike the demo's, its directory lasts: a later start uses its certificates, datasets, jobs
-and results again. Uses `network_layout` for the files and `nodes` to start the programs.
+Unlike the demo's, its directory lasts: a later start uses its certificates, datasets, jobs and results again. Uses
+`network_layout` for the files and `nodes` to start the programs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inference demo: trains a model unless one is given, applies it to a dataset on a network of processes, audits.
 
-Called by `cli`. Like `demo`, with the configuration of `inference_layout` and the results of `inference_summary`.
+Like `demo`, with the configuration of `inference_layout` and the results of `inference_summary`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Configuration of a network that runs a batch inference job: gateway, data node, workers and scheduler.
-
-Called by `inference_demo`; the network's nodes and folders are those of `network_layout`.
-"""
+"""Configuration of a network that runs a batch inference job: gateway, data node, workers and scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The running job of a demo: starts its scheduler, shows its events, and kills a process midway as `--kill` says.
-
-Called by `demo` and `inference_demo`, which say how far the job is, and how it goes on after its scheduler was killed.
-"""
+"""The running job of a demo: starts its scheduler, shows its events, and kills a process midway as `--kill` says."""
 
 from __future__ import annotations
 

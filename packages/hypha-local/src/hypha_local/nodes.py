@@ -1,4 +1,4 @@
-"""Starts the nodes of a planned network and waits until they are healthy. Called by `demo` and `inference_demo`."""
+"""Starts the nodes of a planned network and waits until they are healthy."""
 
 from __future__ import annotations
 

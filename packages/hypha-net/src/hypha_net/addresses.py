@@ -1,7 +1,6 @@
 """Multiaddrs as text: validation, parsing, wildcards of listeners, and excluded networks.
 
-See https://github.com/multiformats/multiaddr. Called by the dialer, the endpoint and the configuration; imports nothing
-of py-libp2p, which is slow to import.
+See https://github.com/multiformats/multiaddr. Imports nothing of py-libp2p, which is slow to import.
 """
 
 from __future__ import annotations

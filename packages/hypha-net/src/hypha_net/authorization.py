@@ -1,8 +1,7 @@
 """Authorization by role: which roles may send which messages.
 
 The table is `hypha_proto.protocols.ALLOWED_SENDERS`; the role is in the sender's certificate. A certificate without a
-role may send everything, so that a network without roles works, unless the node sets `require_roles`. Called by `rpc`,
-by both endpoints before a handler runs, by gossipsub and by the DHT server.
+role may send everything, so that a network without roles works, unless the node sets `require_roles`.
 """
 
 from __future__ import annotations

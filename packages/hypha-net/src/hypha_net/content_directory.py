@@ -1,8 +1,7 @@
 """Files by their SHA-256, in the DHT: the publisher of a record is a holder of the content.
 
-Called by data nodes (`announce_content`) and workers (`find_holders`); built on `Endpoint.put_record` and
-`find_records`. A holder serves the content as the pull request `content_request` names it, and the one who pulls it
-verifies the digest: a record proves nothing.
+A holder serves the content as the pull request `content_request` names it, and the one who pulls it verifies the
+digest: a record proves nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Datasets by name, in the DHT: the publisher of a dataset's record is the data node that serves it.
 
-Called by data nodes (`announce_dataset`) and schedulers (`find_dataset`); built on `Endpoint.put_record` and
-`find_records`. `list_datasets` asks one gateway for the names that it knows.
+`list_datasets` asks one gateway for the names that it knows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Decoding is stricter than the libraries used: trailing bytes, duplicate keys, tags, deep nesting, wrong types and
 numbers out of range raise a `DecodeError` that names the field. Floats without a fixed width are sent as doubles.
-Called by `protocols` and by the HTTP bridge; calls `wire_schema`, which knows how each type is represented.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The DHT keeps one record per key. So that all of several publishers under one key are found, each also stores the value
 under a key of its own, its heartbeat; the provider records of the shared key list the publishers.
-Used by `hypha_net.dataset_directory` to announce and to find datasets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `msgspec` structs define the fields of a message. This module maps them to the format of Rust's serde
 (https://serde.rs/enum-representations.html), which msgspec does not cover: externally tagged enums, bounded integers,
-and optional fields that are omitted instead of null. Called by `codec`, which adds the byte encoding.
+and optional fields that are omitted instead of null.
 
 A type is compiled once to a `Shape`, which converts Python values to plain objects (``dump``) and back (``load``).
 Loading is strict about types, ranges and required keys; unknown keys are skipped, so that newer peers may add some.

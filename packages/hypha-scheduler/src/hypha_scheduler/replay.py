@@ -1,8 +1,7 @@
 """Replay of a job: lets an executor compute it again from its journal, in one process, and compares.
 
 The strategy of the job's type makes a plan from the journal and checks that the files are those of the job; the
-executor's command does the mathematics and prints what it finds. Nothing in the job's directory is written. Called by
-`cli` for the command ``replay``.
+executor's command does the mathematics and prints what it finds. Nothing in the job's directory is written.
 """
 
 from __future__ import annotations

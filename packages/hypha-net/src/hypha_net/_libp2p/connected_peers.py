@@ -1,7 +1,6 @@
 """The peers an endpoint is connected to: certificates, roles, what identify reported, and live connections.
 
-Read-only view over the dialer's connections and py-libp2p's peerstore. Called by `endpoint` for `connected_peers`, role
-checks, the certificate monitor and the DHT.
+Read-only view over the dialer's connections and py-libp2p's peerstore.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Checks of a node's certificates, ports and folders, for ``run --check`` and ``probe``.
 
-Called by `node.cli` with a valid configuration; each program adds checks of its own.
 A check that fails is a value and not an exception, so that one command tells of all of them.
 """
 

@@ -1,7 +1,6 @@
 """Health of a node: the answer to ``/hypha-health/0.0.1``, which `probe` requests.
 
-Called by `lifecycle`; the program sets it through `Node.ready` and `Node.waiting`, and `watch_gateways` lets no node be
-healthy that has gateways configured and reaches none.
+The program sets it; `watch_gateways` lets no node be healthy that has gateways configured and reaches none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Lifecycle of a daemon: opens the endpoint, serves health, runs the program and ends within a bounded time.
 
-Called by `cli` with the configuration; calls the program's ``serve(config, node)``. SIGTERM and SIGINT cancel the
-program and everything it started; a program that drains hears of the first SIGTERM instead and returns when its work
-is done. Tasks that have not ended after `GRACE` seconds are named in the log and the process exits anyway, with code 1.
-SIGHUP makes the endpoint reload its certificates.
+SIGTERM and SIGINT cancel the program and everything it started; a program that drains hears of the first SIGTERM
+instead and returns when its work is done. Tasks that have not ended after `GRACE` seconds are named in the log and the
+process exits anyway, with code 1. SIGHUP makes the endpoint reload its certificates.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Content is visible only when it is complete. A header announces name, length and digest, and a receipt ends a push
 (`hypha_proto.transfer`). A push is received into a file, a pull into a file or memory; either may send a buffer.
-Called by the data node, the job bridge, the parameter server and the scheduler; calls `Endpoint.open_stream`.
 
 Inside: `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols, and `framing` sends and
 receives their headers. `push_slots` lets only one push of a peer at a time write a file.

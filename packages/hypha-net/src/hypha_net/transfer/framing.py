@@ -1,7 +1,4 @@
-"""Headers of the transfer protocols, each behind its length (8 bytes, little-endian), and the end of their streams.
-
-Called by the clients and servers of push and pull.
-"""
+"""Headers of the transfer protocols, each behind its length (8 bytes, little-endian), and the end of their streams."""
 
 from __future__ import annotations
 

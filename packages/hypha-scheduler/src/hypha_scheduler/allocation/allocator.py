@@ -1,7 +1,7 @@
 """Worker allocation: publishes requests and accepts the offers that the auction selects.
 
-The I/O around `auction`. Called by `jobs.lease_pool` with the role requests of a strategy, and with the offers.
-Accepted leases are kept alive by `renewal`; `shortage_report` explains why workers are missing.
+The I/O around `auction`. Accepted leases are kept alive by `renewal`; `shortage_report` explains why workers are
+missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Auction: decides which offers win, by most resources per token. Pure; clock, randomness, round trips are passed in.
 
-Called by `allocator`, which does the I/O: it registers requests and offers, asks for a decision, and accepts what was
-selected. The maximum price is compared here and never leaves the scheduler.
+The maximum price is compared here and never leaves the scheduler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks workers why they make no offer, and reports it while a search goes on and when it has failed.
 
-The I/O around `shortage`. Called by `allocator`.
+The I/O around `shortage`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes the weights of a DiLoCo job again, from its start model and its outer updates.
 
 As executors and the scheduler do: each sum is rounded to float32, integers are added in float64 and rounded. Reads
-every file once, a block at a time. Called by `audit.diloco`.
+every file once, a block at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adoption: which tasks of an earlier run of the scheduler still run on their leases, and the renewal of these leases.
 
 The journal says which tasks their workers have confirmed and which have ended. The workers hold the leases of the
-others for the orphan grace; a lease that is renewed in time goes on as if nothing had happened. Called by `runner`.
+others for the orphan grace; a lease that is renewed in time goes on as if nothing had happened.
 """
 
 from __future__ import annotations

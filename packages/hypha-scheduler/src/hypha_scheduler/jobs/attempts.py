@@ -1,7 +1,6 @@
 """The attempts at tasks of one job: which runs on which lease, how far it is, and which ended last. No I/O.
 
-Whatever a peer says is looked up here first, so that an operator hears only of its running attempts. Called by
-`runner`, and by `task_streams` for what workers report.
+Whatever a peer says is looked up here first, so that an operator hears only of its running attempts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Idempotency cache: earlier responses, returned again to peers that repeat a request because the response was lost.
-
-Used by `runner` for progress reports and slice requests, so that each counts once.
-"""
+"""Idempotency cache: earlier responses, returned again to peers that repeat a request because the response was lost."""
 
 from __future__ import annotations
 

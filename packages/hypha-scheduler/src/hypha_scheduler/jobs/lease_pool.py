@@ -2,7 +2,7 @@
 
 The first search looks for all roles together, so that a job does not hold workers that are of no use without others;
 where every role starts at its minimum, it delivers leases once that has settled. Later ones, for growth and
-replacement, deliver each lease as it is found, and go on as long as the job. Called by `runner`.
+replacement, deliver each lease as it is found, and go on as long as the job.
 """
 
 from __future__ import annotations

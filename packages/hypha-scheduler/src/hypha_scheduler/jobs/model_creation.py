@@ -1,7 +1,7 @@
 """Start models with random weights, made from a configuration and a seed by an executor's command.
 
 A scheduler has no library of models: it runs ``hypha-accelerate-executor create-model``, or the command of
-``scheduler.model_command``. Called by `artifacts`.
+``scheduler.model_command``.
 """
 
 from __future__ import annotations

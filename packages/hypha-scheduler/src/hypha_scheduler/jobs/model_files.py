@@ -1,6 +1,6 @@
 """Local directories of a start model and a preprocessor: which files are used, and what is missing.
 
-Checked when a job is submitted and before it starts. Called by job tables and `artifacts`.
+Checked when a job is submitted and before it starts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A scheduler has no library of models. It refuses only what is certain: no architecture that config.json names is one of
 the task, and no tensor has the name of such a head. Executors refuse the rest when they load the model.
-Called by `model_files`, after `hypha_proto.model_contents` has found no fault.
 """
 
 from __future__ import annotations

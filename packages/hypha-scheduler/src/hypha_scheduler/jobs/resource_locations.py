@@ -1,7 +1,6 @@
 """Answers to workers that ask where a resource of their task is.
 
-Slices of datasets are located here, results by the job's operator, whose answers are checked. Called by `runner` and
-`context`; `ServedFiles` is for operators.
+Slices of datasets are located here, results by the job's operator, whose answers are checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models and preprocessors in an S3 bucket, at a URL or named by their SHA-256: fetched and unpacked by this scheduler.
 
-Called by `artifacts`. The connectors are those of the workers (`hypha_net.connectors`); what is fetched here comes from
-the job's owner, who may name any bucket and host, but redirects and names lead to no private network unless it is
-listed.
+The connectors are those of the workers (`hypha_net.connectors`); what is fetched here comes from the job's owner, who
+may name any bucket and host, but redirects and names lead to no private network unless it is listed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Translation of the tables that strategies share into what workers and executors get. Pure.
-
-Called by strategies when they ask for leases and start tasks.
-"""
+"""Translation of the tables that strategies share into what workers and executors get. Pure."""
 
 from __future__ import annotations
 

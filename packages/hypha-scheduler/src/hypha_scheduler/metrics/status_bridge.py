@@ -1,7 +1,7 @@
 """Status bridge: posts metrics of workers to an HTTP server.
 
 A failing bridge never delays a job: metrics are queued, a background task posts them and retries failed posts, and new
-metrics are dropped when the queue is full. The failure is logged once, and so is the recovery. Called by `jobs.events`.
+metrics are dropped when the queue is full. The failure is logged once, and so is the recovery.
 """
 
 from __future__ import annotations

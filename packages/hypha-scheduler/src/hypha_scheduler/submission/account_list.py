@@ -1,4 +1,4 @@
-"""What the jobs of a scheduler have cost, from the files in its output directory. Called by `cli_jobs`."""
+"""What the jobs of a scheduler have cost, from the files in its output directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Submission client: reads a job's TOML or JSON file and submits it to a running scheduler. Called by `cli`."""
+"""Submission client: reads a job's TOML or JSON file and submits it to a running scheduler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a job's events say about it: its state, workers, rounds, cost and end, and a line for each event that counts.
 
-Pure: the events and the times in them are passed in. Called by `cli_jobs`.
+Pure: the events and the times in them are passed in.
 """
 
 from __future__ import annotations

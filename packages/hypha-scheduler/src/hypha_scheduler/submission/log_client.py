@@ -1,4 +1,4 @@
-"""Reads what the executors of a job have printed, through the running scheduler. Called by `cli_jobs` and `client`.
+"""Reads what the executors of a job have printed, through the running scheduler.
 
 The workers are those of the job's events. What a worker answers is not trusted: it is bounded, and characters that a
 terminal would interpret are escaped.

@@ -1,7 +1,4 @@
-"""Asks the workers of a job what its executors have printed, for the clients of the scheduler's socket.
-
-Called by `server`.
-"""
+"""Asks the workers of a job what its executors have printed, for the clients of the scheduler's socket."""
 
 from __future__ import annotations
 

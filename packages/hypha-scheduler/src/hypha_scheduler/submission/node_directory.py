@@ -1,7 +1,7 @@
 """The workers that a scheduler knows, and the datasets that data nodes announce, for the command ``nodes``.
 
 Workers are those that subscribe to requests or are found in the DHT, asked for their status, and those that were
-connected since the scheduler started. Called by `server`.
+connected since the scheduler started.
 """
 
 from __future__ import annotations

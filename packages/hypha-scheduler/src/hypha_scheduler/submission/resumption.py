@@ -2,7 +2,7 @@
 
 The job's table is the one that the journal has accepted. Its secrets are masked there, so that they come from a job in
 the configuration, which must be the same job; only its ``resources``, ``budget`` and ``inference.max_error_share`` may
-differ, and are used. Nothing is written. Called by `cli` and `server`.
+differ, and are used. Nothing is written.
 """
 
 from __future__ import annotations

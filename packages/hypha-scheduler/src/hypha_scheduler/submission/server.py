@@ -9,7 +9,7 @@ Each connection carries one request, a JSON object, which is answered by JSON li
   its name, or the beginning of its name or id.
 - ``{"command": "nodes"}`` lists the workers that the scheduler knows, and the datasets that data nodes announce.
 
-Closing the connection does not stop a job. Called by `service`.
+Closing the connection does not stop a job.
 """
 
 from __future__ import annotations

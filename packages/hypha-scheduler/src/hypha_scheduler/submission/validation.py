@@ -1,6 +1,6 @@
 """Validation of a submitted job: everything that is wrong with it at once, with the nearest names of unknown keys.
 
-The errors are those of a configuration file (`hypha_net.node.config.errors`). Called by `server`.
+The errors are those of a configuration file (`hypha_net.node.config.errors`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Keeps this node's DHT records published: renewed before they expire, and sent to each gateway that connects.
-
-Called by `gateways` when a gateway connects and when records are due, and by `endpoint` for new records; calls
-`kad.client`.
-"""
+"""Keeps this node's DHT records published: renewed before they expire, and sent to each gateway that connects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Make py-libp2p's host with our TLS, yamux and stream handling, and replace or disable parts of it.
-
-Called by the endpoint.
-"""
+"""Make py-libp2p's host with our TLS, yamux and stream handling, and replace or disable parts of it."""
 
 from __future__ import annotations
 

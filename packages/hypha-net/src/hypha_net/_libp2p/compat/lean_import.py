@@ -13,7 +13,7 @@ together two thirds of the time of an import and half of its memory (docs/upstre
 These are the semantics of PEP 810 (explicit lazy imports), for the modules named in `PACKAGES` and `MODULES`. A program
 that wants all of py-libp2p in the same process gets it: ``from libp2p import new_host`` runs `restore` first.
 
-Called by ``hypha_net._libp2p``, which builds its host from `BasicHost` and `Swarm`: `libp2p.new_host` is not loaded.
+The host is built from `BasicHost` and `Swarm`: `libp2p.new_host` is not loaded.
 """
 
 from __future__ import annotations

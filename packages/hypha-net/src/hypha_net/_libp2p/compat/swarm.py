@@ -2,7 +2,7 @@
 
 `Swarm._do_handle_inbound_connection` holds one of a fixed number of tokens for the swarm's whole life instead of the
 connection's, and counts handshakes as connections. It is replaced by `dial.listener.accept`. A test fails when the
-source of the replaced method changes. Called by `compat.host`.
+source of the replaced method changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Connect to a peer: an existing connection, its addresses in parallel (Happy Eyeballs), or a circuit through a relay.
-
-Called by `streams.outbound`, which needs a connection, by the endpoint's `connect`, and by `bootstrap.gateways`; calls
-`dial.tcp` for one address and `dial.dnsaddr` for names.
-"""
+"""Connect to a peer: an existing connection, its addresses in parallel (Happy Eyeballs), or a circuit through a relay."""
 
 from __future__ import annotations
 

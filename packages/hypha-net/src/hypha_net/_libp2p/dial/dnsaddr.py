@@ -1,7 +1,7 @@
 """Resolve ``/dnsaddr/<name>``: the multiaddrs in the TXT records of ``_dnsaddr.<name>``, followed recursively.
 
-Called by `dial.dialer` before it dials; the result holds addresses or host names, never another ``/dnsaddr``. The owner
-of the records decides what is dialled, so every step is bounded, and the dialer applies ``exclude_cidr`` to the result.
+The result holds addresses or host names, never another ``/dnsaddr``. The owner of the records decides what is dialled,
+so every step is bounded, and the dialer applies ``exclude_cidr`` to the result.
 
 Specification: https://github.com/multiformats/multiaddr/blob/master/protocols/DNSADDR.md
 """

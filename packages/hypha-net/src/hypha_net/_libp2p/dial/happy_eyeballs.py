@@ -1,8 +1,7 @@
 """Happy Eyeballs (RFC 8305): staggered connection attempts, of which the first success cancels the others.
 
 A new attempt starts when the one before it has failed or after a delay, so that an address that does not answer costs
-little. Unlike the RFC, addresses are not sorted by family: the caller orders them. Used by `dial.dialer` for the
-addresses and relays of a peer, and by `dial.tcp` for the addresses of a host name.
+little. Unlike the RFC, addresses are not sorted by family: the caller orders them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dial one TCP multiaddr: resolve the name in it, connect, and upgrade the connection.
 
 Replaces `Swarm.dial_peer` and `host.connect` of py-libp2p, which know one address, sleep after success and block a peer
-for a minute after a failure. Called by `dial.dialer`; calls `dial.upgrade`.
+for a minute after a failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Flood publishing: send own and validated messages to every peer that subscribes to their topic.
 
 Replaces `GossipSub.publish`, which sends to the mesh alone, so that messages published in the second before a heartbeat
-has built it are lost, and which copies and encodes a message for each peer; here it is encoded once. Called by
-py-libp2p's `Pubsub.publish` and by `validation`.
+has built it are lost, and which copies and encodes a message for each peer; here it is encoded once.
 """
 
 from __future__ import annotations

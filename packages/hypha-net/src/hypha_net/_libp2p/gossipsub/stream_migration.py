@@ -3,7 +3,6 @@
 py-libp2p writes on the stream that it opened first for as long as its connection lives. Here a stream is opened on the
 other connection first: queued messages leave by the old stream, later ones by the new one, and the router, its mesh and
 the peer's subscriptions stay as they are. Each side moves the stream it writes on; the other reads both to their ends.
-Called by `dial.connection_pruning`, which chooses the connection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Topic subscriptions of one endpoint: several local subscribers may share a topic.
-
-Called by `endpoint` for `Endpoint.subscribe` and `publish`, and by `bootstrap.gateways`.
-"""
+"""Topic subscriptions of one endpoint: several local subscribers may share a topic."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Specification: https://github.com/libp2p/specs/blob/master/identify/README.md#identifypush. py-libp2p pushes when it
 listens at a new address only. A peer that connects while a node starts, before its services have registered their
-handlers, would never hear of these. Called by `endpoint`.
+handlers, would never hear of these.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Implements https://github.com/libp2p/specs/blob/master/kad-dht/README.md without iterative look-ups: gateways know every
 node, so an unresponsive peer elsewhere delays nothing. A record is put under its plain key, where every implementation
 finds the newest, and a second time, signed, under a key of its publisher (`hypha_proto.signed_records`), with the
-publisher as provider of the plain key: that way all publishers of a key are found, and only live ones. Called by
-`endpoint` and `bootstrap`; answered by `server`.
+publisher as provider of the plain key: that way all publishers of a key are found, and only live ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Messages of ``/ipfs/kad/1.0.0`` (https://github.com/libp2p/specs/blob/master/kad-dht/README.md#rpc-messages).
 
 Built here because py-libp2p's generated classes lack the record's `publisher` and `ttl`, fields that rust-libp2p adds.
-Used by `client` and `server`.
 """
 
 from __future__ import annotations

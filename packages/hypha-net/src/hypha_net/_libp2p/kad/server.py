@@ -1,8 +1,7 @@
 """Server side of the Kademlia DHT: every node answers FIND_NODE; gateways also keep records and providers.
 
 Implements https://github.com/libp2p/specs/blob/master/kad-dht/README.md. Replaces py-libp2p's server, which keeps dead
-peers, cannot replace a record, and resets the stream for keys of some lengths. Called by `endpoint` for incoming
-streams, and by a gateway's own `client`; calls `store`.
+peers, cannot replace a record, and resets the stream for keys of some lengths.
 """
 
 from __future__ import annotations

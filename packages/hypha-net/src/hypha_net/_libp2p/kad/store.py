@@ -1,7 +1,7 @@
 """What a gateway stores for the DHT: records by key, the newest of each, and the providers of keys.
 
-Called by `server`, which decides whose records are accepted. Records with a lifetime of more than a minute are saved to
-disk and survive a restart; publishers renew the shorter ones sooner than they would be missed.
+Records with a lifetime of more than a minute are saved to disk and survive a restart; publishers renew the shorter ones
+sooner than they would be missed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Implements https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md for nodes that cannot be dialled. The node
 keeps a reservation at each of its gateways (`RelayClient.keep_reservation`), through which others reach it: the
 dialling node asks the gateway (`RelayClient.open_circuit`), the gateway (`server`) offers the circuit to the reserved
-node, which accepts it (`RelayClient.serve`, the stop protocol). Called by `endpoint`, `bootstrap.gateways` and
-`dial.dialer`.
+node, which accepts it (`RelayClient.serve`, the stop protocol).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Messages of circuit relay v2 (https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md).
 
 The classes are built here with explicit field presence, so that a type of 0 is encoded: some peers require it.
-Used by `client` and `server`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Implements https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. Replaces py-libp2p's relay, whose
 reservations outlive their peers, which does not forward a stream's end, and which identifies circuits by peer, so that
-closing one closes another. Called by `endpoint` for incoming hop streams; calls `circuit` to copy the bytes. TLS and
-yamux run end to end inside a circuit: the gateway sees ciphertext only. The other side is `client`.
+closing one closes another. TLS and yamux run end to end inside a circuit: the gateway sees ciphertext only. The other
+side is `client`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 OpenSSL drops a client's certificate that does not verify, and Python has no verify callback. The private hook for
 handshake messages sees it, so that a refusal can name its owner; without the hook the refusal names the address alone.
 The verified chain, with which later revocations are compared, has a public method from Python 3.13 on.
-
-Used by `security.contexts` and `security.tls`.
 """
 
 from __future__ import annotations

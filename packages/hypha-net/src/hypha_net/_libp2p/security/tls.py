@@ -4,8 +4,7 @@ Replaces py-libp2p's TLS transport, which reads 4 KiB at a time and carries on a
 `ssl.SSLObject` works on memory buffers; ciphertext moves between them and the socket in large pieces. Differs from the
 libp2p specification (https://github.com/libp2p/specs/blob/master/tls/tls.md) in that a CA signs the certificates.
 
-Called by py-libp2p's upgrader, which `compat.host` gives a `TlsTransport`; calls `security.tls_errors` to explain a
-failed handshake. The resulting `TlsConnection` is the transport of a `yamux.session.YamuxSession`.
+The resulting `TlsConnection` is the transport of a `yamux.session.YamuxSession`.
 """
 
 from __future__ import annotations

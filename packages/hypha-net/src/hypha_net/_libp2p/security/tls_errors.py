@@ -1,6 +1,6 @@
 """Explanations of failed TLS handshakes for operators: which certificate was refused, why, and the remedy.
 
-Called by `security.tls`. Alerts: RFC 8446 section 6.2; verification errors: OpenSSL's ``X509_V_ERR`` codes.
+Alerts: RFC 8446 section 6.2; verification errors: OpenSSL's ``X509_V_ERR`` codes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Replaces the path of a stream through py-libp2p's connection, swarm and host, which starts a dozen tasks for each and
 lets an unexpected error end the swarm, and with it every connection (docs/upstream/). Here a peer's input on one
 stream ends that stream at most.
-
-Called by `yamux.session` for each stream that a peer opens; calls `streams.multistream_select` and then a handler.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ py-libp2p's negotiation takes two round trips where one suffices, and answers in
 sends greeting, protocol and optionally all of its request together, and the listener answers together what has arrived
 together. Other implementations see an ordinary negotiation, in which lines may arrive at once.
 
-Called by `streams.outbound` and `streams.inbound`.
-
 Specification: https://github.com/multiformats/multistream-select
 """
 

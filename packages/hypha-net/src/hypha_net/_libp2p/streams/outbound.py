@@ -1,7 +1,4 @@
-"""Outbound streams: get a connection, open a stream, negotiate a protocol. The counterpart of `streams.inbound`.
-
-Called by the endpoint's `open_stream`; calls `dial.dialer`, `yamux.session` and `streams.multistream_select`.
-"""
+"""Outbound streams: get a connection, open a stream, negotiate a protocol. The counterpart of `streams.inbound`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Estimates of a connection's link: a frame size that fits its throughput, and its round-trip time.
 
-Used by `yamux.session`: the frame size bounds how long a small message waits behind a large one, the round-trip time
-decides whether a stream's receive window may grow.
+The frame size bounds how long a small message waits behind a large one; the round-trip time decides whether a stream's
+receive window may grow.
 """
 
 from __future__ import annotations

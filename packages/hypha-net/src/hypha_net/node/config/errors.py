@@ -1,6 +1,6 @@
 """Configuration errors: every problem with its position, reason and remedy.
 
-`validation_problems` translates pydantic's errors. Called by `sources` and `loader`.
+`validation_problems` translates pydantic's errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TOML reader that records the line of each key, which `tomllib` does not report.
 
 `tomllib` parses the document (https://toml.io/en/v1.0.0); the scan beside it only finds lines, in documents known to be
-well-formed. Called by `loader`.
+well-formed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Destinations of a transfer: a file or memory. The sender cannot tell which.
-
-Called by `push_server` and `pull_client`; `stream_copy` fills them.
-"""
+"""Destinations of a transfer: a file or memory. The sender cannot tell which."""
 
 from __future__ import annotations
 

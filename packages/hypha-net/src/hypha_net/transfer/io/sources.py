@@ -1,7 +1,4 @@
-"""Sources of a transfer: a file, by its path or open, or memory. The receiver cannot tell which.
-
-Called by `push_client` and `pull_server`; calls `stream_copy` to send.
-"""
+"""Sources of a transfer: a file, by its path or open, or memory. The receiver cannot tell which."""
 
 from __future__ import annotations
 

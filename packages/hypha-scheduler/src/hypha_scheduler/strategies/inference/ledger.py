@@ -1,6 +1,6 @@
 """Slice ledger: each slice is AVAILABLE, ASSIGNED to an attempt at a task, or COMMITTED, which it stays. Pure.
 
-Work may be done twice, but a slice is committed once. Called by `operator`.
+Work may be done twice, but a slice is committed once.
 """
 
 from __future__ import annotations

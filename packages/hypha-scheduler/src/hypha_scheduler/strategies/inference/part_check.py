@@ -1,7 +1,6 @@
 """Check of a part: the rows of one slice as an executor sends them, one JSON object a line. Blocking.
 
 What a worker sends is not trusted: each line is strict JSON, and its rows are those of the slice, once each, in order.
-Called by `parts`.
 """
 
 from __future__ import annotations

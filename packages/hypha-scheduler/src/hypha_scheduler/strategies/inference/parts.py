@@ -2,7 +2,7 @@
 
 A part is received in ``incoming``, under a name of its own. Its check brings it to disk; then the journal records it
 with that name; then it is moved. A crash before the record leaves a file that nobody knows, one after it a file that
-`settle` moves. Called by `operator` and `strategy`.
+`settle` moves.
 """
 
 from __future__ import annotations

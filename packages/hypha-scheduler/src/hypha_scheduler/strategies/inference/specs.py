@@ -1,7 +1,4 @@
-"""Translation of an inference job into role requests and tasks, and the check of its dataset. Pure.
-
-Called by `strategy` and `operator`.
-"""
+"""Translation of an inference job into role requests and tasks, and the check of its dataset. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Brings outputs to the scheduler: those that are kept, and those whose holder drains. A few at a time.
 
-Decides what is fetched next; the runner carries it out. Called by `operator`.
+Decides what is fetched next; the runner carries it out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """States of the instances of tasks, and which of them can start. Pure.
 
 An instance waits until all results that its task uses exist, is ready until it is started, runs, and is finished. A
-result that is lost takes what is ready back to waiting, and its task to be run again. Called by `operator`.
+result that is lost takes what is ready back to waiting, and its task to be run again.
 """
 
 from __future__ import annotations

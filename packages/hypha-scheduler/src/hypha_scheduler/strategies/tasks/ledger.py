@@ -1,7 +1,6 @@
 """Ledger of the outputs of tasks: who holds which, and which are lost or no longer needed. Pure.
 
 An output is at the worker that made it, in a store that outlives the lease, and perhaps in a copy at the scheduler.
-Called by `operator`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Answers to workers that ask where a result is: whom to pull it from, or which holders push it. Pure.
-
-Called by `operator` when all parts of the result exist.
-"""
+"""Answers to workers that ask where a result is: whom to pull it from, or which holders push it. Pure."""
 
 from __future__ import annotations
 
