@@ -1,4 +1,4 @@
-"""Connect to a peer: an existing connection, its addresses in parallel (Happy Eyeballs), or a circuit through a relay."""
+"""Connect to a peer: an existing connection, its addresses in parallel (Happy Eyeballs), or a circuit by a relay."""
 
 from __future__ import annotations
 
