@@ -7,7 +7,7 @@ process as JSON. Fields marked `OMIT` are left out when None, and peers that do 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, get_args
+from typing import Annotated, Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.wire_schema import OMIT, U32, U64, Amount, Message
@@ -226,7 +226,3 @@ class AggregateConfig(Message, frozen=True):
     """Number of this parameter server among those that the job has had, from 1; its pushes state it."""
     momentum: Annotated[Reference | None, OMIT] = None
     """The outer momentum to begin with, one safetensors file in float32; None means none."""
-
-
-REFERENCE_KINDS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(Reference))
-"""Wire names of the kinds of `Reference`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -115,64 +116,30 @@ def reason_to_return_work(cause: Exception, work_dir: Path) -> str | None:
     return str(cause) if isinstance(cause, WorkReturnedError) else None
 
 
-def bad_request(detail: str) -> BridgeError:
-    """Return a 400: the body, or a path in it, is not usable."""
-    return BridgeError(400, "bad-request", detail)
-
-
-def not_allowed(detail: str) -> BridgeError:
-    """Return a 403: the worker's owner or the job's spec does not allow it."""
-    return BridgeError(403, "not-allowed", detail)
-
-
-def update_refused(detail: str) -> BridgeError:
-    """Return a 409: the scheduler or the parameter server does not accept the executor's update."""
-    return BridgeError(409, "update-refused", detail)
-
-
-def round_closed(detail: str) -> BridgeError:
-    """Return a 409: the round goes on without the executor's update; it is to begin anew."""
-    return BridgeError(409, ROUND_CLOSED, detail)
-
-
-def never_joins(detail: str) -> BridgeError:
-    """Return a 410: the scheduler lets the executor take part in no round."""
-    return BridgeError(410, "never-joins", detail)
-
-
-def not_found(detail: str) -> BridgeError:
-    """Return a 404: the file does not exist."""
-    return BridgeError(404, "not-found", detail)
-
-
-def no_more_data(detail: str) -> BridgeError:
-    """Return a 410: the scheduler has no further slice for this executor."""
-    return BridgeError(410, "no-more-data", detail)
-
-
-def no_free_slice(detail: str) -> BridgeError:
-    """Return a 503: all slices that are left are assigned to others, and may come back."""
-    return BridgeError(503, "no-free-slice", detail)
-
-
-def peer_failed(detail: str) -> BridgeError:
-    """Return a 502: the remote side was not reached, closed the connection, or refused."""
-    return BridgeError(502, "peer-failed", detail)
-
-
-def storage_exceeded(detail: str) -> BridgeError:
-    """Return a 507: the job's files would exceed its storage."""
-    return BridgeError(507, "storage-exceeded", detail)
-
-
-def job_ending() -> BridgeError:
-    """Return a 503: the job ended while the request was in progress."""
-    return BridgeError(503, "ending", "the job is ending")
-
-
-def timed_out(detail: str) -> BridgeError:
-    """Return a 504: the remote side was too slow."""
-    return BridgeError(504, "timeout", detail)
+bad_request = partial(BridgeError, 400, "bad-request")
+"""400: the body, or a path in it, is not usable."""
+not_allowed = partial(BridgeError, 403, "not-allowed")
+"""403: the worker's owner or the job's spec does not allow it."""
+update_refused = partial(BridgeError, 409, "update-refused")
+"""409: the scheduler or the parameter server does not accept the executor's update."""
+round_closed = partial(BridgeError, 409, ROUND_CLOSED)
+"""409: the round goes on without the executor's update; it is to begin anew."""
+never_joins = partial(BridgeError, 410, "never-joins")
+"""410: the scheduler lets the executor take part in no round."""
+not_found = partial(BridgeError, 404, "not-found")
+"""404: the file does not exist."""
+no_more_data = partial(BridgeError, 410, "no-more-data")
+"""410: the scheduler has no further slice for this executor."""
+no_free_slice = partial(BridgeError, 503, "no-free-slice")
+"""503: all slices that are left are assigned to others, and may come back."""
+peer_failed = partial(BridgeError, 502, "peer-failed")
+"""502: the remote side was not reached, closed the connection, or refused."""
+storage_exceeded = partial(BridgeError, 507, "storage-exceeded")
+"""507: the job's files would exceed its storage."""
+job_ending = partial(BridgeError, 503, "ending", "the job is ending")
+"""503: the job ended while the request was in progress."""
+timed_out = partial(BridgeError, 504, "timeout")
+"""504: the remote side was too slow."""
 
 
 def to_bridge_error(error: NetError) -> BridgeError:

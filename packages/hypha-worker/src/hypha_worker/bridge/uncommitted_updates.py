@@ -87,11 +87,6 @@ class UncommittedUpdates:
         """Return whether an update of a round waits, or was committed."""
         return (number, digest) in self._known
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether the executor takes updates."""
-        return self._begins is not None
-
     def leave(self) -> None:
         """Take no updates until `join`: the executor begins anew."""
         self._begins = None

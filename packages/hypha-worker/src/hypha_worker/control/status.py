@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import anyio.to_thread
 from msgspec.structs import asdict
 
 from hypha_net.endpoint import Endpoint
+from hypha_net.node.accounts import time_text
 from hypha_net.node.descriptors import descriptor_limit
 from hypha_net.peer_names import known_name
 from hypha_proto.resources import Resources
@@ -114,14 +115,14 @@ def _describe_task(run: TaskRun, since_epoch: float) -> dict[str, Any]:
         "executor": run.spec.executor,
         "scheduler": str(lease.scheduler),
         "lease": str(lease.id),
-        "since": None if lease.job_began is None else utc_text(since_epoch + lease.job_began),
+        "since": None if lease.job_began is None else time_text(since_epoch + lease.job_began),
         "price": lease.price,
     }
 
 
 def _describe_request(request: DecidedRequest) -> dict[str, Any]:
     return {
-        "at": utc_text(request.decided_at),
+        "at": time_text(request.decided_at),
         "scheduler": str(request.scheduler),
         "request": request.request_id,
         "executors": list(request.executors),
@@ -135,8 +136,3 @@ def _describe_request(request: DecidedRequest) -> dict[str, Any]:
 def _amounts(resources: Resources) -> dict[str, float]:
     """Return the amounts that are not 0."""
     return {name: round(amount, 6) for name, amount in asdict(resources).items() if amount}
-
-
-def utc_text(seconds: float) -> str:
-    """Return a time since the epoch as ``2026-12-31T00:00:00Z``."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

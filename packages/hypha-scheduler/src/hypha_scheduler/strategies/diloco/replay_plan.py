@@ -44,7 +44,6 @@ from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
 
-"""File of the dataset's manifest in a job's directory."""
 PREPROCESSOR: Final = "preprocessor"
 """Directory of a preprocessor that the scheduler serves, in a job's directory."""
 

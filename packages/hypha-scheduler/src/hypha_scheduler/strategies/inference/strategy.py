@@ -33,7 +33,6 @@ from hypha_scheduler.strategies.inference.restore import (
 )
 from hypha_scheduler.strategies.inference.specs import result_columns, task_spec
 
-"""Name of the dataset's manifest in the job's directory."""
 _SCRATCH: Final = "sources-"
 """Beginning of the name of the directory with copies of model and preprocessor."""
 

@@ -145,10 +145,6 @@ class Instances:
         if instance.phase is Phase.RESTING:
             self._set(instance, Phase.READY)
 
-    def has_unfinished(self, task: GraphTask) -> bool:
-        """Return whether an instance of a task has not finished."""
-        return self._unfinished[task.name] > 0
-
     def _set(self, instance: Instance, phase: Phase) -> None:
         before, instance.phase = instance.phase, phase
         if before is phase:
