@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import save_file
 from support.small_disk import small_disk
@@ -63,19 +65,17 @@ def test_memory_does_not_grow_with_the_slices_of_tensors(tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is of Linux")
-@pytest.mark.parametrize("form", ["csv", "parquet"])
+@pytest.mark.parametrize("form", ["csv", "csv.gz", "csv.zst", "parquet"])
 def test_memory_does_not_grow_with_a_table(tmp_path: Path, form: str) -> None:
     path = tmp_path / f"all.{form}"
-    if form == "csv":
-        line = f"{'some text ' * 90},1,2.5\n"
-        with path.open("w") as file:
-            file.write("text,label,x\n")
+    if form.startswith("csv"):
+        line = f"{'some text ' * 90},1,2.5\n".encode()
+        kind = {"csv.gz": "gzip", "csv.zst": "zstd"}.get(form)
+        with pa.CompressedOutputStream(str(path), kind) if kind else path.open("wb") as file:
+            file.write(b"text,label,x\n")
             for _ in range(400):
                 file.write(line * 1000)  # 360 MB
     else:
-        import pyarrow as pa
-        import pyarrow.parquet
-
         table = pa.table({"label": np.zeros(100_000, np.int64), "text": ["some text " * 400] * 100_000})  # 400 MB
         pa.parquet.write_table(table, path, use_dictionary=False, row_group_size=100_000)
         del table

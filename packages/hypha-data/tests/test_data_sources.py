@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from hypha_data.cli import main
@@ -24,7 +25,7 @@ from hypha_data.sources.options import ReadOptions
 
 
 def prepare(source: Path, *options: object, out: str = "out") -> Any:
-    """Run the command; the dataset's folder lies beside the source."""
+    """Run the command, with options or further sources; the dataset's folder lies beside the source."""
     folder = source.parent / out
     return CliRunner().invoke(main, ["prepare", *map(str, (source, "--out", folder, *options))])
 
@@ -151,7 +152,7 @@ def test_a_reader_is_of_another_state_after_a_change_of_its_tokenizer(tmp_path: 
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     source = write(tmp_path / "a.txt", "good")
     for options in (ReadOptions(), ReadOptions(lines=True)):
-        reader = open_reader(source, "text", replace(options, tokenizer=str(tokenizer), length=3))
+        reader = open_reader([source], "text", replace(options, tokenizer=str(tokenizer), length=3))
         before = reader.state()
         (tokenizer / "tokenizer_config.json").unlink(missing_ok=True)
         write(tokenizer / "tokenizer_config.json", "{}" if not options.lines else "{ }")
@@ -253,6 +254,128 @@ def test_a_folder_of_parquet_files_is_read_by_split(tmp_path: Path) -> None:
         pa.parquet.write_table(pa.table({"x": rows}), tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
     assert sorted(prepared(tmp_path / "hub")["x"].tolist()) == [1, 2]
     assert prepared(tmp_path / "hub", "--split", "test", "--force")["x"].tolist() == [3]
+
+
+# ------------------------------------------------------------------------------------- compressed and several files
+
+
+def packed(path: Path, suffix: str) -> Path:
+    """Return a compressed copy of a file, which is removed; of .gz in two members."""
+    target, content = path.with_name(path.name + suffix), path.read_bytes()
+    middle = len(content) // 2
+    if suffix == ".gz":
+        target.write_bytes(gzip.compress(content[:middle]) + gzip.compress(content[middle:]))
+    else:
+        with pa.CompressedOutputStream(str(target), "zstd") as file:
+            file.write(content)
+    path.unlink()
+    return target
+
+
+def digests(folder: Path) -> list[str]:
+    return [entry["digest"] for entry in manifest(folder)["slices"]]
+
+
+COMPRESSED = pytest.mark.parametrize("suffix", [".gz", ".zst"])
+
+
+@COMPRESSED
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("a.csv", CSV, ("--label", "mood")),
+        ("a.csv", "x,name\n" + "".join(f"{n},name {n}\n" for n in range(90_000)), ()),  # more than a block
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS), ("--label", "mood")),
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS), ("--slices", 2)),  # rows that stay JSON
+        ("a.txt", "good film\n\nbad film bad\n", ("--length", 3)),
+        ("a.txt", "good film\n\nbad film bad\n", ("--lines",)),
+    ],
+)
+def test_a_compressed_file_gives_the_slices_of_the_plain_one(
+    tmp_path: Path, suffix: str, name: str, content: str, options: tuple[object, ...]
+) -> None:
+    plain = prepare(write(tmp_path / name, content), *options, out="plain")
+    assert plain.exit_code == 0, plain.output
+    done = prepare(packed(tmp_path / name, suffix), *options)
+    assert done.exit_code == 0, done.output
+    assert digests(tmp_path / "out") == digests(tmp_path / "plain")
+
+
+@COMPRESSED
+def test_a_fault_in_a_compressed_file_is_named_by_its_line(tmp_path: Path, suffix: str) -> None:
+    rows = "x,y\n" + "".join(f"{n},{n}\n" for n in range(90_000)) + "1,2,3\n"
+    done = prepare(packed(write(tmp_path / "a.csv", rows), suffix))
+    assert f"a.csv{suffix}, line 90002: 3 cells, and the first line names 2 columns" in done.output
+    broken = packed(write(tmp_path / "b.jsonl", '{"x": 1}\n{"x"\n'), suffix)
+    assert f"b.jsonl{suffix}, line 2: not JSON" in prepare(broken).output
+
+
+@COMPRESSED
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path: Path, suffix: str, name: str) -> None:
+    file = packed(write(tmp_path / name, '{"x":1}\n' * 90_000), suffix)
+    file.write_bytes(file.read_bytes()[:-20])
+    form = ("--format", "csv") if name == "a.csv" else ("--length", 3) if name == "a.txt" else ()
+    done = prepare(file, *form)
+    assert done.exit_code == 1
+    assert f"{name}{suffix}: damaged: " in done.output
+    assert "fetch or compress the file again" in done.output
+
+
+def write_parts(folder: Path, form: str) -> list[Path]:
+    """Write four samples in three files, which are not in the order of their names."""
+    paths = [folder / f"part-{number}.{form}" for number in (2, 1, 3)]
+    for path, numbers in zip(paths, ([2, 3], [1], [4]), strict=True):
+        rows = [{"x": number, "y": f"row {number}"} for number in numbers]
+        if form == "csv":
+            names = ("y", "x") if path is paths[0] else ("x", "y")
+            lines = [names, *([str(row[name]) for name in names] for row in rows)]
+            write(path, "".join(",".join(line) + "\n" for line in lines))
+        elif form == "jsonl":
+            write(path, "".join(json.dumps(row) + "\n" for row in rows))
+        elif form == "parquet":
+            pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+        elif form == "txt":
+            write(path, "".join(f"{row['y']}\n" for row in rows))
+        else:
+            save_file({"x": np.array(numbers), "y": np.array([[n, n] for n in numbers], np.float16)}, path)
+    return paths
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "txt", "safetensors"])
+def test_several_files_are_one_dataset_whatever_their_order(tmp_path: Path, form: str) -> None:
+    first, *others = write_parts(tmp_path, form)
+    options = ("--lines",) if form == "txt" else ("--columns", "x,y") if form == "jsonl" else ()
+    found = prepared(first, *others, "--slices", 2, *options)
+    assert sorted(found["x"].tolist() if "x" in found else texts(found["text"])) in (
+        [1, 2, 3, 4],
+        ["row 1", "row 2", "row 3", "row 4"],
+    )
+    if form == "safetensors":
+        assert sorted(found["y"].tolist()) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+    if form == "csv":
+        assert dict(zip(found["x"].tolist(), texts(found["y"]), strict=True))[2] == "row 2"
+    by_pattern = prepare(tmp_path / f"part-*.{form}", "--slices", 2, *options, out="pattern")
+    assert by_pattern.exit_code == 0, by_pattern.output
+    assert digests(tmp_path / "pattern") == digests(tmp_path / "out")
+
+
+def test_rows_of_several_files_stay_json(tmp_path: Path) -> None:
+    first, *others = write_parts(tmp_path, "jsonl")
+    done = prepare(packed(first, ".gz"), *others, "--slices", 2)
+    assert done.exit_code == 0, done.output
+    lines = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").glob("*.jsonl"))).splitlines()
+    assert sorted(json.loads(line)["x"] for line in lines) == [1, 2, 3, 4]
+
+
+def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
+    for name in ("._train.csv", ".DS_Store", "._a.txt"):
+        write(tmp_path / "table" / name, b"\0\5\x16\7")
+        write(tmp_path / "texts" / name, b"\0\5\x16\7")
+    write(tmp_path / "table" / "train.csv.gz", gzip.compress(b"x\n1\n2\n"))
+    write(tmp_path / "texts" / "a.txt", "ab")
+    assert sorted(prepared(tmp_path / "table")["x"].tolist()) == [1, 2]
+    assert prepared(tmp_path / "texts", "--length", 2, "--force")["input_ids"].tolist() == [[97, 98]]
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -399,6 +522,56 @@ BAD = {
         "1 samples are too few to keep some for testing",
     ),
 }
+
+
+def other_parts(folder: Path, name: str, *contents: str) -> Path:
+    """Return a pattern that files of these contents match."""
+    for number, content in enumerate(contents):
+        write(folder / f"{number}-{name}", content)
+    return folder / f"*{name}"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "fault"),
+    [
+        (
+            lambda at: other_parts(at, "a.csv", "x,y\n1,2\n", "x,z\n1,2\n"),
+            (),
+            "1-a.csv: has no column 'y', and {0}/0-a.csv has one; give all files the same columns",
+        ),
+        (lambda at: other_parts(at, "a.csv", "x\n1\n", "x\n1\n2,3\n"), (), "1-a.csv, line 3: 2 cells"),
+        (
+            lambda at: other_parts(at, "a.jsonl", '{"x": 1}\n', '{"y": "a"}\n'),
+            ("--columns", "x"),
+            "1-a.jsonl, line 1, column 'x': is empty, and each row needs a number; fill it in or remove the row",
+        ),
+        (
+            lambda at: write(write(at / "a.csv", "x\n1\n").with_name("a.jsonl"), '{"x": 1}\n').with_name("a.*"),
+            (),
+            "a.csv is csv, and {0}/a.jsonl is jsonl; prepare them one by one, or set --format",
+        ),
+        (lambda at: at / "*.csv", (), "*.csv: no file matches this pattern; correct it, or name the files"),
+        (
+            lambda at: write(at / "a.csv", "x\n1\n"),
+            (lambda at: at / "b" / ".." / "a.csv",),
+            "a.csv: is named twice, so its samples would be used twice; name it once",
+        ),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused(
+    tmp_path: Path, make: Callable[[Path], Path], options: tuple[Any, ...], fault: str
+) -> None:
+    (tmp_path / "b").mkdir()
+    done = prepare(make(tmp_path), *(option(tmp_path) if callable(option) else option for option in options))
+    assert done.exit_code == 1, done.output
+    assert fault.format(tmp_path) in done.output
+
+
+def test_tensors_of_several_files_must_agree(tmp_path: Path) -> None:
+    save_file({"x": np.zeros(2)}, tmp_path / "a.safetensors")
+    save_file({"x": np.zeros((2, 3))}, tmp_path / "b.safetensors")
+    done = prepare(tmp_path / "*.safetensors")
+    assert "b.safetensors: the tensor 'x' is float64[3], and float64[] in " in done.output
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -147,7 +147,7 @@ def _as_json(manifest: Manifest) -> dict[str, object]:
 
 
 @main.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("sources", metavar="SOURCE...", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the dataset.")
 @click.option("--slices", type=click.IntRange(min=1), help="How many to cut.  [default: 16, or more of 64 MiB]")
 @click.option("--name", default=None, help="Name in the manifest.  [default: the folder's name]")
@@ -183,7 +183,7 @@ def _as_json(manifest: Manifest) -> dict[str, object]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def prepare(
-    source: Path,
+    sources: tuple[Path, ...],
     out: Path,
     slices: int | None,
     name: str | None,
@@ -199,7 +199,8 @@ def prepare(
 
     SOURCE is a safetensors file whose tensors share their first dimension, the samples; a table as csv, JSON lines or
     Parquet; a folder of images with one folder a class; text; or a Hugging Face dataset, by its folder or
-    name.
+    name. Several files of one format and patterns such as 'part-*.csv' are one dataset. Csv, JSON lines and text may be
+    compressed: .gz, .zst.
 
     If it is interrupted, the same command continues.
     """
@@ -211,7 +212,7 @@ def prepare(
     kept = tuple(column for column in (columns or "").split(",") if column)
     try:
         manifest = prepare_dataset(
-            source,
+            sources,
             out,
             name=name,
             slices=slices,

@@ -150,13 +150,14 @@ class RowFile:
         path: path of the file.
     """
 
-    def __init__(self, path: Path, columns: ColumnTable, on_read: OnRead) -> None:
+    def __init__(self, path: Path, columns: ColumnTable, on_read: OnRead, unpacked: Path | None = None) -> None:
         """Read and check the whole file.
 
         Args:
             path: a regular file.
             columns: gets all rows.
             on_read: called now and then with the number of bytes read since.
+            unpacked: file with the content of `path`, if that is compressed.
 
         Raises:
             DatasetError: a row is not valid, or there is none; the message names the line and the remedy.
@@ -165,7 +166,7 @@ class RowFile:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
             raise DatasetError(f"{path}: not a regular file; write the rows to a file first")
         self.path = path
-        self._file = path.open("rb")
+        self._file = (unpacked or path).open("rb")
         try:
             self._fingerprint = Fingerprint.of(os.fstat(self._file.fileno()))
             self._ends = array("Q", [0])
@@ -180,6 +181,11 @@ class RowFile:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._ends) - 1
+
+    @property
+    def size(self) -> int:
+        """Size of the rows in bytes."""
+        return self._ends[-1]
 
     def row(self, index: int) -> bytes:
         """Return the text of row `index`, without the end of the line.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -24,10 +24,18 @@ from hypha_data.catalog import count_samples, measure
 from hypha_data.digest_cache import DigestCache, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import ColumnTable, RowFile
-from hypha_data.sources.formats import check_content, check_options, detect_format, makes_rows, open_reader
+from hypha_data.sources.formats import (
+    check_content,
+    check_options,
+    find_format,
+    find_sources,
+    makes_rows,
+    open_reader,
+)
 from hypha_data.sources.options import HF, ReadOptions
+from hypha_data.sources.plain_bytes import unpack
 from hypha_data.sources.reader import BLOCK_BYTES, OnProgress, files_state
-from hypha_data.staging import StagedSamples, stage
+from hypha_data.staging import stage
 from hypha_data.workspace import WORK, Workspace
 from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
@@ -57,7 +65,7 @@ _DTYPES: Final[Mapping[str, str]] = {
 
 
 def prepare_dataset(
-    source: Path,
+    source: Path | Sequence[Path],
     out: Path,
     *,
     name: str,
@@ -76,7 +84,8 @@ def prepare_dataset(
     interrupted, another one with the same arguments continues where it was.
 
     Args:
-        source: file or folder of one of `hypha_data.sources.options.FORMATS`, or name of a dataset of the hub.
+        source: file or folder of one of `hypha_data.sources.options.FORMATS`, or name of a dataset of the hub; or
+            several files of one format, or patterns such as ``part-*.csv``, which are read in the order of their names.
         out: the dataset's folder; created if it does not exist.
         name: name in the manifest.
         slices: number of slices; their lengths differ by at most one sample. None means 16, or more of 64 MiB each.
@@ -97,19 +106,23 @@ def prepare_dataset(
         OSError: a file cannot be read or written.
     """
     options = options or ReadOptions()
-    form = source_format or detect_format(source)
+    sources = find_sources([source] if isinstance(source, Path) else source)
+    form = find_format(sources, source_format)
     check_options(form, options)
-    if form != HF and not source.exists():
-        raise DatasetError(f"{source}: no such file or folder; name an existing one")
-    check_content(source, form)
+    for each in sources:
+        if form != HF and not each.exists():
+            raise DatasetError(f"{each}: no such file or folder; name an existing one")
+        check_content(each, form)
     if not 0 <= test < 1:
         raise DatasetError(f"--test {test:g}: a part of the samples, from 0 up to less than 1, such as 0.1")
     if slices is not None and not 1 <= slices <= MAX_SLICES:  # before anything is read
         raise DatasetError(f"--slices {slices}: a dataset has 1 to {MAX_SLICES} slices")
     outs = {name: out, f"{name}-test": test_folder(out)} if test else {name: out}
-    _check_folders(source, outs.values())
-    source_samples = _Source(source, form, options)
-    request = {"version": _PLAN_VERSION, "source": str(source.absolute()), "format": form, "options": asdict(options)}
+    for each in sources:
+        _check_folders(each, outs.values())
+    source_samples = _Source(sources, form, options)
+    places = [str(each.absolute()) for each in sources]
+    request = {"version": _PLAN_VERSION, "sources": places, "format": form, "options": asdict(options)}
     request |= {"name": name, "slices": slices, "seed": seed, "test": test, "state": source_samples.state}
     plan = json.dumps(request).encode()
     with _named_full_disk(out), ExitStack() as stack:
@@ -247,18 +260,18 @@ def _find_old_slices(out: Path, force: bool) -> list[Path]:
 
 
 class _Source:
-    """A source whose files are not to change meanwhile."""
+    """Sources of one format, whose files are not to change meanwhile."""
 
-    def __init__(self, source: Path, form: str, options: ReadOptions) -> None:
-        self._source, self._form, self._options = source, form, options
-        self._is_stored = form == SAFETENSORS or makes_rows(form, options)
-        if self._is_stored and source.is_dir():
-            raise DatasetError(f"{source}: a folder; {form} needs a file")
-        self._reader = None if self._is_stored else open_reader(source, form, options)
+    def __init__(self, sources: Sequence[Path], form: str, options: ReadOptions) -> None:
+        self._sources, self._form = sources, form
+        is_stored = form == SAFETENSORS or makes_rows(form, options)
+        if is_stored and (folder := next((each for each in sources if each.is_dir()), None)):
+            raise DatasetError(f"{folder}: a folder; {form} needs files, such as {folder}/*.{form}")
+        self._reader = None if is_stored else open_reader(sources, form, options)
         self.state = self._find_state()
 
     def _find_state(self) -> str:
-        return files_state([self._source]) if self._reader is None else self._reader.state()
+        return files_state(self._sources) if self._reader is None else self._reader.state()
 
     def check_unchanged(self) -> None:
         """Check that no file was written to.
@@ -267,7 +280,9 @@ class _Source:
             DatasetError: one was.
         """
         if self._find_state() != self.state:
-            raise DatasetError(f"{self._source}: changed while it was read; run the command again when it is complete")
+            raise DatasetError(
+                f"{self._sources[0]}: changed while it was read; run the command again when it is complete"
+            )
 
     @contextmanager
     def open(self, work: Path, on_progress: OnProgress) -> Iterator[_Samples]:
@@ -276,15 +291,20 @@ class _Source:
             folder = work / "staged"
             folder.mkdir(exist_ok=True)
             layout, staged = stage(self._reader, folder, self.state, on_progress)
-            yield _TensorSamples(self._source, staged, staged.length, layout.labels, layout.notices or ())
-        elif self._form == JSONL:
-            columns = ColumnTable()
-            with RowFile(self._source, columns, ignore_progress) as rows:
-                yield _RowSamples(rows, columns)
-        else:
-            length = _count_tensor_samples(self._source)
-            with TensorFile(self._source) as tensors:
-                yield _TensorSamples(self._source, tensors, length)
+            yield _TensorSamples(self._sources[0], staged, staged.length, layout.labels, layout.notices or ())
+            return
+        columns = ColumnTable()
+        with ExitStack() as stack:
+            if self._form == JSONL:
+                rows = (
+                    RowFile(path, columns, ignore_progress, unpack(path, work / f"rows-{number:05d}"))
+                    for number, path in enumerate(self._sources)
+                )
+                yield _RowSamples([stack.enter_context(each) for each in rows], columns)
+                return
+            lengths = [_count_tensor_samples(path) for path in self._sources]
+            files = [stack.enter_context(TensorFile(path)) for path in self._sources]
+            yield _TensorSamples(self._sources[0], _JoinedTensors(files, lengths), sum(lengths))
 
 
 def _count_tensor_samples(source: Path) -> int:
@@ -292,6 +312,71 @@ def _count_tensor_samples(source: Path) -> int:
         return count_samples(source)
     except DatasetError as error:
         raise DatasetError(f"{error}; if it is of another format, name that by --format") from None
+
+
+class _StoredTensors(Protocol):
+    """Samples as tensors, of which parts are read."""
+
+    tensors: dict[str, TensorInfo]
+
+    def stored(self, name: str) -> Any:
+        """Return what gives a tensor's elements for an array of numbers of samples."""
+        ...
+
+
+class _JoinedTensors:
+    """Tensors of several files, one file after the other; a `_StoredTensors`."""
+
+    def __init__(self, files: Sequence[TensorFile], lengths: Sequence[int]) -> None:
+        """Join files.
+
+        Raises:
+            DatasetError: one has other tensors than the first one, or of another dtype or shape.
+        """
+        self._files = files
+        self._ends = np.cumsum(lengths)
+        first = files[0]
+        for file in files[1:]:
+            for name in sorted({*first.tensors, *file.tensors}):
+                found, expected = _sample_kind(file, name), _sample_kind(first, name)
+                if found != expected:
+                    raise DatasetError(
+                        f"{file.path}: the tensor {name!r} is {found}, and {expected} in {first.path}; give all files "
+                        "the same tensors, or prepare them one by one"
+                    )
+        total = int(self._ends[-1])
+        self.tensors = {name: TensorInfo(info.dtype, (total, *info.shape[1:])) for name, info in first.tensors.items()}
+
+    def stored(self, name: str) -> _JoinedRows:
+        """Return the tensor of all files."""
+        return _JoinedRows([file.stored(name) for file in self._files], self._ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedRows:
+    """A tensor in several parts."""
+
+    parts: Sequence[NDArray[Any]]
+    ends: NDArray[np.int64]
+    """Number of the first sample after each part."""
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        found = np.empty((len(rows), *self.parts[0].shape[1:]), self.parts[0].dtype)
+        owners = np.searchsorted(self.ends, rows, side="right")
+        for number, part in enumerate(self.parts):
+            here = owners == number
+            found[here] = part[rows[here] - (self.ends[number] - len(part))]
+        return found
+
+
+def _sample_kind(file: TensorFile, name: str) -> str:
+    info = file.tensors.get(name)
+    return "missing" if info is None else _kind(info)
+
+
+def _kind(info: TensorInfo) -> str:
+    """Return dtype and shape of one sample, such as ``float32[3,32,32]``."""
+    return f"{_DTYPES[info.dtype]}[{','.join(str(size) for size in info.shape[1:])}]"
 
 
 class _Samples(Protocol):
@@ -326,7 +411,7 @@ class _TensorSamples:
     def __init__(
         self,
         source: Path,
-        tensors: TensorFile | StagedSamples,
+        tensors: _StoredTensors,
         length: int,
         labels: tuple[str, ...] | None = None,
         notices: tuple[str, ...] = (),
@@ -358,25 +443,22 @@ class _TensorSamples:
         return entry
 
     def columns(self) -> dict[str, str]:
-        """Return dtype and shape of one sample of each tensor, such as ``float32[3,32,32]``."""
-        return {
-            name: f"{_DTYPES[info.dtype]}[{','.join(str(size) for size in info.shape[1:])}]"
-            for name, info in self._tensors.tensors.items()
-        }
+        return {name: _kind(info) for name, info in self._tensors.tensors.items()}
 
 
 class _RowSamples:
     form = JSONL
     labels: tuple[str, ...] | None = None
 
-    def __init__(self, rows: RowFile, columns: ColumnTable) -> None:
-        self.source = rows.path
-        self.size = rows.path.stat().st_size
-        self._rows = rows
+    def __init__(self, files: Sequence[RowFile], columns: ColumnTable) -> None:
+        self.source = files[0].path
+        self.size = sum(file.size for file in files)
+        self._files = files
+        self._ends = np.cumsum([len(file) for file in files])
         self._columns = columns
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._ends[-1])
 
     def notices(self) -> Iterator[str]:
         return self._columns.describe_gaps()
@@ -385,11 +467,16 @@ class _RowSamples:
         hasher, size = blake3(), 0
         with path.open("xb") as file:
             for number in rows:
-                line = self._rows.row(int(number)) + b"\n"
+                line = self._row(int(number)) + b"\n"
                 hasher.update(line)
                 size += file.write(line)
-        self._rows.check_unchanged()
+        for rows_of_file in self._files:
+            rows_of_file.check_unchanged()
         return SliceEntry(file=path.name, samples=len(rows), size=size, digest=f"blake3:{hasher.hexdigest()}")
+
+    def _row(self, number: int) -> bytes:
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return self._files[file].row(number - int(self._ends[file]) + len(self._files[file]))
 
     def columns(self) -> dict[str, str]:
         return self._columns.kinds

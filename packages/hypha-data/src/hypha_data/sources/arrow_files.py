@@ -19,41 +19,30 @@ _BLOCK_BYTES: Final = 4 << 20
 _BUFFER: Final = 1 << 20
 
 
-class ArrowFiles:
-    """Rows of several files with the same columns; a `hypha_data.sources.table.RowSource`."""
+class ArrowFile:
+    """Rows of one file; a `hypha_data.sources.table.RowSource`."""
 
     is_typed = True
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        class_names: Mapping[str, Sequence[str]] | None = None,
-        descriptions: Sequence[Path] = (),
-    ) -> None:
+    def __init__(self, path: Path, class_names: Mapping[str, Sequence[str]] | None = None) -> None:
         """Read the names and types of the columns.
 
         Args:
-            paths: ``*.parquet``, or Arrow files.
+            path: ``*.parquet``, or an Arrow file.
             class_names: names of the classes of columns of numbers.
-            descriptions: files from which paths and names of classes were taken.
 
         Raises:
-            DatasetError: a file cannot be read, or has other columns than the first one.
+            DatasetError: the file cannot be read.
         """
-        self._data_files = tuple(paths)
-        self.paths: Sequence[Path] = (*paths, *descriptions)
+        self._path = path
+        self.paths: Sequence[Path] = (path,)
         self._classes = class_names or {}
         self._arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
-        self._types: dict[str, Any] = {}
-        for path in self._data_files:
-            with _map_errors(path), _open(path) as file:
-                schema = file.schema_arrow if _is_parquet(path) else file.schema
-                found = dict(zip(schema.names, schema.types, strict=True))
-            if len(found) < len(schema.names):
-                raise DatasetError(f"{path}: the name of a column occurs twice; rename it")
-            self._types = self._types or found
-            if found.keys() != self._types.keys():
-                raise DatasetError(f"{path}: has other columns than {self.paths[0]}; prepare them one by one")
+        with _map_errors(path), _open(path) as file:
+            schema = file.schema_arrow if _is_parquet(path) else file.schema
+            self._types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
+        if len(self._types) < len(schema.names):
+            raise DatasetError(f"{path}: the name of a column occurs twice; rename it")
 
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
@@ -72,7 +61,7 @@ class ArrowFiles:
             if not any(is_kind(kind) for is_kind in (*known, types.is_null)):
                 fault = "nested" if types.is_nested(kind) else "not text, a number or a boolean"
                 raise DatasetError(
-                    f"{self.paths[0]}, column {quote(name)}: its type {quote(str(kind))} is {fault}; leave it out by "
+                    f"{self._path}, column {quote(name)}: its type {quote(str(kind))} is {fault}; leave it out by "
                     "--columns, or write it as columns of numbers or text"
                 )
 
@@ -80,19 +69,18 @@ class ArrowFiles:
         """Yield all rows; see `hypha_data.sources.table.RowSource`.
 
         Raises:
-            DatasetError: a column is nested, or a file is damaged.
+            DatasetError: a column is nested, or the file is damaged.
         """
         self._check_types(columns)
-        for path in self._data_files:
-            first = 1
-            with _map_errors(path), _open(path) as file:
-                for batch in _batches(path, file, columns):
-                    most = _rows_of_block(batch.nbytes, batch.num_rows)
-                    for begin in range(0, batch.num_rows, most):
-                        part = batch.slice(begin, most)
-                        values = {name: part.column(name) for name in columns}
-                        yield RowBlock(values, partial(_place, path, first), part.num_rows)
-                        first += part.num_rows
+        path, first = self._path, 1
+        with _map_errors(path), _open(path) as file:
+            for batch in _batches(path, file, columns):
+                most = _rows_of_block(batch.nbytes, batch.num_rows)
+                for begin in range(0, batch.num_rows, most):
+                    part = batch.slice(begin, most)
+                    values = {name: part.column(name) for name in columns}
+                    yield RowBlock(values, partial(_place, path, first), part.num_rows)
+                    first += part.num_rows
 
 
 def _is_parquet(path: Path) -> bool:

@@ -16,9 +16,10 @@ from typing import Any, BinaryIO, Final
 
 from hypha_data.errors import DatasetError
 from hypha_data.sources.arrow_columns import import_arrow
+from hypha_data.sources.plain_bytes import open_plain
 from hypha_data.sources.reader import MAX_TEXT, quote
 from hypha_data.sources.table import RowBlock
-from hypha_data.sources.text_encoding import check_encoding, decode_lines
+from hypha_data.sources.text_encoding import MAX_LINE, check_encoding, decode_lines
 
 _MAX_COLUMNS: Final = 10_000
 _BLOCK_TEXT: Final = 1 << 19
@@ -41,17 +42,22 @@ class CsvFile:
         self.paths: Sequence[Path] = (path,)
         self._encoding = check_encoding(encoding)
         self._arrow = import_arrow()
-        with path.open("rb") as file:
-            head = next(decode_lines(path, file, self._encoding), "")
-            if delimiter is not None and len(delimiter) != 1:
-                raise DatasetError(f"--delimiter {delimiter!r}: it is one character")
-            self._delimiter = delimiter or max(_DELIMITERS, key=head.count)
-            file.seek(0)
-            lines = decode_lines(path, file, self._encoding)
-            self._lines, names = next(self._rows(lines, 1), (0, []))
-            self._names = tuple(names)
-            self._begin = file.tell()
+        if delimiter is not None and len(delimiter) != 1:
+            raise DatasetError(f"--delimiter {delimiter!r}: it is one character")
+        self._delimiter = delimiter or ""
+        with open_plain(path) as file:
+            self._names = tuple(self._read_names(file)[1])
         self._check_names()
+
+    def _read_names(self, file: BinaryIO) -> tuple[int, list[str]]:
+        """Read the names of the columns, at the beginning of the file; return the number of their last line, and them.
+
+        The delimiter is that of the first line, if none is given.
+        """
+        lines = decode_lines(self.path, file, self._encoding)
+        head = next(lines, "")
+        self._delimiter = self._delimiter or max(_DELIMITERS, key=head.count)
+        return next(self._rows(itertools.chain([head], lines), 1), (0, []))
 
     def _check_names(self) -> None:
         if not any(self._names):
@@ -96,14 +102,12 @@ class CsvFile:
         Raises:
             DatasetError: a row has more or fewer cells than there are columns, or cannot be decoded.
         """
-        with self.path.open("rb") as file:
-            file.seek(self._begin)
-            line = self._lines + 1
+        with open_plain(self.path) as file:
+            line = self._read_names(file)[0] + 1
             while text := file.read(_BLOCK_TEXT):
-                text += file.readline(MAX_TEXT)
-                block, end = self._parse(text, columns, line), file.tell()
+                text += file.readline(MAX_LINE + 1)
+                block = self._parse(text, columns, line)
                 if block is None:
-                    file.seek(end - len(text))
                     block, line = self._read(file, text, columns, line)
                 else:
                     line += block.rows
@@ -137,7 +141,7 @@ class CsvFile:
         return RowBlock(values, partial(_place, self.path, range(first, first + table.num_rows)), table.num_rows)
 
     def _read(self, file: BinaryIO, text: bytes, columns: Sequence[str], first: int) -> tuple[RowBlock, int]:
-        """Read rows up to the one that ends with `text`, or later if its last cell does; the file is at its beginning.
+        """Read rows up to the one that ends with `text`, or later if its last cell does; the file is at its end.
 
         Returns:
             The rows, and the number of the line that follows on them.
@@ -158,16 +162,15 @@ class CsvFile:
         return RowBlock(self._columns(columns, found), partial(_place, self.path, lines), len(found)), line + 1
 
     def _decode(self, file: BinaryIO, text: bytes, first: int) -> Iterator[str]:
-        """Return the lines of `text`, at whose beginning the file is, and those that follow."""
+        """Return the lines of `text` and those that follow in the file."""
         try:
             decoded = text.decode(self._encoding) if len(text) <= MAX_TEXT else ""
         except UnicodeDecodeError:  # which line is to be named
             decoded = ""
+        lines: Iterator[str] = io.StringIO(decoded, newline="\n")
         if not decoded:
-            return decode_lines(self.path, file, self._encoding, first)
-        file.seek(len(text), io.SEEK_CUR)
-        following = decode_lines(self.path, file, self._encoding, first + _count_lines(text))
-        return itertools.chain(io.StringIO(decoded, newline="\n"), following)
+            lines = decode_lines(self.path, io.BytesIO(text), self._encoding, first)
+        return itertools.chain(lines, decode_lines(self.path, file, self._encoding, first + _count_lines(text)))
 
     def _columns(self, columns: Sequence[str], rows: list[list[str]]) -> Mapping[str, Sequence[Any]]:
         places = {name: self._names.index(name) for name in columns}

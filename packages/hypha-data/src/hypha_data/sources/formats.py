@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
 from hypha_data.errors import DatasetError
-from hypha_data.sources.hf_dataset import DataFiles, find_data_files
+from hypha_data.sources.hf_dataset import SUFFIXES, DataFiles, find_data_files, find_files
 from hypha_data.sources.options import CSV, HF, IMAGES, PARQUET, TEXT, ReadOptions
+from hypha_data.sources.plain_bytes import open_plain, plain_suffix
 from hypha_data.sources.reader import SampleReader
 from hypha_proto import file_kinds
 from hypha_proto.datasets import JSONL, SAFETENSORS
 
+_MAGIC: Final = re.compile(r"[*?\[]")
 _HUB_NAME: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 _SUFFIXES: Final[Mapping[str, str]] = {
     ".jsonl": JSONL,
@@ -44,6 +47,45 @@ _OPTIONS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
+def find_sources(named: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the files and folders that are named, with those that a pattern such as ``part-*.csv`` matches, sorted.
+
+    Raises:
+        DatasetError: a pattern matches nothing, or a file is named twice.
+    """
+    found: list[Path] = []
+    for each in named:
+        matching = [each]
+        if not each.exists() and _MAGIC.search(str(each)):
+            matching = [Path(path) for path in glob.glob(str(each), recursive=True)]
+            if not matching:
+                raise DatasetError(f"{each}: no file matches this pattern; correct it, or name the files")
+        found += matching
+    seen: set[Path] = set()
+    for path in found:
+        if path.resolve() in seen:
+            raise DatasetError(f"{path}: is named twice, so its samples would be used twice; name it once")
+        seen.add(path.resolve())
+    return tuple(sorted(found))
+
+
+def find_format(sources: Sequence[Path], given: str | None) -> str:
+    """Return the one format of all sources: the given one, or that which `detect_format` finds.
+
+    Raises:
+        DatasetError: they differ, or several are named where the format is that of one.
+    """
+    form = given or detect_format(sources[0])
+    for source in sources[1:]:
+        if given is None and (other := detect_format(source)) != form:
+            raise DatasetError(
+                f"{sources[0]} is {form}, and {source} is {other}; prepare them one by one, or set --format"
+            )
+        if form in (IMAGES, HF):
+            raise DatasetError(f"{sources[0]} and {source}: the format {form} is of one folder; name one")
+    return form
+
+
 def detect_format(source: Path) -> str:
     """Return the format of a source by its name, or by what a folder holds; safetensors if nothing tells.
 
@@ -51,16 +93,16 @@ def detect_format(source: Path) -> str:
         DatasetError: a folder holds nothing that is known, or there is no such source.
     """
     if not source.exists():
-        if source.suffix.lower() in (*_SUFFIXES, ".safetensors") or not _HUB_NAME.fullmatch(str(source)):
+        if plain_suffix(source) in (*_SUFFIXES, ".safetensors") or not _HUB_NAME.fullmatch(str(source)):
             raise DatasetError(f"{source}: no such file or folder; name an existing one, or a dataset of the hub")
         return HF
     if not source.is_dir():
-        return _SUFFIXES.get(source.suffix.lower(), SAFETENSORS)
+        return _SUFFIXES.get(plain_suffix(source), SAFETENSORS)
     if any((source / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return HF
-    if any(source.glob("*.txt")):
+    if find_files(source, ".txt", deep=False):
         return TEXT
-    if any(next(source.glob(pattern), None) for pattern in ("*.parquet", "data/*.parquet", "*.jsonl", "*.csv")):
+    if any(find_files(folder, suffix, deep=False) for folder in (source, source / "data") for suffix in SUFFIXES):
         return HF
     if any(path.is_dir() for path in source.iterdir()):
         return IMAGES
@@ -79,7 +121,7 @@ def check_content(source: Path, form: str) -> None:
     """
     if form not in _STARTS or not source.is_file():
         return
-    with source.open("rb") as file:
+    with source.open("rb") if form == PARQUET else open_plain(source) as file:
         head = file.read(file_kinds.HEAD)
     if head and (kind := file_kinds.name_kind(head, _STARTS[form])):
         raise DatasetError(f"{source}: not {form}: {kind}")
@@ -106,52 +148,49 @@ def check_options(form: str, options: ReadOptions) -> None:
             )
 
 
-def open_reader(source: Path, form: str, options: ReadOptions) -> SampleReader:
-    """Return the reader of a source whose samples become tensors; of any format but safetensors.
+def open_reader(sources: Sequence[Path], form: str, options: ReadOptions) -> SampleReader:
+    """Return the reader of sources whose samples become tensors; of any format but safetensors.
 
     Raises:
-        DatasetError: the source or an option cannot be used.
+        DatasetError: a source or an option cannot be used.
     """
     from hypha_data.sources.table import TableReader
 
+    first = sources[0]
     if form == HF:
-        return _open_files(find_data_files(str(source), options.split), options)
+        return _open_files(find_data_files(str(first), options.split), options)
     if form == IMAGES:
         from hypha_data.sources.image_folder import ImageFolder
 
-        if not source.is_dir():
-            raise DatasetError(f"{source}: images need a folder with one folder a class")
-        return ImageFolder(source, options)
+        if not first.is_dir():
+            raise DatasetError(f"{first}: images need a folder with one folder a class")
+        return ImageFolder(first, options)
     if form == TEXT:
         from hypha_data.sources.text_files import TextLines, TextReader
 
-        texts = sorted(path for path in source.rglob("*.txt") if path.is_file()) if source.is_dir() else [source]
+        texts = [text for source in sources for text in (find_files(source, ".txt") if source.is_dir() else [source])]
         if not texts:
-            raise DatasetError(f"{source}: holds no *.txt; name a file, or a folder that does")
+            raise DatasetError(f"{first}: holds no *.txt; name a file, or a folder that does")
         if options.lines:
             return TableReader(TextLines(texts, options.encoding), replace(options, text="text"))
         return TextReader(texts, options)
-    if source.is_dir():
-        raise DatasetError(f"{source}: a folder; {form} needs a file, or --format hf for a folder of several")
-    return _open_files(DataFiles((source,)), options, form)
+    for source in sources:
+        if source.is_dir():
+            raise DatasetError(f"{source}: a folder; {form} needs files, such as {source}/*.{form}")
+    return _open_files(DataFiles(tuple(sources)), options, form)
 
 
 def _open_files(data: DataFiles, options: ReadOptions, form: str | None = None) -> SampleReader:
     from hypha_data.sources.csv_file import CsvFile
-    from hypha_data.sources.jsonl_file import JsonlFile
-    from hypha_data.sources.table import RowSource, TableReader
+    from hypha_data.sources.jsonl_file import JsonlFiles
+    from hypha_data.sources.table import JoinedRows, TableReader
 
     files = data.paths
-    form = form or _SUFFIXES.get(files[0].suffix, PARQUET)
-    source: RowSource
-    if form in (CSV, JSONL) and len(files) > 1:
-        raise DatasetError(f"{files[0]} and {len(files) - 1} other {form} files; prepare them one by one, or join them")
+    form = form or _SUFFIXES.get(plain_suffix(files[0]), PARQUET)
+    if form == JSONL:
+        return TableReader(JsonlFiles(files), options)
     if form == CSV:
-        source = CsvFile(files[0], options.encoding, options.delimiter)
-    elif form == JSONL:
-        source = JsonlFile(files[0])
-    else:
-        from hypha_data.sources.arrow_files import ArrowFiles
+        return TableReader(JoinedRows([CsvFile(path, options.encoding, options.delimiter) for path in files]), options)
+    from hypha_data.sources.arrow_files import ArrowFile
 
-        source = ArrowFiles(files, data.classes, data.descriptions)
-    return TableReader(source, options)
+    return TableReader(JoinedRows([ArrowFile(path, data.classes) for path in files], data.descriptions), options)

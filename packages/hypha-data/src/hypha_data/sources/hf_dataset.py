@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_data.errors import DatasetError
+from hypha_data.sources.plain_bytes import COMPRESSED, is_compressed
 from hypha_data.sources.reader import import_extra, quote
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 
-_SUFFIXES: Final = (".parquet", ".jsonl", ".csv")
-
-
+SUFFIXES: Final = (".parquet", ".jsonl", ".csv")
 _SPLIT_NAMES: Final = re.compile(r"(?:^|[^a-z])(?:train|test|validation|valid|val|dev)(?:[^a-z]|$)")
 
 
@@ -85,12 +84,29 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
+def find_files(folder: Path, suffix: str, *, deep: bool = True) -> list[Path]:
+    """Return the files whose names have a suffix, also compressed ones; without hidden files, such as ``._a.csv``.
+
+    Args:
+        folder: where to look.
+        suffix: of the format, such as ``.csv``.
+        deep: whether folders in it are looked into.
+    """
+    patterns = _patterns(suffix)
+    found = (path for pattern in patterns for path in (folder.rglob(pattern) if deep else folder.glob(pattern)))
+    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
+
+
+def _patterns(suffix: str) -> list[str]:
+    return [f"*{suffix}{packed}" for packed in ("", *(() if suffix == ".parquet" else COMPRESSED))]
+
+
 def _split_files(folder: Path, split: str) -> Sequence[Path]:
     """Return the data files whose name or folder names the split, or the only one if it names no split."""
     named_split = re.compile(rf"(?:^|[^A-Za-z0-9_]){re.escape(split)}(?:[^A-Za-z0-9_]|$)")
-    for suffix in _SUFFIXES:
-        files = sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file())
-        names = [str(path.relative_to(folder).with_suffix("")) for path in files]
+    for suffix in SUFFIXES:
+        files = find_files(folder, suffix)
+        names = [_plain_name(path.relative_to(folder), suffix) for path in files]
         named = [path for path, name in zip(files, names, strict=True) if named_split.search(name)]
         folders = sorted({str(path.parent) for path in named})
         if len(folders) > 1:
@@ -105,14 +121,18 @@ def _split_files(folder: Path, split: str) -> Sequence[Path]:
             shown = ", ".join(path.name for path in files[:5])
             raise DatasetError(f"{folder}: no file of the split {quote(split)} among {shown}; name one by --split")
     raise DatasetError(
-        f"{folder}: holds no dataset of save_to_disk and no *{', *'.join(_SUFFIXES)}; name another folder"
+        f"{folder}: holds no dataset of save_to_disk and no *{', *'.join(SUFFIXES)}; name another folder"
     )
+
+
+def _plain_name(path: Path, suffix: str) -> str:
+    return str(path.with_suffix("") if is_compressed(path) else path).removesuffix(suffix)
 
 
 def _download(name: str) -> Path:
     hub = import_extra("huggingface_hub", "a dataset by its name")
     try:
-        patterns = [f"*{suffix}" for suffix in _SUFFIXES]
+        patterns = [pattern for suffix in SUFFIXES for pattern in _patterns(suffix)]
         return Path(hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's errors are OSError, those of names ValueError
         reason = " ".join(str(error).split())

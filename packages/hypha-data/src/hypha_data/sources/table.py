@@ -88,6 +88,46 @@ class RowSource(Protocol):
         ...
 
 
+class JoinedRows:
+    """Rows of several files with the same columns, one file after the other; a `RowSource`."""
+
+    def __init__(self, parts: Sequence[RowSource], descriptions: Sequence[Path] = ()) -> None:
+        """Join the rows of files.
+
+        Args:
+            parts: the files, all of one format.
+            descriptions: files that describe them.
+
+        Raises:
+            DatasetError: one has other columns than the first one.
+        """
+        self._parts = parts
+        self.paths: Sequence[Path] = (*(path for part in parts for path in part.paths), *descriptions)
+        self.is_typed = parts[0].is_typed
+        first = parts[0].names()
+        for path, part in zip(self.paths, parts, strict=False):
+            if different := {*first} ^ {*part.names()}:
+                name = min(different)
+                having, lacking = (self.paths[0], path) if name in first else (path, self.paths[0])
+                raise DatasetError(
+                    f"{lacking}: has no column {quote(name)}, and {having} has one; give all files the same columns, "
+                    "or prepare them one by one"
+                )
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the columns, as in the first file."""
+        return self._parts[0].names()
+
+    def classes(self, column: str) -> Sequence[str] | None:
+        """Return the names of a column's classes, if the source has them."""
+        return self._parts[0].classes(column)
+
+    def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
+        """Yield the rows of all files."""
+        for part in self._parts:
+            yield from part.blocks(columns)
+
+
 class TableReader:
     """Reader of a table; a `hypha_data.sources.reader.SampleReader`."""
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hypha_data.errors import DatasetError
 from hypha_data.sources.options import ReadOptions
+from hypha_data.sources.plain_bytes import open_plain
 from hypha_data.sources.reader import (
     BLOCK_BYTES,
     BLOCK_ROWS,
@@ -51,7 +52,7 @@ class TextLines:
             texts: list[str] = []
             numbers: list[int] = []
             size = 0
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 for number, line in enumerate(decode_lines(path, file, self._encoding), 1):
                     text = line.rstrip("\r\n")
                     if not text:
@@ -64,6 +65,11 @@ class TextLines:
                         texts, numbers, size = [], [], 0
             if texts:
                 yield RowBlock({TEXT: texts}, partial(_place, path, numbers), len(texts))
+
+
+def _has_content(path: Path) -> bool:
+    with open_plain(path) as file:
+        return bool(file.read(1))
 
 
 def _place(path: Path, numbers: Sequence[int], row: int) -> str:
@@ -98,7 +104,7 @@ class TextReader:
 
     def scan(self, on_progress: OnProgress) -> Layout:
         """Return the layout, for which nothing is read."""
-        if not any(path.stat().st_size for path in self._paths):
+        if not any(map(_has_content, self._paths)):
             raise DatasetError(f"{self._paths[0]}: holds no text; name a file, or a folder of *.txt, that does")
         if self._tokenizer is not None:
             return Layout(tensors=self._tokenizer.tensors())
@@ -135,7 +141,7 @@ class TextReader:
     def _byte_blocks(self, most: int, skip: int) -> Iterator[Arrays]:
         """Yield rows of bytes, at most `most` at once, without the first `skip`."""
         for path in self._paths:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 while data := file.read(most * self._length):
                     rows = -(-len(data) // self._length)
                     numbers, mask = np.zeros(rows * self._length, "<i2"), np.zeros(rows * self._length, np.uint8)
@@ -161,7 +167,7 @@ class TextReader:
     def _parts(self, path: Path) -> Iterator[Sequence[int]]:
         """Yield the tokens of a file in parts of whole lines, which do not depend on the row length."""
         assert self._tokenizer is not None
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             lines: list[str] = []
             size = 0
             for line in decode_lines(path, file, self._encoding):
