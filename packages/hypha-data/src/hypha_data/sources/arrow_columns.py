@@ -40,7 +40,7 @@ class ColumnFacts:
 def import_arrow() -> Any | None:
     """Return pyarrow with the modules that are used here, or None if it is not installed."""
     try:
-        for module in ("compute", "csv", "json"):
+        for module in ("compute", "csv"):
             importlib.import_module(f"pyarrow.{module}")
         return importlib.import_module("pyarrow")
     except ImportError:
