@@ -118,6 +118,9 @@ class FormatsNetwork(LocalNetwork):
         run("hypha-data", "prepare", root / "sums.jsonl", "--out", data / "sums", "--test", 0.2)
         model = ("--task", "causal-lm", "--config-json", root / "llama.json", "--out", root / "llama")
         run("hypha-accelerate-executor", "create-model", *model)
+        run("hypha-accelerate-executor", "create-model", "--arch", "resnet-digits", "--out", root / "resnet")
+        model = ("--from", root / "resnet", "--task", "image-classification", "--labels", 2)
+        run("hypha-accelerate-executor", "create-model", *model, "--out", root / "pictures-model")
         for name in ("reviews", "pictures", "sums", "sums-test"):
             self.extend("data", f'\n[[datasets]]\nname = "{name}"\npath = "../data/{name}"\n')
 
@@ -136,7 +139,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FormatsNetwork
 
 @pytest.mark.parametrize(
     ("dataset", "model", "kind"),
-    [("reviews", "bert", "sequence-classification"), ("pictures", "start-model", "image-classification")],
+    [("reviews", "bert", "sequence-classification"), ("pictures", "pictures-model", "image-classification")],
 )
 def test_a_source_becomes_an_evaluated_model(network: FormatsNetwork, dataset: str, model: str, kind: str) -> None:
     job = network.train(dataset, network.folders.root / model, kind, update_rounds=5)
@@ -144,6 +147,8 @@ def test_a_source_becomes_an_evaluated_model(network: FormatsNetwork, dataset: s
     result = json.loads(run("hypha-accelerate-executor", *measure, network.folders.data / f"{dataset}-test"))
     assert result["samples"] == {"reviews": 48, "pictures": 40}[dataset]
     assert result["accuracy"] >= 0.7  # a guess is right in half of the reviews
+    names = json.loads((job.directory / "model" / "config.json").read_text())["id2label"]
+    assert names == {"reviews": {"0": "bad", "1": "good"}, "pictures": {"0": "dark", "1": "light"}}[dataset]
 
 
 def test_a_language_model_learns_the_completions_of_json_lines(network: FormatsNetwork) -> None:

@@ -83,6 +83,7 @@ class FakeDataset:
     provider: PeerId = SCHEDULER
     format: str | None = SAFETENSORS
     columns: Mapping[str, str] | None = None
+    labels: Sequence[str] | None = None
 
     def describe(self, index: int) -> str:
         return f"slice {index}"

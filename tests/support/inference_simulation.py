@@ -74,6 +74,7 @@ class FakeDataset:
     format: str | None = JSONL
     name: str = DATASET
     provider: PeerId = SCHEDULER
+    labels: Sequence[str] | None = None
 
     def describe(self, index: int) -> str:
         return f"slice {index}"

@@ -79,15 +79,15 @@ def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -
     run(case, "abos")
 
 
-def test_format_and_columns_are_those_of_the_manifest(tmp_path: Path) -> None:
+def test_format_columns_and_classes_are_those_of_the_manifest(tmp_path: Path) -> None:
     async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
         a, scheduler = nodes
         await serve(a, 2, tmp_path)
         tensors = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
-        assert (tensors.format, tensors.columns) == (None, None)
-        await serve(a, 3, tmp_path, format="jsonl", columns={"prompt": "text"})
+        assert (tensors.format, tensors.columns, tensors.labels) == (None, None, None)
+        await serve(a, 3, tmp_path, format="jsonl", columns={"prompt": "text"}, labels=("bad", "good"))
         rows = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
-        assert (rows.format, rows.columns) == ("jsonl", {"prompt": "text"})
+        assert (rows.format, rows.columns, rows.labels) == ("jsonl", {"prompt": "text"}, ("bad", "good"))
         await serve(a, 4, tmp_path, format="parquet")
         with pytest.raises(JobFailedError, match="format 'parquet', and this scheduler knows safetensors, jsonl"):
             await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)

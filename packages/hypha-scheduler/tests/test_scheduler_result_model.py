@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,40 @@ def test_rounds_follow_each_other_and_only_the_last_state_stays(tmp_path: Path) 
     state = {f"outer-state/round-2/{name}" for name in (WEIGHTS, MOMENTUM, "state.json")}
     model = {f"{folder}/{name}" for folder in ("model", START_MODEL) for name in os.listdir(directory / START_MODEL)}
     assert entries(directory) == {*state, *model, f"{UPDATES}/round-3-ab12.safetensors"}
+
+
+NUMBERED = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
+OWN = {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+THREE = {"id2label": {str(number): f"LABEL_{number}" for number in range(3)}}
+NAMED = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, NAMED),  # two classes, which transformers does not write
+        ({"num_labels": 2}, {"num_labels": 2} | NAMED),
+        (NUMBERED, NAMED),
+        (OWN, OWN),
+        (THREE, THREE),
+        ({"num_labels": 3}, {"num_labels": 3}),
+    ],
+    ids=str,
+)
+def test_models_get_the_names_of_the_classes_of_the_data(
+    config: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = make_job(tmp_path / "job")
+    (directory / START_MODEL / "config.json").write_text(json.dumps({"model_type": "bert"} | config))
+
+    async def case() -> None:
+        result = ResultModel(directory, OUTER, checkpoint_every=1, class_names=("bad", "good"))
+        await take(result, 1)
+        await result.finish()
+
+    run(case)
+    for folder in (directory / "model", directory / "checkpoints" / "round-1"):
+        assert json.loads((folder / "config.json").read_text()) == {"model_type": "bert"} | expected
 
 
 def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_committed(tmp_path: Path) -> None:

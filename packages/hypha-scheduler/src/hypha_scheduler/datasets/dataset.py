@@ -61,6 +61,11 @@ class DatasetView(Protocol):
         """Kind of each column by name, as in `Manifest`; None where the manifest says nothing."""
         ...
 
+    @property
+    def labels(self) -> Sequence[str] | None:
+        """Names of the classes in the order of their numbers; None where the manifest says nothing."""
+        ...
+
     def describe(self, index: int) -> str:
         """Return a slice's number, and the name of its file where the manifest gives one."""
         ...
@@ -80,6 +85,8 @@ class PinnedDataset:
     """Format of the slices; None means safetensors."""
     columns: Mapping[str, str] | None = None
     """Kind of each column by name; None where the manifest says nothing."""
+    labels: Sequence[str] | None = None
+    """Names of the classes; None where the manifest says nothing."""
 
     @property
     def samples(self) -> list[int | None]:
@@ -153,7 +160,7 @@ def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None)
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
         known = ", ".join(SLICE_SUFFIXES)
         raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
-    return PinnedDataset(name, provider, manifest.slices, digest, manifest.format, manifest.columns)
+    return PinnedDataset(name, provider, manifest.slices, digest, manifest.format, manifest.columns, manifest.labels)
 
 
 def open_folder(folder: Path, name: str, provider: PeerId, manifest: Path) -> tuple[PinnedDataset, list[Path]]:

@@ -8,11 +8,12 @@ state of the last recorded round is whole whenever the scheduler dies (`hypha_pr
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.to_thread
 
-from hypha_proto.errors import TensorFileError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.job_spec import Nesterov
+from hypha_proto.model_listing import CONFIG
 from hypha_proto.whole_directory import replace_directory, sync
 from hypha_scheduler.errors import JobFailedError, files_unusable, waits_for_room
 from hypha_scheduler.strategies.diloco.checkpoints import CHECKPOINTS, Checkpoints
@@ -41,6 +44,10 @@ MODEL: Final = "model"
 _UPDATE_NAME: Final = re.compile(r"round-([1-9][0-9]{0,9})(-[^.]*)?\.safetensors")
 _OWN_FILES: Final = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 """Files of a start model that no file of a preprocessor replaces."""
+_NUMBERED: Final = re.compile(r"LABEL_[0-9]+")
+"""Names that transformers gives to classes without one."""
+_DEFAULT_CLASSES: Final = 2
+"""Number of classes of a config.json that states none."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +84,8 @@ class ResultModel:
     """Number of rounds between checkpoints; 0 for none."""
     evaluate_every: int = 0
     """Number of rounds between evaluations; 0 for none."""
+    class_names: Sequence[str] = ()
+    """Names of the classes in the training data, which each written model gets if its own are only numbered."""
     round: int = 0
     """Last committed round."""
     weights: str | None = None
@@ -357,7 +366,9 @@ class ResultModel:
         try:
             self._copy_other_files(folder)
             self._model().write_model(round_number, folder)
-        except TensorFileError as error:
+            if self.class_names and (folder / CONFIG).is_file():
+                name_classes(folder / CONFIG, self.class_names)
+        except (TensorFileError, DecodeError) as error:
             raise JobFailedError(f"the model after round {round_number} cannot be written: {error}") from None
 
     def _copy_other_files(self, folder: Path) -> None:
@@ -374,6 +385,25 @@ class ResultModel:
         from hypha_proto.global_model import GlobalModel  # imported late: numpy takes 0.1 s
 
         return GlobalModel(self.start_dir, self.directory / OUTER_STATE, self.optimizer)
+
+
+def name_classes(config_file: Path, names: Sequence[str]) -> None:
+    """Write names of classes to the config.json of a classifier that has as many, and no names but ``LABEL_0``, ….
+
+    Raises:
+        DecodeError: it is not JSON.
+    """
+    config = parse_json(config_file.read_bytes())
+    if not isinstance(config, dict):
+        raise DecodeError(f"{config_file.name} is not a JSON object")
+    own = config.get("id2label")
+    known = list(own.values()) if isinstance(own, dict) else []
+    count = len(known) or config.get("num_labels", _DEFAULT_CLASSES)
+    if count != len(names) or not all(_NUMBERED.fullmatch(str(name)) for name in known):
+        return
+    config["id2label"] = {str(number): name for number, name in enumerate(names)}
+    config["label2id"] = {name: number for number, name in enumerate(names)}
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _is_own(name: Path) -> bool:

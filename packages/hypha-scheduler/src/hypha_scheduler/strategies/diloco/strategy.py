@@ -91,6 +91,7 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
         preprocessor=preprocessor_dir,
         checkpoint_every=job.rounds.checkpoint_every,
         evaluate_every=job.rounds.evaluate_every,
+        class_names=(dataset.labels or ()) if job.model.task.endswith("-classification") else (),
     )
     model = await context.prepare_artifact(job.start_model, "model", result.start_dir, unchanged=True)
     preprocessor = None
