@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,9 +126,9 @@ def test_the_command_prints_columns_labels_and_lines_of_a_job(tmp_path: Path) ->
     assert "dataset out, 2 samples in 2 slices" in done.stdout
     assert "dataset out-test, 1 samples in 1 slices" in done.stdout
     assert "labels: 0 happy, 1 sad" in done.stdout
-    assert '[scheduler.job.dataset]\ndataset = "out"\nevaluation = "out-test"\n' in done.stdout
+    assert '\n[dataset]\ndataset = "out"\nevaluation = "out-test"\n' in done.stdout
     assert 'type = "sequence-classification"' in done.stdout
-    assert '[scheduler.job.preprocessor]\ntype = "tokenizer"' in done.stdout
+    assert '\n[preprocessor]\ntype = "tokenizer"' in done.stdout
     both = [*texts(tensors(tmp_path / "out")["text"]), *texts(tensors(tmp_path / "out-test")["text"])]
     assert sorted(both) == sorted(str(row["text"]) for row in ROWS)
 
@@ -599,14 +600,34 @@ def test_inspect_prints_what_a_folder_holds_and_what_is_wrong(tmp_path: Path) ->
     prepared(write_images(tmp_path / "pets"), "--slices", 2)
     found = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--verify"])
     assert found.exit_code == 0
-    for line in ("column pixel_values: float32[1,3,4]", "labels: 0 cat, 1 dog", "samples by label: 0: 3, 1: 3"):
+    for line in (
+        "column pixel_values: float32[1,3,4]",
+        "labels: 0 cat, 1 dog",
+        "samples by label: 0: 3 (50.0%), 1: 3 (50.0%)",
+    ):
         assert line in found.stdout
+    assert re.search(r"^  row 1: pixel_values \[(0\.\d+ )+…\], labels [01] (cat|dog)$", found.stdout, re.MULTILINE)
     path = tmp_path / "out" / "slice-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     damaged = CliRunner().invoke(main, ["inspect", str(tmp_path / "out"), "--verify", "--format", "json"])
     assert damaged.exit_code == 1
     [fault] = json.loads(damaged.stdout)["faults"]
     assert "slice-00001.safetensors: digest blake3:" in fault
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        (("--text", "text", "--label", "mood", "--columns", "stars"), "text 'good film', labels 0 happy, stars 5"),
+        (("--columns", "price,text"), "price 1.5, text 'good film'"),
+        ((), "text 'good film', mood 'happy', stars 5, price 1.5"),  # rows that stay JSON
+    ],
+)
+def test_inspect_shows_the_first_rows(tmp_path: Path, options: tuple[str, ...], row: str) -> None:
+    source = write(tmp_path / "a.jsonl", json.dumps(ROWS[0]) + "\n")
+    assert prepare(source, *options, "--slices", 1).exit_code == 0
+    found = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
+    assert f"  row 1: {row}\n" in found.stdout
 
 
 # ------------------------------------------------------------------------------------------- columns as Arrow arrays

@@ -256,14 +256,21 @@ def inspect(folder: Path, verify: bool, form: str) -> None:
         raise click.ClickException(str(error)) from None
     manifest, counts = found.dataset.manifest, found.class_counts
     if form == "json":
-        click.echo(json.dumps(_as_json(manifest) | {"class_counts": counts, "faults": found.faults}))
+        click.echo(
+            json.dumps(
+                _as_json(manifest) | {"class_counts": counts, "faults": found.faults, "first_rows": found.first_rows}
+            )
+        )
     else:
         _print_prepared(folder, manifest)
         for line in _describe(manifest):
             click.echo(line)
         if counts is not None:
-            shown = ", ".join(f"{number}: {count}" for number, count in [*counts.items()][:20])
+            samples = sum(counts.values())
+            shown = ", ".join(f"{number}: {n} ({n / samples:.1%})" for number, n in [*counts.items()][:20])
             click.echo(f"  samples by label: {shown}{', …' if len(counts) > 20 else ''}")
+        for number, row in enumerate(found.first_rows, 1):
+            click.echo(f"  row {number}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
         for fault in found.faults:
             click.echo(f"  {fault}")
     if found.faults:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hypha_data.catalog import Dataset, open_dataset
 from hypha_data.digest_cache import DigestCache, ignore_progress
-from hypha_data.sources.reader import LABELS, MAX_CLASSES
-from hypha_proto.datasets import SAFETENSORS, SliceEntry
+from hypha_data.jsonl import RowFormatError, parse_row
+from hypha_data.sources.reader import LABELS, MAX_CLASSES, quote
+from hypha_proto.datasets import JSONL, SAFETENSORS, SliceEntry
 from hypha_proto.errors import TensorFileError
-from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.file_kinds import is_text
+from hypha_proto.safetensors_io import TensorFile, to_float32
+
+_SHOWN_ROWS: Final = 3
+_SHOWN_VALUES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +34,8 @@ class Inspection:
     """One line for each slice that is not as the manifest describes it."""
     class_counts: dict[int, int] | None
     """Samples of each class; None if there are no labels, or they are no classes."""
-
-    @property
-    def samples(self) -> int:
-        """Number of samples of all slices."""
-        return sum(entry.samples for entry in self.dataset.manifest.slices)
-
-    @property
-    def size(self) -> int:
-        """Size of all slices in bytes."""
-        return sum(entry.size for entry in self.dataset.manifest.slices)
+    first_rows: tuple[dict[str, str], ...]
+    """What the first samples have in each column, shortened."""
 
 
 def inspect_folder(folder: Path, *, verify: bool = False) -> Inspection:
@@ -49,7 +50,9 @@ def inspect_folder(folder: Path, *, verify: bool = False) -> Inspection:
     """
     dataset = open_dataset(folder.resolve().name, folder)
     faults = tuple(_find_faults(dataset, verify))
-    return Inspection(dataset, faults, None if faults else _count_classes(dataset))
+    if faults:
+        return Inspection(dataset, faults, None, ())
+    return Inspection(dataset, faults, _count_classes(dataset), tuple(_first_rows(dataset)))
 
 
 def _find_faults(dataset: Dataset, verify: bool) -> Iterator[str]:
@@ -70,6 +73,39 @@ def find_slice_fault(path: Path, entry: SliceEntry, verify: bool) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None if digest == entry.digest else f"digest {digest}, expected {entry.digest}"
+
+
+def _first_rows(dataset: Dataset) -> Iterator[dict[str, str]]:
+    """Yield the first samples of the first slice, or none if it cannot be read, which `verify` names."""
+    manifest, path = dataset.manifest, dataset.folder / dataset.manifest.slices[0].file
+    with suppress(TensorFileError, RowFormatError, OSError):
+        if manifest.format == JSONL:
+            with path.open("rb") as lines:
+                for line in itertools.islice(lines, _SHOWN_ROWS):
+                    yield {name: quote(value) for name, value in parse_row(line).items()}
+            return
+        with TensorFile(path) as file:
+            names = [*(manifest.columns or file.tensors)]
+            for row in range(min(_SHOWN_ROWS, manifest.slices[0].samples)):
+                yield {name: _show(name, _value(file, name, row), manifest.labels) for name in names}
+
+
+def _value(file: TensorFile, name: str, row: int) -> NDArray[Any]:
+    stored = np.asarray(file.stored(name)[row])
+    return to_float32(stored, "BF16") if file.tensors[name].dtype == "BF16" else stored
+
+
+def _show(name: str, values: NDArray[Any], labels: Sequence[str] | None) -> str:
+    """Return a sample's values in one line: a class with its name, bytes that are text as text."""
+    if name == LABELS and labels and values.ndim == 0 and 0 <= int(values) < len(labels):
+        return f"{values} {labels[int(values)]}"
+    text = values.tobytes().rstrip(b"\0") if values.dtype == np.uint8 and values.ndim == 1 else b""
+    if text and is_text(text):
+        return quote(text.decode())
+    if values.ndim == 0:
+        return str(values)
+    shown = " ".join(str(value) for value in values.reshape(-1)[:_SHOWN_VALUES])
+    return f"[{shown}{' …' if values.size > _SHOWN_VALUES else ''}]"
 
 
 def _count_classes(dataset: Dataset) -> dict[int, int] | None:

@@ -1,4 +1,4 @@
-"""Lines of a job's configuration that fit a prepared dataset, printed by ``prepare`` and ``inspect``."""
+"""Lines of a job's file that fit a prepared dataset, printed by ``prepare``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_SHOWN: Final = 12
 
 
 def job_lines(manifest: Manifest, evaluation: str | None = None) -> list[str]:
-    """Return TOML of ``[scheduler.job]`` that names the dataset and how a model reads it.
+    """Return TOML of a job's file that names the dataset and how a model reads it.
 
     Args:
         manifest: the dataset.
@@ -21,14 +21,14 @@ def job_lines(manifest: Manifest, evaluation: str | None = None) -> list[str]:
     """
     columns = manifest.columns or {}
     named = [f"dataset = {json.dumps(manifest.dataset)}"]
-    if manifest.format == JSONL:  # rows for batch inference
-        return ["[scheduler.job]", 'type = "inference"', *named]
+    if manifest.format == JSONL:
+        return ['type = "inference"  # or "diloco", with [rows] and [preprocessor]', *named]
     if evaluation is not None:
         named.append(f"evaluation = {json.dumps(evaluation)}")
-    lines = ["[scheduler.job.dataset]", *named, "", "[scheduler.job.model]", *_model_lines(manifest, columns)]
+    lines = ["[dataset]", *named, "", "[model]", *_model_lines(manifest, columns)]
     preprocessor = _preprocessor(columns)
     if preprocessor is not None:
-        lines += ["", "[scheduler.job.preprocessor]", f'type = "{preprocessor}"  # and its path or repository']
+        lines += ["", "[preprocessor]", f'type = "{preprocessor}"  # and its path or repository']
     return lines
 
 
