@@ -235,7 +235,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, what:
             with source.open("a") as file:
                 file.write("1\n")
 
-    with pytest.raises(DatasetError, match="changed while it was read; run the command again"):
+    with pytest.raises(DatasetError, match=r"a\.csv: changed while it was read; run the command again"):
         prepare(source, tmp_path / "out", on_progress=change)
     assert not (tmp_path / "out").exists()
 

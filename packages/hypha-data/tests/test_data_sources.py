@@ -211,6 +211,19 @@ def test_images_are_scaled_and_may_stay_bytes(tmp_path: Path) -> None:
     assert set(found["image"][:, 0].ravel().tolist()) == {255}
 
 
+@pytest.mark.parametrize("mode", ["CMYK", "RGBA", "P", "LA", "YCbCr"])
+def test_images_of_every_mode_of_8_bits_become_red_green_and_blue(tmp_path: Path, mode: str) -> None:
+    folder = write_images(tmp_path / "pets", "RGB")
+    plain = Image.new("RGB", (4, 3), (200, 200, 200))
+    plain.convert(mode).save(folder / "cat" / ("0.tif" if mode in ("CMYK", "YCbCr") else "0.png"))
+    (folder / "cat" / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    found = prepared(folder)["pixel_values"]
+    assert found.shape[1:] == (3, 3, 4)
+    gray = np.abs(found - np.float32(200 / 255)).reshape(len(found), -1).max(axis=1)
+    assert (gray < 0.02).sum() == 1
+
+
 def test_a_size_is_height_and_width(tmp_path: Path) -> None:
     refused = prepare(write_images(tmp_path / "pets"), "--size", "3,4")
     assert refused.exit_code == 2
@@ -405,6 +418,11 @@ def number_parquet(folder: Path) -> Path:
     return folder / "a.parquet"
 
 
+def nan_label_parquet(folder: Path) -> Path:
+    pa.parquet.write_table(pa.table({"y": [0.0, float("nan")]}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
 BAD = {
     "empty csv": (lambda at: write(at / "a.csv", ""), (), "a.csv: holds no rows; its first line must have"),
     "no file": (lambda at: at / "none.csv", (), "none.csv: no such file or folder"),
@@ -430,6 +448,12 @@ BAD = {
         (),
         "line 3: 3 cells, and the first line names 2 columns",
     ),
+    "too few cells": (
+        lambda at: write(at / "a.csv", "x,y\n1,2\n1\n"),
+        (),
+        "line 3: 1 cells, and the first line names 2 columns; add or remove cells",
+    ),
+    "missing column of parquet": (number_parquet, ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
     "open quotes": (lambda at: write(at / "a.csv", 'x,y\n1,"2\n'), (), "double the quotes in it"),
     "name twice": (
         lambda at: write(at / "a.csv", "x,x\n1,2\n"),
@@ -449,7 +473,37 @@ BAD = {
     "negative label": (
         lambda at: write(at / "a.csv", "x,y\n1,-1\n1,1\n"),
         ("--label", "y"),
-        "the label -1 is no class; number the classes from 0",
+        "line 2, column 'y': the label -1 is no class; number the classes from 0",
+    ),
+    "large label": (
+        lambda at: write(at / "a.jsonl", '{"x": 1, "y": 1}\n{"x": 1, "y": 3000000000}\n'),
+        ("--label", "y"),
+        "a.jsonl, line 2, column 'y': the label 3000000000 is no class",
+    ),
+    "nan among names": (
+        lambda at: write(at / "a.csv", "x,y\n1,good\n1,NaN\n"),
+        ("--label", "y"),
+        "a.csv, line 3, column 'y': 'NaN' is not a label; correct it or remove the row",
+    ),
+    "nan label in parquet": (
+        nan_label_parquet,
+        ("--label", "y"),
+        "a.parquet, row 2, column 'y': nan is not a label; correct it or remove the row",
+    ),
+    "too many labels": (
+        lambda at: write(at / "a.csv", "x,y\n" + "".join(f"1,n{n}\n" for n in range(10_001))),
+        ("--label", "y"),
+        "a.csv, column 'y': more than 10000 different labels; name another column by --label",
+    ),
+    "byte order mark": (
+        lambda at: write(at / "a.jsonl", '\ufeff{"x": 1}\n'),
+        ("--columns", "x"),
+        "a.jsonl, line 1: begins with a byte order mark; save the file as UTF-8 without one",
+    ),
+    "encoding of json": (
+        lambda at: write(at / "a.jsonl", b'{"x": 1}\n{"x": "\xe4"}\n'),
+        ("--columns", "x"),
+        "a.jsonl, line 2: not UTF-8: byte 0xe4 at 8; save the file as UTF-8",
     ),
     "large number": (lambda at: write(at / "a.csv", "x\n1.5\n1e39\n"), (), "line 3, column 'x': 1e39 is not a number"),
     "empty number": (

@@ -290,7 +290,7 @@ class _Source:
         if self._reader is not None:
             folder = work / "staged"
             folder.mkdir(exist_ok=True)
-            layout, staged = stage(self._reader, folder, self.state, on_progress)
+            layout, staged = stage(self._reader, folder, self.check_unchanged, on_progress)
             yield _TensorSamples(self._sources[0], staged, staged.length, layout.labels, layout.notices or ())
             return
         columns = ColumnTable()

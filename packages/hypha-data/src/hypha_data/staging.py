@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -60,13 +60,15 @@ class StagedSamples:
         return self._arrays[name]
 
 
-def stage(reader: SampleReader, folder: Path, state: str, on_progress: OnProgress) -> tuple[Layout, StagedSamples]:
+def stage(
+    reader: SampleReader, folder: Path, check_unchanged: Callable[[], None], on_progress: OnProgress
+) -> tuple[Layout, StagedSamples]:
     """Convert a source, or the rest of it.
 
     Args:
         reader: the source.
         folder: where the files are; exists, and is empty at first.
-        state: `SampleReader.state` before anything was read.
+        check_unchanged: raises `DatasetError` if the source is of another state than before anything was read.
         on_progress: called after each block.
 
     Raises:
@@ -77,15 +79,10 @@ def stage(reader: SampleReader, folder: Path, state: str, on_progress: OnProgres
         layout = _layout(reader, folder, on_progress)
         rows = _convert(reader, layout, folder, on_progress)
     except (DatasetError, ValueError, KeyError, IndexError):
-        _check_unchanged(reader, state)  # a change explains any of them
+        check_unchanged()  # a change explains any of them
         raise
-    _check_unchanged(reader, state)
+    check_unchanged()
     return layout, StagedSamples(folder, layout, rows)
-
-
-def _check_unchanged(reader: SampleReader, state: str) -> None:
-    if reader.state() != state:
-        raise DatasetError("the source changed while it was read; run the command again when it is complete")
 
 
 def _layout(reader: SampleReader, folder: Path, on_progress: OnProgress) -> Layout:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -187,7 +188,7 @@ class TableReader:
         if not rows:
             raise DatasetError(f"{self._source.paths[0]}: holds no rows; add them below the names of the columns")
         for column in found.values():
-            column.check()
+            column.check(self._source.paths[0], partial(self._find_value, column.name))
         label = None if self._options.label is None else found[self._options.label]
         classes = None if label is None else self._source.classes(label.name) or label.class_names()
         layout = Layout(
@@ -198,6 +199,15 @@ class TableReader:
         )
         _check_size(self._source.paths[0], layout)
         return layout
+
+    def _find_value(self, name: str, value: str) -> str:
+        """Return file and row of the first value of a column that reads so."""
+        for block in self._source.blocks([name]):
+            values = block.columns[name]
+            for row, found in enumerate(values if isinstance(values, Sequence) else values.to_pylist()):
+                if str(found) == value:
+                    return block.place(row)
+        return str(self._source.paths[0])  # changed meanwhile
 
     def _tensors(
         self, named: Mapping[str, str], found: Mapping[str, _ColumnScan], classes: Sequence[str] | None
@@ -355,8 +365,12 @@ class _ColumnScan:
                 self.faults.append(f"{place(row)}, column {quote(self.name)}: {str(value)[:60]}")
                 return
 
-    def check(self) -> None:
+    def check(self, path: Path, find: Callable[[str], str]) -> None:
         """Check the column after the last row.
+
+        Args:
+            path: the first file.
+            find: returns file and row of a value of the column.
 
         Raises:
             DatasetError: a value is missing or cannot be used.
@@ -372,21 +386,25 @@ class _ColumnScan:
         if self.kind != TEXT and self.faults:
             raise DatasetError(f"{self.faults[0]} is not {what}; correct it or remove the row")
         if self.is_label:
-            self._check_label(where)
+            self._check_label(path, where, find)
 
-    def _check_label(self, where: str) -> None:
+    def _check_label(self, path: Path, where: str, find: Callable[[str], str]) -> None:
         if self.kind == "integer" and not 0 <= self.lowest <= self.highest < 2**31:
             bad = int(self.lowest if self.lowest < 0 else self.highest)
-            raise DatasetError(f"{where}: the label {bad} is no class; number the classes from 0, or write their names")
+            raise DatasetError(
+                f"{find(str(bad))}, {where}: the label {bad} is no class; number the classes from 0, or write their "
+                "names"
+            )
         if self.kind == TEXT:
             unnamed = [name for name in self.classes if name.strip().lower() in _NO_NAMES]
             if unnamed:
                 raise DatasetError(
-                    f"{where}: {quote(unnamed[0])} is not a label ({self.first_text or 'among names'}); correct it or "
-                    "remove the row"
+                    f"{find(min(unnamed))}, {where}: {quote(min(unnamed))} is not a label; correct it or remove the row"
                 )
             if len(self.classes) > MAX_CLASSES:
-                raise DatasetError(f"{where}: more than {MAX_CLASSES} different labels; name another column by --label")
+                raise DatasetError(
+                    f"{path}, {where}: more than {MAX_CLASSES} different labels; name another column by --label"
+                )
 
     def class_names(self) -> Sequence[str] | None:
         """Return the names of the classes in the order of their numbers; None if labels are numbers."""
