@@ -84,7 +84,7 @@ def assert_proven(folder: Path, rounds: int) -> None:
     assert done.stdout.splitlines()[-1] == f"proven: {rounds} rounds equal to the bit"
 
 
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_one_command_trains_a_model_over_a_real_network(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     summary, progress = run_demo(folder, "--seed", "1")
