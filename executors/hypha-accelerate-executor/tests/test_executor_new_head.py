@@ -73,6 +73,7 @@ def test_a_new_head_is_determined_by_the_seed(trained: Path, tmp_path: Path) -> 
     ("options", "fault"),
     [
         (("--from", "{model}", "--task", "image-classification", "--labels", "2"), "cannot be loaded for task"),
+        (("--from", "{model}/gone", "--task", "sequence-classification"), "no such folder; name that of a model"),
         (("--from", "{model}", "--task", "torch"), "task 'torch' has no heads"),
         (("--from", "{model}", "--arch", "llama-bytes"), "give either --from or a configuration"),
         (("--labels", "2", "--arch", "llama-bytes"), "--labels needs --from"),

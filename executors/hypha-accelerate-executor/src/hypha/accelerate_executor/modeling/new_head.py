@@ -45,6 +45,8 @@ def create_from_pretrained(task: str, source: str, labels: int | None, seed: int
         raise JobError("--from: task 'torch' has no heads; create the model with --torch-class")
     check_out(out)
     folder = Path(source)
+    if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(f"--from {source}: no such folder; name that of a model, or a repository such as owner/name")
     module, new = _load(task, source, folder.is_dir(), {} if labels is None else {"num_labels": labels}, seed)
     if {name for name, _ in module.named_parameters()} <= set(new):
         raise ModelError(f"--from {source}: none of its tensors fits task {task!r}; name a model of the same kind")
