@@ -148,7 +148,7 @@ def test_the_tutorial_begins_in_an_empty_folder() -> None:
     """Replaced: the address of the repository, by this clone."""
     with terminals() as made:
         install, *commands = blocks("tutorial.md")
-        made.run(install.replace("https://github.com/hypha-space/hypha", str(ROOT)), timeout=500)
+        made.run(install.replace("https://github.com/hypha-space/hypha", f"{ROOT} hypha"), timeout=500)
         assert Path(made.run("type -P hypha-local").strip()).is_relative_to(made.folder)
         check_tutorial(made, run_all(made, commands))
 
