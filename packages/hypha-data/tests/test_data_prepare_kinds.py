@@ -19,7 +19,7 @@ ROWS = b'{"text": "a"}\n{"text": "b"}\n'
     [
         ("all.safetensors.gz", gzip.compress(ROWS, mtime=0), "it is compressed by gzip: unpack it with gunzip"),
         ("rows.parquet.gz", gzip.compress(ROWS, mtime=0), "not parquet: it is compressed by gzip"),
-        ("rows.csv.gz", gzip.compress(pickle.dumps(ROWS)), "not csv: it is a pickle"),
+        ("rows.csv.gz", gzip.compress(pickle.dumps(ROWS), mtime=0), "not csv: it is a pickle"),
         ("rows.jsonl", gzip.compress(ROWS, mtime=0), "not jsonl: it is compressed by gzip"),
         ("rows.csv", gzip.compress(ROWS, mtime=0), "not csv: it is compressed by gzip"),
         ("rows.txt", pickle.dumps(ROWS), "not text: it is a pickle"),
