@@ -10,10 +10,10 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -61,6 +61,8 @@ class ContentStream:
     """Identifies the content, so that parts of two versions are never joined; empty if the source states nothing."""
     digest: str | None = None
     """``sha256:…`` of the whole content, if the source states it."""
+    hasher: Callable[[], Any] = hashlib.sha256
+    """Makes what hashes the whole content, with the interface of `hashlib`."""
     unchanged: bool = False
     """Whether the source still has the version that was asked for from the first byte on; then there are no blocks."""
 
@@ -139,7 +141,7 @@ class FetchedContent:
 
     size: int
     digest: str
-    """``sha256:…``"""
+    """``sha256:…`` or ``blake3:…``"""
 
 
 async def fetch_content(source: ContentSource, path: Path, storage: ContentStorage) -> FetchedContent:
@@ -169,7 +171,7 @@ class _Fetch:
     """Largest number of bytes that an attempt has got to."""
     _began: bool = False
     """Whether the source has opened the content once, so that another attempt may succeed."""
-    _sha256: hashlib._Hash = field(default_factory=hashlib.sha256)
+    _hasher: Any = None
 
     async def run(self) -> FetchedContent:
         delays = iter(RESUME_DELAYS)
@@ -184,12 +186,9 @@ class _Fetch:
                 if not self._began or delay is None:
                     raise error.reason from error
                 if error.restart:
-                    self._restart("")
+                    self._received = 0
                 _log.info("%s at byte %d: %s; trying again in %g s", self.source.name, self._received, error, delay)
             await anyio.sleep(delay)
-
-    def _restart(self, version: str) -> None:
-        self._received, self._version, self._sha256 = 0, version, hashlib.sha256()
 
     async def _attempt(self) -> FetchedContent:
         in_cache = "" if self.known is None else self.known.version
@@ -221,7 +220,7 @@ class _Fetch:
 
     def _check_start(self, content: ContentStream) -> None:
         if content.offset == 0:
-            self._restart(content.version)
+            self._received, self._version, self._hasher = 0, content.version, content.hasher()
         elif content.offset != self._received or content.version != self._version:
             changed = source_failed(f"{self.source.name}: it changed while it was downloaded")
             raise SourceInterruptedError(changed, restart=True)
@@ -279,7 +278,7 @@ class _Fetch:
     def _append(self, file: FileIO, size: int, block: bytes | bytearray) -> None:
         self.storage.reserve(self.path, max(size, self._received + len(block)))
         rest = memoryview(block)
-        self._sha256.update(rest)
+        self._hasher.update(rest)
         while rest:
             rest = rest[file.write(rest) :]
 
@@ -287,7 +286,7 @@ class _Fetch:
         if content.size is not None and self._received != content.size:
             cut = source_failed(f"{self.source.name}: {self._received} bytes came of {content.size}")
             raise SourceInterruptedError(cut)
-        digest = f"sha256:{self._sha256.hexdigest()}"
+        digest = f"{self._hasher.name}:{self._hasher.hexdigest()}"
         if content.digest is not None and digest != content.digest:
             raise source_failed(
                 f"{self.source.name}: the digest of the content is {digest}, not {content.digest} as stated"
