@@ -31,6 +31,8 @@ class Hub:
     token: str | None
     """Requests without it are answered with 401; None for a public repository."""
     repository: str = "org/model"
+    kind: str = "models"
+    """Or datasets."""
     revisions: tuple[str, ...] = ("main", "v2", COMMIT)
     large: str = ".safetensors"
     break_off: bool = True
@@ -50,6 +52,11 @@ class Hub:
     broken: set[str] = field(default_factory=set)
     not_served: list[str] = field(default_factory=list)
     """Requests of routes that are not implemented here; they fail the test at its end."""
+
+    @property
+    def prefix(self) -> str:
+        """Return what comes before the repository in the path of a file."""
+        return "" if self.kind == "models" else f"/{self.kind}"
 
     @property
     def ranges(self) -> list[str]:
@@ -75,7 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.hub.repository
         told = (
             f"the stand-in hub was asked {self.command} {self.path}; it serves GET and HEAD of "
-            f"/api/models/{repository}[/tree]/REVISION and /{repository}/resolve/REVISION/FILE alone: "
+            f"/api/{self.hub.kind}/{repository}[/tree]/REVISION and {self.hub.prefix}/{repository}/resolve/REVISION/"
+            "FILE alone: "
             "teach tests/support/fake_hf_hub.py the route, or keep the program from asking"
         )
         self.hub.not_served.append(told)
@@ -109,11 +117,11 @@ class _Api(_Handler):
         if hub.token is not None and self.headers.get("authorization") != f"Bearer {hub.token}":
             code = {"x-error-code": "GatedRepo", "x-error-message": f"Access to {hub.repository} is restricted."}
             self.say(401, code, b'{"error": "Invalid credentials in Authorization header"}', body=body)
-        elif path.startswith(f"/api/models/{hub.repository}"):
-            self.describe(path.removeprefix(f"/api/models/{hub.repository}"))
-        elif path.startswith(f"/{hub.repository}/resolve/"):
-            self.resolve(*path.removeprefix(f"/{hub.repository}/resolve/").split("/", 1), body=body)
-        elif path.startswith("/api/models/") or "/resolve/" in path:
+        elif path.startswith(api := f"/api/{hub.kind}/{hub.repository}"):
+            self.describe(path.removeprefix(api))
+        elif path.startswith(files := f"{hub.prefix}/{hub.repository}/resolve/"):
+            self.resolve(*path.removeprefix(files).split("/", 1), body=body)
+        elif path.startswith(("/api/models/", "/api/datasets/")) or "/resolve/" in path:
             self.say(404, {"x-error-code": "RepoNotFound"}, b"", body=body)
         else:
             super().answer(body=body)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ import anyio
 import boto3
 import msgspec
 import pytest
+from huggingface_hub import snapshot_download
 from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
+from support.fake_hf_hub import Hub, hub_server
 from support.fake_http_server import files, served
 from support.stored_model import weights
 
@@ -48,6 +51,7 @@ from hypha_scheduler.strategies.tasks.strategy import _with_locations
 
 PEER = PeerId.from_public_key(bytes(32))
 SECRET = "s3cr3t-0f-th3-0wn3r"
+TOKEN = "hf_PrivateToken0123456789"
 FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": weights(size=25_000)}
 LOOPBACK = ("127.0.0.0/8",)
 
@@ -329,9 +333,20 @@ def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
 # ------------------------------------------------------------------------------------------------------------ datasets
 
 
-@pytest.mark.parametrize("kind", ["path", "file", "uri", "file URL"])
-def test_slices_of_a_dataset_from_elsewhere_are_served_here(tmp_path: Path, kind: str) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_server({}, TOKEN) as hub:
+        hub.repository, hub.kind = "org/digits", "datasets"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+@pytest.mark.parametrize("kind", ["path", "file", "uri", "file URL", "repository", "repository in the cache"])
+def test_slices_of_a_dataset_from_elsewhere_are_served_here(
+    tmp_path: Path, kind: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     contents = slices_in(tmp_path / "digits")
+    hub.files = {**contents, "README.md": b"# Digits", "data/train.parquet": b"PAR1"}
     archive = tmp_path / "digits.tar"
     archive.write_bytes(packed(contents))
     (tmp_path / "job").mkdir()
@@ -352,7 +367,18 @@ def test_slices_of_a_dataset_from_elsewhere_are_served_here(tmp_path: Path, kind
     with served(files(lambda _: (archive.read_bytes(), {}))) as url:
         sources = {"path": tmp_path / "digits", "file": tmp_path / "digits", "uri": f"{url}/digits.tar"}
         value = str(sources.get(kind, archive.as_uri()))
-        open_source_dataset(tmp_path / "job", {kind if kind in sources else "uri": value}, check)
+        source = {kind if kind in sources else "uri": value}
+        if kind.startswith("repository"):
+            source = {"repository": hub.repository, "revision": "v2", "token": TOKEN}
+        if kind == "repository in the cache":
+            keys = {"revision": "v2", "token": TOKEN, "cache_dir": tmp_path / "cache", "endpoint": hub.url}
+            snapshot_download(hub.repository, repo_type="dataset", **keys)
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            hub.seen.clear()
+        open_source_dataset(tmp_path / "job", source, check)
+    fetched = {path.rpartition("/")[2] for _, path, _, _ in hub.seen if "/resolve/" in path}
+    assert fetched == (set(contents) if kind == "repository" else set())
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["manifest.json"]
 
 
@@ -375,10 +401,30 @@ def test_a_folder_that_is_not_as_its_manifest_says_is_refused(
         open_source_dataset(tmp_path / "job", {"path": str(tmp_path / "digits")}, lambda *_: pytest.fail("opened"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"manifest.json": None}, "has no manifest.json at its root: upload the folder that hypha-data prepare wrote"),
+        ({"manifest.json": b"{}"}, "holds no dataset: its manifest.json: "),
+        ({"slice-1.safetensors": None}, "holds no dataset: its manifest.json lists 'slice-1.safetensors' of"),
+    ],
+)
+def test_a_repository_that_is_no_prepared_dataset_is_refused(
+    tmp_path: Path, hub: Hub, changes: dict[str, bytes | None], why: str
+) -> None:
+    contents = {**slices_in(tmp_path / "digits"), **changes}
+    hub.files = {name: content for name, content in contents.items() if content is not None}
+    (tmp_path / "job").mkdir()
+    source = {"repository": hub.repository, "token": TOKEN}
+    with pytest.raises(JobFailedError, match=rf"^dataset\.repository: org/digits {re.escape(why)}") as caught:
+        open_source_dataset(tmp_path / "job", source, lambda *_: pytest.fail("opened"))
+    assert TOKEN not in str(caught.value)
+
+
 def test_a_dataset_has_one_source_and_a_manifest(tmp_path: Path) -> None:
     wrongs: list[dict[str, str]] = [{}, {"dataset": "digits", "path": "digits"}, {"evaluation": "test"}]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match="set one of dataset, path, file, s3, uri, dht"):
+        with pytest.raises(ValueError, match="set one of dataset, repository, path, file, s3, uri, dht"):
             DatasetTable.model_validate(wrong)
     with pytest.raises(ValueError, match=r"s3\.presigned: workers get the slices from this scheduler"):
         DatasetTable.model_validate({"s3": {"bucket": "data", "key": "a.tar", "presigned": True}})

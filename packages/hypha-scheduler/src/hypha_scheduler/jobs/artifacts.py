@@ -25,7 +25,14 @@ from hypha_proto.model_listing import CONFIG
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_proto.whole_directory import remove_tree, replace_directory
 from hypha_scheduler.errors import JobFailedError, files_unusable
-from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, ModelTable, PreprocessorTable, StartModelTable
+from hypha_scheduler.jobs.config import (
+    MODEL_COMMAND,
+    ArtifactTable,
+    ModelTable,
+    PreprocessorTable,
+    RepositoryTable,
+    StartModelTable,
+)
 from hypha_scheduler.jobs.hub_download import RepositoryFiles, download, needs_token
 from hypha_scheduler.jobs.model_creation import create_model
 from hypha_scheduler.jobs.model_files import model_names, preprocessor_names
@@ -97,7 +104,7 @@ async def open_preprocessor(
     if table.path is not None:
         names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
     else:
-        origin = await anyio.to_thread.run_sync(_download, "preprocessor", table, copy, abandon_on_cancel=True)
+        origin = await download_repository("preprocessor", table, copy)
         names = list(origin.filenames)
     return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
 
@@ -199,7 +206,7 @@ async def open_start_model(
     if source is None:
         is_served = await _is_served("model", model)
         source = served_copy(copy) if is_served else copy
-        origin = await anyio.to_thread.run_sync(_download, "model", model, source, abandon_on_cancel=True)
+        origin = await download_repository("model", model, source)
         if not is_served:
             return Artifact(origin)
     wanted = model.filenames if origin is None else origin.filenames
@@ -288,12 +295,19 @@ def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str
     return names
 
 
-def _download(key: str, table: ArtifactTable, target: Path) -> HuggingFaceReference:
-    """Download a repository's files and return a reference to the same commit for the workers."""
+async def download_repository(key: str, table: RepositoryTable, target: Path) -> HuggingFaceReference:
+    """Download a repository's files to `target`, and return a reference to the same commit.
+
+    Raises:
+        JobFailedError: the repository does not exist, or lacks one of the files.
+    """
+    return await anyio.to_thread.run_sync(_download, key, table, target, abandon_on_cancel=True)
+
+
+def _download(key: str, table: RepositoryTable, target: Path) -> HuggingFaceReference:
     token = table.token.get_secret_value() if table.token else None
-    is_model = isinstance(table, ModelTable)
-    is_checked = is_model or isinstance(table, PreprocessorTable)
-    source = RepositoryFiles(key, str(table.repository), table.revision, token, table.filenames, is_model, is_checked)
+    wanted = table.filenames if isinstance(table, ArtifactTable) else ()
+    source = RepositoryFiles(key, str(table.repository), table.revision, token, wanted, table.content)
     commit, names = download(source, target)
     return HuggingFaceReference(repository=source.repository, revision=commit, filenames=names, token=token)
 

@@ -28,7 +28,7 @@ from hypha_proto.job_spec import PREPROCESSOR_INPUTS, PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_scheduler.datasets.dataset import DatasetView
-from hypha_scheduler.jobs.source_tables import FileName, S3Table, Sha256, Url
+from hypha_scheduler.jobs.source_tables import Content, FileName, S3Table, Sha256, Url
 
 ALIASES: Final = {"vision-classification": "image-classification"}
 """Names of model types in job files, and their wire names."""
@@ -216,19 +216,26 @@ class SourceTable(Table):
         return self.file if self.path is None else self.path
 
 
-class ArtifactTable(SourceTable):
+class RepositoryTable(SourceTable):
     """Files of a repository on a hub, or as of `SourceTable`."""
 
+    content: ClassVar[Content] = "files"
+    """What the files are."""
     sources = ("repository", *SourceTable.sources)
     repository: str | None = Field(default=None, description="Hugging Face repository, such as owner/name.")
     revision: str | None = Field(default=None, description="Branch, tag or commit of the repository.")
+    token: SecretStr | None = Field(
+        default=None, description="Access token of the hub. Workers get it with serve = false only."
+    )
+
+
+class ArtifactTable(RepositoryTable):
+    """Files that workers fetch, or that this scheduler serves to them."""
+
     filenames: tuple[FileName, ...] = Field(
         default=(),
         description="Files to use; if empty, all that belong to the model or preprocessor. If set, those of file are "
         "served by this scheduler.",
-    )
-    token: SecretStr | None = Field(
-        default=None, description="Access token of the hub. Workers get it with serve = false only."
     )
     serve: bool | None = Field(
         default=None,
@@ -251,6 +258,7 @@ def _default_inputs(task: str) -> tuple[str, ...]:
 class ModelTable(ArtifactTable):
     """``[.model]``."""
 
+    content = "model"
     type: str = Field(description="vision-classification, causal-lm, torch, or a wire name such as masked-lm.")
     input_names: tuple[str, ...] = Field(
         default=(),
@@ -301,6 +309,7 @@ class StartModelTable(ModelTable):
 class PreprocessorTable(ArtifactTable):
     """``[.preprocessor]``."""
 
+    content = "preprocessor"
     type: str = Field(default="auto", description=f"One of {', '.join(PREPROCESSOR_TASKS)}.")
     input_names: tuple[str, ...] = Field(
         default=(), description="Tensors of a slice that are inputs of the preprocessor."
@@ -366,13 +375,19 @@ def _needed_inputs(
         yield "model", (_LABELS,)
 
 
-class DatasetTable(SourceTable):
+class DatasetTable(RepositoryTable):
     """``[.dataset]``: the name of a dataset of data nodes, or where the folder is that hypha-data prepare wrote.
 
     This scheduler fetches such a folder and serves its slices.
     """
 
-    sources = ("dataset", *SourceTable.sources)
+    content = "dataset"
+    sources = ("dataset", *RepositoryTable.sources)
+    repository: str | None = Field(
+        default=None,
+        description="Hugging Face dataset repository, such as owner/name, whose root is what hypha-data prepare wrote.",
+    )
+    token: SecretStr | None = Field(default=None, description="Access token of the hub, which workers do not get.")
     dataset: str | None = Field(
         default=None, min_length=1, max_length=255, description="Name of the dataset, as data nodes announce it."
     )
@@ -401,7 +416,7 @@ class DatasetTable(SourceTable):
     @property
     def shown(self) -> str:
         """Name, or where the dataset is, without secrets."""
-        return self.dataset or shown_url(self.remote_uri or str(self.directory))
+        return self.dataset or self.repository or shown_url(self.remote_uri or str(self.directory))
 
     def missing_files(self) -> list[str]:
         """Return what is wrong with the local directory, one line at most."""

@@ -27,6 +27,7 @@ from hypha_scheduler.jobs.artifacts import (
     Artifact,
     ArtifactFile,
     artifact_dataset,
+    download_repository,
     hub_reference,
     open_preprocessor,
     open_repository,
@@ -106,7 +107,10 @@ class RunnerContext:
         if folder is None:
             folder = served_copy(self.directory / "dataset")
             self._served_copies.append(folder)
-            await SourceDownloads(self.endpoint, self.access).fetch("dataset", table, folder)
+            if table.repository is not None:
+                await download_repository("dataset", table, folder)
+            else:
+                await SourceDownloads(self.endpoint, self.access).fetch("dataset", table, folder)
         try:
             dataset, files = await anyio.to_thread.run_sync(open_folder, folder, name, self.scheduler, manifest)
         except (DecodeError, ValueError, OSError) as error:

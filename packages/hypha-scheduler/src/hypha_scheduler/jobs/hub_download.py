@@ -18,10 +18,13 @@ from typing import Any, Final
 
 import anyio.from_thread
 
-from hypha_proto.errors import TensorFileError
+from hypha_proto.codec import from_json
+from hypha_proto.datasets import MANIFEST, Manifest
+from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.model_contents import find_fault
 from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model, reader_of
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.source_tables import Content
 
 MAX_UNSTATED: Final = 10 * 10**9
 """Bytes that all files of a repository together may have whose size the hub does not state."""
@@ -43,11 +46,14 @@ class RepositoryFiles:
     revision: str | None
     token: str | None
     filenames: Sequence[str]
-    """If empty, all that belong to the model or preprocessor (`hypha_proto.model_listing`)."""
-    is_model: bool = True
-    """Whether weights are fetched too."""
-    is_checked: bool = True
-    """Whether the files are checked as those of a model or preprocessor."""
+    """If empty, all that belong to the model or preprocessor (`hypha_proto.model_listing`), or to the dataset."""
+    content: Content = "model"
+    """What they are: models and preprocessors are checked."""
+
+    @property
+    def type(self) -> str:
+        """Type of the repository."""
+        return "dataset" if self.content == "dataset" else "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def download(source: RepositoryFiles, target: Path) -> tuple[str, tuple[str, ...
     with _hub_errors(what := f"{source.key}.repository: {source.repository}"):
         target.mkdir(parents=True, exist_ok=True)
         commit, names = (_copy_cached if constants.HF_HUB_OFFLINE else _fetch)(source, target)
-        if source.is_checked and (fault := find_fault(target, names)):
+        if source.content in ("model", "preprocessor") and (fault := find_fault(target, names)):
             raise JobFailedError(f"{what}: {fault}")
     return commit, tuple(names)
 
@@ -152,7 +158,9 @@ def _copy_cached(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        snapshot = Path(snapshot_download(source.repository, revision=source.revision, local_files_only=True))
+        snapshot = Path(
+            snapshot_download(source.repository, repo_type=source.type, revision=source.revision, local_files_only=True)
+        )
     except LocalEntryNotFoundError:
         raise JobFailedError(
             f"{source.key}.repository: {source.repository} is not in the hub's cache at revision "
@@ -176,25 +184,41 @@ def _check_room(source: RepositoryFiles, size: int, target: Path) -> None:
 
 
 def _choose(source: RepositoryFiles, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
-    """Return which files of a repository are wanted; `read` reads an index of weights."""
+    """Return which files of a repository are wanted; `read` reads an index."""
     if lacking := [name for name in source.filenames if name not in names]:
         raise JobFailedError(f"{source.key}.filenames: {source.repository} has no {', '.join(lacking)}")
-    if source.is_model:
+    if source.content == "model":
         return list_model(names, read, source.filenames)
+    if source.content == "dataset":
+        return _list_dataset(source, names, read)
     return list(source.filenames) or list_companions(names)
 
 
+def _list_dataset(source: RepositoryFiles, names: Sequence[str], read: Callable[[str], bytes]) -> list[str]:
+    """Return the manifest of a prepared dataset, and those of its slices that a repository has."""
+    what = f"{source.key}.repository: {source.repository}"
+    if MANIFEST not in names:
+        raise JobFailedError(f"{what} has no {MANIFEST} at its root: upload the folder that hypha-data prepare wrote")
+    try:
+        manifest: Manifest = from_json(Manifest, read(MANIFEST), INDEX_LIMIT)
+    except DecodeError as error:
+        raise JobFailedError(f"{what} holds no dataset: its {MANIFEST}: {error}") from None
+    return [MANIFEST, *sorted({entry.file for entry in manifest.slices} & {name for name in names if "/" not in name})]
+
+
 def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFile]]:
-    """Return the commit of the revision, and the files to fetch; an index of weights is fetched for it."""
+    """Return the commit of the revision, and the files to fetch; the index of weights or manifest is fetched for it."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     endpoint = os.environ.get("HF_ENDPOINT")
-    found = HfApi(endpoint=endpoint, token=source.token).model_info(source.repository, revision=source.revision)
+    api = HfApi(endpoint=endpoint, token=source.token)
+    describe = api.dataset_info if source.content == "dataset" else api.model_info
+    found = describe(source.repository, revision=source.revision)
     commit = found.sha or source.revision or "main"
     names = [sibling.rfilename for sibling in found.siblings or ()]
 
     def look_up(name: str) -> _HubFile:
-        url = hf_hub_url(source.repository, name, revision=commit, endpoint=endpoint)
+        url = hf_hub_url(source.repository, name, repo_type=source.type, revision=commit, endpoint=endpoint)
         return _HubFile(name, url, get_hf_file_metadata(url, token=source.token).size)
 
     def read(name: str) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from hypha_net.node.config.models import Section, is_web_url
 
+Content = Literal["model", "preprocessor", "dataset", "files"]
+"""What the files of a table are."""
 MAX_TEXT: Final = 2048
 BUCKET: Final = r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$"
 """Names of S3 buckets."""
