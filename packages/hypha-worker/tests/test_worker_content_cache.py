@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -252,6 +253,10 @@ def test_a_url_is_fetched_again_only_when_its_content_has_changed(cache: Content
             path.unlink()
         assert in_jobs(cache, job) == [b"two"]
         assert sent == ["/a"] * 3
+        shutil.rmtree(cache.folder)
+        assert in_jobs(cache, job, job, job) == [b"two"] * 3
+        assert sent == ["/a"] * 4
+        assert len(objects(cache)) == 1
 
 
 def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,19 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import TaskStatus
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import content_directory, transfer
+from hypha_net.endpoint import Stream
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.transfer.framing import receive_message, send_message
 from hypha_proto.bridge_api import FetchedFile
+from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
-from hypha_proto.transfer import PullRequest, Refusal
+from hypha_proto.protocols import PULL
+from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import download_from_uri
@@ -65,11 +70,40 @@ class Net:
             await content_directory.announce_content(endpoint, SHA256, len(CONTENT))
             yield endpoint.peer_id
 
+    @asynccontextmanager
+    async def leaver(self) -> AsyncIterator[anyio.Event]:
+        """Announce the content, and leave when a part of it is sent; yields an event that tells this."""
+        left = anyio.Event()
+
+        async def be_there(*, task_status: TaskStatus[None]) -> None:
+            sent = anyio.Event()
+
+            async def send_part(stream: Stream) -> None:
+                await receive_message(stream)
+                start = PullStart(size=len(CONTENT), digest=f"sha256:{SHA256}")
+                await send_message(stream, to_cbor(PullAnswer, start))
+                await stream.send_all(CONTENT[:1000])
+                self.asked.append("leaver")
+                sent.set()
+                await anyio.sleep_forever()
+
+            async with self.network.endpoint("leaver") as endpoint:
+                endpoint.handle(PULL, send_part)
+                await content_directory.announce_content(endpoint, SHA256, len(CONTENT))
+                task_status.started()
+                await sent.wait()
+            left.set()
+
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(be_there)
+            yield left
+
 
 @pytest.fixture
 def open_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractAsyncContextManager[Net]]:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.LOOKUP_DELAYS", (0.01,))
     monkeypatch.setattr("hypha_worker.connectors.peer_files.HOLDER_DELAYS", (0.0, 0.01))
+    monkeypatch.setattr("hypha_net.transfer.retry.PAUSES", (0.01,))
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Net]:
@@ -158,6 +192,21 @@ async def test_a_holder_that_comes_later_is_found(open_net: Any, monkeypatch: py
                 await anyio.sleep_forever()
 
 
+async def test_a_holder_that_leaves_midway_is_replaced_by_another(open_net: Any, tmp_path: Path) -> None:
+    async with open_net() as net, net.leaver() as left, anyio.create_task_group() as tasks:
+
+        async def fetch() -> None:
+            found = await net.fetch()
+            assert (tmp_path / found.path).read_bytes() == CONTENT
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(fetch)
+        await left.wait()
+        assert not (tmp_path / f"sha256-{SHA256}").exists()
+        async with net.holder("another"):
+            await anyio.sleep_forever()
+
+
 async def test_a_record_that_is_none_is_ignored(open_net: Any) -> None:
     async with open_net() as net, net.network.endpoint("strange") as strange:
         for value in (b"", b"{}", b'{"size": -1}', b"\xff", b"[" * 2000, b'{"size": "1"}'):
@@ -178,20 +227,21 @@ def test_any_text_is_a_digest_or_refused(text: str) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("fault", ["none", "one leaves", "one lies"])
+@pytest.mark.parametrize("fault", ["none", "one refuses", "one leaves", "one lies"])
 async def test_large_content_comes_from_several_holders_at_once(
     open_net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr("hypha_worker.connectors.content_holders.MIN_SIZE", 1)
     monkeypatch.setattr("hypha_worker.connectors.content_holders.PART", 50_000)
-    bad = {"none": CONTENT, "one leaves": None, "one lies": CONTENT[:-1] + b"x"}[fault]
+    bad = {"none": CONTENT, "one refuses": None, "one lies": CONTENT[:-1] + b"x"}
     async with open_net() as net:
-        async with net.holder("one"), net.holder("two"), net.holder("three", bad):
+        third = net.holder("three", bad[fault]) if fault in bad else net.leaver()
+        async with net.holder("one"), net.holder("two"), third:
             for _ in range(2):
                 found = await net.fetch()
                 assert (found.size, found.checksum) == (len(CONTENT), f"sha256:{SHA256}")
                 assert (tmp_path / found.path).read_bytes() == CONTENT
-        assert {"one", "two"} <= set(net.asked)
+        assert {"one", "two", "three" if fault in bad else "leaver"} <= set(net.asked)
 
 
 async def test_a_job_whose_storage_is_too_small_gets_no_part_of_large_content(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +15,7 @@ import anyio
 import msgspec
 import pytest
 from blake3 import blake3
+from support.fake_http_server import files, served
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
@@ -272,6 +275,25 @@ async def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InT
             assert failed is not None
             assert failed.resource == "x"
             assert "connectors.roots" in failed.reason or "not an absolute path" in failed.reason
+
+
+async def test_a_full_disk_is_told_with_the_resource(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(FileIO):
+        def write(self, _block: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with served(files(lambda _: (b"page", {}))) as url:
+        resources = (TaskResource(name="page", uri=UriSource(f"{url}/page")),)
+        async with in_task_lab(connectors={"hosts": ["127.0.0.1"]}) as (_, tasks, lease):
+            with monkeypatch.context() as patched:
+                patched.setattr("hypha_net.connectors.content.FileIO", FullDisk)
+                tasks.start(lease, "t", resources=resources)
+                cancelled = (await tasks.end("t")).cancelled
+            assert cancelled is not None
+            assert cancelled.reason.startswith("resource page (uri): ")
+            assert cancelled.reason.endswith(": No space left on device; free some space there")
+            tasks.start(lease, "next", resources=resources)
+            assert (await tasks.end("next")).finished is not None
 
 
 async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, serve_slices: Any) -> None:

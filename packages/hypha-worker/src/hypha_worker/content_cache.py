@@ -89,12 +89,11 @@ class ContentCache:
             CacheError: the folder cannot be used, or another worker uses it.
         """
         try:
-            for folder in (self.folder, self._objects_folder, self._keys_folder):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folders()
             self.folder.chmod(0o700)
             self._take_lock()
             shutil.rmtree(self._incoming, ignore_errors=True)
-            self._incoming.mkdir(mode=0o700)
+            self._make_folders()
             self._read()
         except OSError as error:
             self.close()
@@ -107,6 +106,10 @@ class ContentCache:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def _make_folders(self) -> None:
+        for folder in (self.folder, self._objects_folder, self._keys_folder, self._incoming):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _take_lock(self) -> None:
         self._lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -222,6 +225,7 @@ class ContentCache:
             return
         name = digest.replace(":", "-", 1)
         try:
+            self._make_folders()  # another process may have cleared the cache
             if not self._add_object(name, source):
                 return
             with self._lock:

@@ -222,16 +222,16 @@ class ResourceFetcher:
                 await self._fetch_from_source(resource, PurePosixPath(RESOURCES, resource.name))
             outcome = "fetched"
         except DiskFaultError as error:
-            raise WorkReturnedError(error.detail) from error
+            raise _returned(resource, error.detail) from error
         except NoSpaceError as error:
-            raise WorkReturnedError(str(error)) from error
+            raise _returned(resource, str(error)) from error
         except BridgeError as error:
             raise ResourceError(resource.name, _without_token(error.detail, resource)) from error
         except (StorageExceededError, NetError) as error:
             raise ResourceError(resource.name, str(error)) from error
         except OSError as error:
             if is_disk_fault(error):
-                raise WorkReturnedError(describe_disk_fault(error, self.work_dir)) from error
+                raise _returned(resource, describe_disk_fault(error, self.work_dir)) from error
             raise ResourceError(resource.name, str(error)) from error
         finally:
             _FETCHED.add(1, {"hypha.outcome": outcome})
@@ -460,6 +460,13 @@ def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
 
 def _is_permanent(error: NetError) -> bool:
     return isinstance(error, TransferRefusedError | ContentMismatchError)
+
+
+def _returned(resource: TaskResource, reason: str) -> WorkReturnedError:
+    """Return the error of a resource that this worker's disk cannot take."""
+    others = ("name", "location")
+    kinds = (key for key in resource.__struct_fields__ if key not in others and getattr(resource, key) is not None)
+    return WorkReturnedError(f"resource {resource.name} ({next(kinds)}): {reason}")
 
 
 def _without_token(text: str, resource: TaskResource) -> str:
