@@ -256,7 +256,8 @@ PEER = str(PeerId.from_public_key(bytes(32)))
         ("[resources.default]\nstorage = -1\n", "resources.default.storage"),
         ('[isolation]\nrequire = ["bwrap"]\n', "'cgroup', 'bubblewrap'"),
         ('[isolation]\nrequire = ["cgroup"]\ndisable = ["cgroup"]\n', "cgroup is both required and disabled"),
-        ('[cache]\npath = "/x"\n', "path is set and max_size is not"),
+        ('[cache]\npath = "/x"\n', "set cache.max_size, or resources.storage"),
+        ("[cache]\nmax_size = 1\n", "max_size is set and path is not"),
         ('[cache]\npath = "/"\nmax_size = 1\n', "lie within each other"),
         ('[connectors]\nnetworks = ["10.0.0.0/33"]\n', "connectors.networks"),
         ('[connectors]\nbuckets = ["b"]\n', "set one of them"),
@@ -269,6 +270,14 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path, text: str, told: str
         load(tmp_path, LEAST + text)
     assert told in str(caught.value)
     assert "worker.toml:" in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 25 * 10**8), ("max_size = 3.0\n", 3 * 10**9)])
+def test_a_cache_is_a_tenth_of_the_disk_by_default(tmp_path: Path, text: str, size: int) -> None:
+    cache = load(tmp_path, f'{LEAST}[resources]\nstorage = 25\n[cache]\npath = "cache"\n{text}').config.make_cache()
+    assert cache is not None
+    assert cache.max_size == size
+    assert load(tmp_path, LEAST).config.make_cache() is None
 
 
 def test_an_aggregate_executor_that_is_a_process_is_refused(tmp_path: Path) -> None:

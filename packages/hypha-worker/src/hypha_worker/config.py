@@ -317,14 +317,14 @@ class CacheSection(Section):
         "unset, nothing is kept.",
     )
     max_size: Amount | None = Field(
-        default=None, description="Size of the cache, GB; the least recently used is removed. Needed with path."
+        default=None,
+        description="GB, by default a tenth of resources.storage; the least recently used is removed.",
     )
 
     @model_validator(mode="after")
-    def _complete(self) -> CacheSection:
-        if (self.path is None) != (self.max_size is None):
-            given, missing = ("path", "max_size") if self.max_size is None else ("max_size", "path")
-            raise ValueError(f"{given} is set and {missing} is not: set both, or neither for no cache")
+    def _has_a_folder(self) -> CacheSection:
+        if self.path is None and self.max_size is not None:
+            raise ValueError("max_size is set and path is not: set path, or neither for no cache")
         return self
 
 
@@ -408,6 +408,10 @@ class WorkerConfig(NodeConfig):
         """Refuse a cache that jobs could change, or that lies among their folders."""
         if self.cache.path is None:
             return self
+        if not self.cache_size:
+            raise ValueError(
+                "cache.path: the cache has no room: set cache.max_size, or resources.storage, of which it gets a tenth"
+            )
         cache = self.cache.path.resolve()
         writable = [path.resolve() for executor in self.executors for path in executor.settings.writable]
         for folder in (self.work_dir.resolve(), *writable):
@@ -439,9 +443,13 @@ class WorkerConfig(NodeConfig):
 
     def make_cache(self) -> ContentCache | None:
         """Return the cache, which is not open yet; None without one."""
-        if self.cache.path is None or self.cache.max_size is None:
-            return None
-        return ContentCache(self.cache.path.absolute(), int(self.cache.max_size * GIGABYTE))
+        return None if self.cache.path is None else ContentCache(self.cache.path.absolute(), self.cache_size)
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes that the cache may have."""
+        gigabytes = self.resources.storage / 10 if self.cache.max_size is None else self.cache.max_size
+        return int(gigabytes * GIGABYTE)
 
     def private_paths(self) -> list[Path]:
         """Return the files and folders that no job may see."""
