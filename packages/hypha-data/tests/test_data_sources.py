@@ -453,6 +453,11 @@ BAD = {
         (),
         "line 3: 1 cells, and the first line names 2 columns; add or remove cells",
     ),
+    "missing column of json": (
+        lambda at: write(at / "a.jsonl", '{"x": 1}\n'),
+        ("--label", "z"),
+        "a.jsonl: has no column 'z'; there are x",
+    ),
     "missing column of parquet": (number_parquet, ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
     "open quotes": (lambda at: write(at / "a.csv", 'x,y\n1,"2\n'), (), "double the quotes in it"),
     "name twice": (

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 
 from hypha_data.digest_cache import Fingerprint, OnRead
 from hypha_data.errors import DatasetError
-from hypha_proto.codec import check_depth
+from hypha_proto.codec import MAX_JSON_DEPTH, check_depth
 from hypha_proto.errors import DecodeError
 
 MAX_LINE: Final = 1 << 20
@@ -236,7 +236,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
         RowError: it is not a JSON object that fits into a dataset.
     """
     text = line.strip()
-    if len(line.rstrip(b"\r\n")) > MAX_LINE:
+    if len(line) > MAX_LINE and len(line.rstrip(b"\r\n")) > MAX_LINE:
         raise RowFormatError(
             f"longer than {MAX_LINE} bytes: {_quote(line[:40])}; divide the row, or refer to large content by URI"
         )
@@ -256,8 +256,9 @@ def parse_row(line: bytes) -> dict[str, Any]:
 
 def _decode(text: bytes) -> Any:
     try:
-        plain = _DECODER.decode(text.decode())
-        check_depth(plain)
+        plain = _decode_whole(text.decode())
+        if text.count(b"{") + text.count(b"[") > MAX_JSON_DEPTH:
+            check_depth(plain)
     except RowFormatError:
         raise
     except json.JSONDecodeError as error:
@@ -275,6 +276,14 @@ def _decode(text: bytes) -> Any:
     except ValueError:  # sys.set_int_max_str_digits
         raise RowFormatError("an integer of thousands of digits; write it as text") from None
     return plain
+
+
+def _decode_whole(text: str) -> Any:
+    try:
+        plain, end = _DECODER.raw_decode(text)
+    except json.JSONDecodeError:
+        end = -1
+    return plain if end == len(text) else _DECODER.decode(text)  # which skips white space first, or tells the fault
 
 
 def _check_surrogates(row: dict[str, Any]) -> None:

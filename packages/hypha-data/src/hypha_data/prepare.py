@@ -8,8 +8,10 @@ samples, whatever the size; what is larger is memory-mapped. Called by the comma
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -454,11 +456,11 @@ class _RowSamples:
         self.source = files[0].path
         self.size = sum(file.size for file in files)
         self._files = files
-        self._ends = np.cumsum([len(file) for file in files])
+        self._ends = [*itertools.accumulate(len(file) for file in files)]
         self._columns = columns
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def notices(self) -> Iterator[str]:
         return self._columns.describe_gaps()
@@ -475,8 +477,8 @@ class _RowSamples:
         return SliceEntry(file=path.name, samples=len(rows), size=size, digest=f"blake3:{hasher.hexdigest()}")
 
     def _row(self, number: int) -> bytes:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return self._files[file].row(number - int(self._ends[file]) + len(self._files[file]))
+        file = bisect_right(self._ends, number)
+        return self._files[file].row(number - self._ends[file] + len(self._files[file]))
 
     def columns(self) -> dict[str, str]:
         return self._columns.kinds

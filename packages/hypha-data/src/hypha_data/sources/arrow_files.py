@@ -23,6 +23,7 @@ class ArrowFile:
     """Rows of one file; a `hypha_data.sources.table.RowSource`."""
 
     is_typed = True
+    is_listed = True
 
     def __init__(self, path: Path, class_names: Mapping[str, Sequence[str]] | None = None) -> None:
         """Read the names and types of the columns.

@@ -31,6 +31,7 @@ class CsvFile:
     """Rows of one csv file; a `hypha_data.sources.table.RowSource`."""
 
     is_typed = False
+    is_listed = True
 
     def __init__(self, path: Path, encoding: str = "utf-8", delimiter: str | None = None) -> None:
         """Read the names of the columns.

@@ -76,6 +76,11 @@ class RowSource(Protocol):
         """Whether values have types; otherwise they are text, and numbers if all values of a column are."""
         ...
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether the names of the columns are known before the rows are read."""
+        ...
+
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
         ...
@@ -104,7 +109,7 @@ class JoinedRows:
         """
         self._parts = parts
         self.paths: Sequence[Path] = (*(path for part in parts for path in part.paths), *descriptions)
-        self.is_typed = parts[0].is_typed
+        self.is_typed, self.is_listed = parts[0].is_typed, parts[0].is_listed
         first = parts[0].names()
         for path, part in zip(self.paths, parts, strict=False):
             if different := {*first} ^ {*part.names()}:
@@ -148,13 +153,11 @@ class TableReader:
 
     def _tensor_names(self) -> dict[str, str]:
         """Return the name of the tensor of each column that is kept."""
-        given, options = self._source.names(), self._options
+        options = self._options
         chosen = [name for name in (options.text, options.label) if name is not None]
-        wanted = [*chosen, *options.columns] or [*given]
-        for name in wanted:
-            if name not in given:
-                path = self._source.paths[0]
-                raise DatasetError(f"{path}: has no column {quote(name)}; there are {', '.join(given)[:500]}")
+        wanted = [*chosen, *options.columns] or [*self._source.names()]
+        if self._source.is_listed:
+            self._check_names(wanted)
         if "__metadata__" in wanted:
             raise DatasetError(
                 f"{self._source.paths[0]}: no tensor can have the name of the column '__metadata__'; rename it, or "
@@ -170,6 +173,18 @@ class TableReader:
             twice = next(name for name in wanted if wanted.count(name) > 1 or taken.count(named[name]) > 1)
             raise DatasetError(f"column {quote(twice)} is used twice; name each once, by --text, --label or --columns")
         return named
+
+    def _check_names(self, wanted: Sequence[str]) -> None:
+        """Check that the source has these columns.
+
+        Raises:
+            DatasetError: it lacks one.
+        """
+        given = self._source.names()
+        for name in wanted:
+            if name not in given:
+                path = self._source.paths[0]
+                raise DatasetError(f"{path}: has no column {quote(name)}; there are {', '.join(given)[:500]}")
 
     def state(self) -> str:
         """Return a digest of the states of the source's and the tokenizer's files."""
@@ -187,6 +202,8 @@ class TableReader:
             on_progress("rows checked", rows)
         if not rows:
             raise DatasetError(f"{self._source.paths[0]}: holds no rows; add them below the names of the columns")
+        if empty := [name for name, column in found.items() if not column.kind]:
+            self._check_names(empty)
         for column in found.values():
             column.check(self._source.paths[0], partial(self._find_value, column.name))
         label = None if self._options.label is None else found[self._options.label]

@@ -32,6 +32,7 @@ class TextLines:
     """Lines of text files as a table with the column ``text``; a `hypha_data.sources.table.RowSource`."""
 
     is_typed = True
+    is_listed = True
 
     def __init__(self, paths: Sequence[Path], encoding: str) -> None:
         """Read lines of files, one file after the other."""
