@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +18,7 @@ from huggingface_hub import snapshot_download
 from support.fake_hf_hub import COMMIT, ENDLESS_BYTES, SIGNATURE, Hub, hub_server
 from support.stored_model import weights, write_model
 
+from hypha_local.processes import script
 from hypha_net.testing import MemoryNetwork
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -128,6 +132,32 @@ def test_a_scheduler_fetches_what_the_index_names_and_checks_it(hub: Hub, tmp_pa
     hub.files["config.json"] = b"version https://git-lfs.github.com/spec/v1"
     with pytest.raises(JobFailedError, match=r"^model\.repository: org/model: config\.json is a Git LFS pointer"):
         by_scheduler(tmp_path / "other")
+
+
+def test_a_dataset_is_prepared_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    rows = gzip.compress(b"text,label\nfine,good\ndull,bad\n")
+    hub.files = {
+        "data/train-0.csv.gz": rows,
+        "data/test-0.csv": b"text,label\npoor,bad\n",
+        "README.md": b"",
+        "x.py": b"",
+    }
+    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    words = ["prepare", "org/model", "--out", str(tmp_path / "out"), "--text", "text", "--label", "label"]
+    done = subprocess.run(
+        [script("hypha-data"), *words],
+        env=os.environ | variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 samples in 2 slices" in done.stdout
+    assert "labels: 0 bad, 1 good" in done.stdout
+    fetched = {path.rpartition("/")[2] for method, path, _, _ in hub.seen if method == "GET" and "/resolve/" in path}
+    assert fetched == {"train-0.csv.gz", "test-0.csv"}
 
 
 @pytest.mark.parametrize("revision", [None, "v2", COMMIT])
