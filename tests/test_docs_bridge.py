@@ -11,13 +11,12 @@ import json
 import re
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 from support.doc_snippets import block
@@ -117,22 +116,13 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
             training.close()
 
 
-AtBridge = Callable[[Callable[[Bridge], Awaitable[None]]], None]
+AtBridge = Callable[[], AbstractAsyncContextManager[Bridge]]
 
 
 @pytest.fixture
 def at_bridge(tmp_path: Path) -> Iterator[AtBridge]:
     with tempfile.TemporaryDirectory(prefix="hd-", dir="/tmp") as short:
-
-        def run(case: Callable[[Bridge], Awaitable[None]]) -> None:
-            async def main() -> None:
-                with anyio.fail_after(30):
-                    async with opened(tmp_path, Path(short) / "b.sock") as bridge:
-                        await case(bridge)
-
-            anyio.run(main, backend="trio")
-
-        yield run
+        yield lambda: opened(tmp_path, Path(short) / "b.sock")
 
 
 def check_shape(shown: Any, given: Any) -> None:
@@ -147,8 +137,8 @@ def check_shape(shown: Any, given: Any) -> None:
             check_shape(shown[0], each)
 
 
-def test_a_fetch_is_answered_as_documented(at_bridge: AtBridge, hub: list[str]) -> None:
-    async def case(bridge: Bridge) -> None:
+async def test_a_fetch_is_answered_as_documented(at_bridge: AtBridge, hub: list[str]) -> None:
+    async with at_bridge() as bridge:
         answer = await bridge.client.send(bridge.request("worker-older:425"))
         assert answer.status_code == 200, answer.text
         [shown] = json.loads(block("worker-older:441").text)
@@ -164,12 +154,10 @@ def test_a_fetch_is_answered_as_documented(at_bridge: AtBridge, hub: list[str]) 
             assert form.fullmatch(shown["metadata"]["timestamp"])
         assert any(path.startswith("/microsoft/resnet-50/resolve/main/") for path in hub)
 
-    at_bridge(case)
-
 
 @pytest.mark.parametrize(("strategy", "count"), [("All", 2), ("One", 1), ("Random", 1)])
-def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strategy: str, count: int) -> None:
-    async def case(bridge: Bridge) -> None:
+async def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strategy: str, count: int) -> None:
+    async with at_bridge() as bridge:
         (bridge.work_dir / "output").mkdir()
         (bridge.work_dir / "output" / "gradients.safetensors").write_bytes(b"gradients")
         arrived: list[bytes] = []
@@ -193,13 +181,10 @@ def test_a_file_is_sent_as_documented(at_bridge: AtBridge, tmp_path: Path, strat
         assert arrived == [b"gradients"] * count
         assert len(answer.json()["sent"]) == count
 
-    at_bridge(case)
 
-
-def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
+async def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
     """The request names no peers, which means any peer of the job."""
-
-    async def case(bridge: Bridge) -> None:
+    async with at_bridge() as bridge:
         with_comment = block("worker-older:486").text.partition("\n\n")[2]
         refused = await bridge.client.post("/resources/receive", content=with_comment)
         assert (refused.status_code, refused.json()["error"]) == (400, "bad-request")
@@ -223,34 +208,26 @@ def test_received_files_are_told_as_documented(at_bridge: AtBridge) -> None:
             assert (event["path"], event["sequence"]) == (documented["path"], documented["sequence"])
             assert (bridge.work_dir / event["path"]).read_bytes() == b"chunk"
 
-    at_bridge(case)
 
-
-def test_the_documented_tasks_are_what_a_process_gets(tmp_path: Path) -> None:
+async def test_the_documented_tasks_are_what_a_process_gets(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "executor.md").read_text()
     section = page.split("\n## The task as JSON\n")[1].split("\n## ")[0]
     shown = [json.loads(text) for text in re.findall(r"^```json\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)]
     config = read_settings(json.dumps(shown[1]))
     given: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
-            given.append(task_json(make_context(tmp_path, worker, scheduler.peer_id, config)))
-
-    anyio.run(main, backend="trio")
+    network = MemoryNetwork()
+    async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
+        given.append(task_json(make_context(tmp_path, worker, scheduler.peer_id, config)))
     assert [list(task) for task in shown] == [list(given[0])] * 2
     assert given[0]["settings"] == shown[1]["settings"]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(given[0])
 
 
-def test_the_documented_bounds_of_paths(at_bridge: AtBridge) -> None:
-    async def case(bridge: Bridge) -> None:
+async def test_the_documented_bounds_of_paths(at_bridge: AtBridge) -> None:
+    async with at_bridge() as bridge:
         body = json.loads(bridge.request("worker-older:462").content)
         for path in ("/etc/passwd", "../other/file", "output/../../file"):
             answer = await bridge.client.post("/resources/send", json={**body, "path": path})
             assert answer.status_code == 400
             assert set(answer.json()) == {"error", "detail"}
-
-    at_bridge(case)

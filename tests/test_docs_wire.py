@@ -22,19 +22,15 @@ def table(page: str) -> set[str]:
     return {name for row in rows for name in NAMED.findall(row)}
 
 
-def test_every_served_protocol_is_in_the_table(tmp_path: Path) -> None:
+async def test_every_served_protocol_is_in_the_table(tmp_path: Path) -> None:
     spoken: set[str] = set()
-
-    async def main() -> None:
-        prefix = write_certificates(tmp_path, [])
-        identity = load_identity(*(prefix.with_name(f"local-{kind}.pem") for kind in ("cert", "key", "trust")))
-        for role in ("gateway", "node"):
-            settings = EndpointSettings(listen_addresses=("/ip4/127.0.0.1/tcp/0",), role=role)  # type: ignore[arg-type]
-            with anyio.fail_after(20):
-                async with open_endpoint(identity, settings) as node:
-                    spoken.update(str(name) for name in node._host.get_mux().get_protocols() if name)
-
-    anyio.run(main, backend="trio")
+    prefix = write_certificates(tmp_path, [])
+    identity = load_identity(*(prefix.with_name(f"local-{kind}.pem") for kind in ("cert", "key", "trust")))
+    for role in ("gateway", "node"):
+        settings = EndpointSettings(listen_addresses=("/ip4/127.0.0.1/tcp/0",), role=role)  # type: ignore[arg-type]
+        with anyio.fail_after(20):
+            async with open_endpoint(identity, settings) as node:
+                spoken.update(str(name) for name in node._host.get_mux().get_protocols() if name)
     ours = {value for value in vars(protocols).values() if isinstance(value, str) and value.startswith("/hypha")}
     assert {"/ipfs/kad/1.0.0", "/libp2p/dcutr"} <= spoken
     assert spoken | ours - {protocols.IDENTIFY_VERSION} <= table("wire.md")

@@ -273,29 +273,25 @@ def test_a_job_of_tasks_serves_private_files_without_its_token(hub: Hub, tmp_pat
 
 
 @pytest.mark.parametrize("serve", [False, True])
-def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub, tmp_path: Path, serve: bool) -> None:
+async def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub, tmp_path: Path, serve: bool) -> None:
     """Workers get the same commit, from the hub or from the scheduler; after a restart always from the scheduler."""
     table = {"repository": "org/model", "revision": "v2", "token": TOKEN, "serve": serve}
     model = ModelTable.model_validate({**table, "type": "vision-classification"})
     tokenizer = PreprocessorTable.model_validate({**table, "filenames": ["config.json"]})
     job = uuid.UUID(int=5)
-
-    async def main() -> None:
-        for again in (False, True):
-            start = await open_start_model(model, tmp_path / "model", job, PEER, unchanged=True)
-            found = await open_preprocessor(tokenizer, tmp_path / "tokenizer", job, PEER, unchanged=True)
-            assert found is not None
-            for artifact, names in ((start, ("config.json", "model.safetensors")), (found, ("config.json",))):
-                reference = artifact.reference
-                if serve or again:
-                    assert isinstance(reference, PeersReference)
-                else:
-                    assert isinstance(reference, HuggingFaceReference)
-                    assert (reference.revision, reference.token) == (COMMIT, TOKEN)
-                assert tuple(sorted(reference.filenames)) == names
-            hub.seen.clear()
-
-    anyio.run(main, backend="trio")
+    for again in (False, True):
+        start = await open_start_model(model, tmp_path / "model", job, PEER, unchanged=True)
+        found = await open_preprocessor(tokenizer, tmp_path / "tokenizer", job, PEER, unchanged=True)
+        assert found is not None
+        for artifact, names in ((start, ("config.json", "model.safetensors")), (found, ("config.json",))):
+            reference = artifact.reference
+            if serve or again:
+                assert isinstance(reference, PeersReference)
+            else:
+                assert isinstance(reference, HuggingFaceReference)
+                assert (reference.revision, reference.token) == (COMMIT, TOKEN)
+            assert tuple(sorted(reference.filenames)) == names
+        hub.seen.clear()
     assert hub.seen == [], "nothing is downloaded again"
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
     assert (tmp_path / "tokenizer" / "config.json").read_bytes() == FILES["config.json"]
@@ -308,14 +304,10 @@ def test_a_resumed_job_knows_the_commit_of_a_model_that_is_served(hub: Hub, tmp_
     assert describe_artifact(Artifact(by_scheduler(tmp_path / "hub", revision="v2"))) == expected
 
 
-def test_a_file_that_the_repository_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
+async def test_a_file_that_the_repository_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
     table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, "filenames": ["a.json"]}
-
-    async def main() -> None:
-        await open_start_model(ModelTable.model_validate(table), tmp_path, uuid.UUID(int=5), PEER)
-
     with pytest.raises(JobFailedError, match=r"model\.filenames: org/model has no a\.json"):
-        anyio.run(main, backend="trio")
+        await open_start_model(ModelTable.model_validate(table), tmp_path, uuid.UUID(int=5), PEER)
 
 
 @pytest.mark.parametrize("token", ["hf_WrongToken", None])
@@ -368,15 +360,11 @@ def test_a_worker_bounds_a_file_whose_size_the_hub_does_not_state(hub: Hub, tmp_
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_path: Path) -> None:
+async def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_path: Path) -> None:
     hub.endless, hub.token = ("config.json",), None
-
-    async def main() -> None:
+    with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
         url, access = f"{hub.url}/org/model/resolve/main/config.json", AccessPolicy(hosts=("127.0.0.1",))
         await download_from_uri(url, tmp_path, access, storage=JobStorage(tmp_path, 1 << 26), timeout=60)
-
-    with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
-        anyio.run(main, backend="trio")
     assert fault.value.status == 507
     assert hub.streamed < ENDLESS_BYTES
     assert not list(tmp_path.iterdir())

@@ -504,6 +504,12 @@ class Lab:
         self.tasks.start_soon(self.run, job, job_id, resume)
         return await self.strategy.operator(number)
 
+    async def acquire(self, *arguments: Any, **settings: Any) -> Any:
+        """Start a job as `start` does; return its operator when it has its leases."""
+        operator = await self.start(*arguments, **settings)
+        await operator.until("acquired")
+        return operator
+
     async def run(self, job: ScriptedJob | None = None, job_id: uuid.UUID | None = None, resume: bool = False) -> None:
         try:
             self.results.append(await self.service.run_job(job or ScriptedJob(), job_id, resume=resume))

@@ -46,39 +46,31 @@ async def running(*files: Path) -> AsyncIterator[tuple[Node, MemoryEndpoint]]:
         tasks.cancel_scope.cancel()
 
 
-def test_a_file_is_announced_and_pulled_by_its_digest(tmp_path: Path) -> None:
+async def test_a_file_is_announced_and_pulled_by_its_digest(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(CONTENT)
     (tmp_path / "again").write_bytes(CONTENT)
-
-    async def main() -> None:
-        async with running(tmp_path / "model", tmp_path / "again") as (node, worker):
-            [holder] = await find_holders(worker, SHA256)
-            assert (holder.peer, holder.size) == (node.endpoint.peer_id, len(CONTENT))
-            target, digest = tmp_path / "pulled", f"sha256:{SHA256}"
-            pulled = await transfer.pull(worker, holder.peer, content_request(SHA256), target, digest=digest)
-            assert pulled == transfer.PullResult(len(CONTENT), digest)
-            for wrong in (
-                content_request("0" * 64),
-                PullRequest(dataset=f"sha256:{SHA256}", index=1),
-                PullRequest(dataset=f"sha256:{SHA256}", index=0, name="manifest"),
-            ):
-                with pytest.raises(TransferRefusedError, match="no content"):
-                    await transfer.pull(worker, holder.peer, wrong, target)
-
-    anyio.run(main, backend="trio")
+    async with running(tmp_path / "model", tmp_path / "again") as (node, worker):
+        [holder] = await find_holders(worker, SHA256)
+        assert (holder.peer, holder.size) == (node.endpoint.peer_id, len(CONTENT))
+        target, digest = tmp_path / "pulled", f"sha256:{SHA256}"
+        pulled = await transfer.pull(worker, holder.peer, content_request(SHA256), target, digest=digest)
+        assert pulled == transfer.PullResult(len(CONTENT), digest)
+        for wrong in (
+            content_request("0" * 64),
+            PullRequest(dataset=f"sha256:{SHA256}", index=1),
+            PullRequest(dataset=f"sha256:{SHA256}", index=0, name="manifest"),
+        ):
+            with pytest.raises(TransferRefusedError, match="no content"):
+                await transfer.pull(worker, holder.peer, wrong, target)
     assert (tmp_path / "pulled").read_bytes() == CONTENT
 
 
-def test_a_file_that_has_changed_is_not_served(tmp_path: Path) -> None:
+async def test_a_file_that_has_changed_is_not_served(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(CONTENT)
-
-    async def main() -> None:
-        async with running(tmp_path / "model") as (node, worker):
-            os.truncate(tmp_path / "model", 10)
-            with pytest.raises(TransferRefusedError, match="has changed here"):
-                await transfer.pull(worker, node.endpoint.peer_id, content_request(SHA256), tmp_path / "pulled")
-
-    anyio.run(main, backend="trio")
+    async with running(tmp_path / "model") as (node, worker):
+        os.truncate(tmp_path / "model", 10)
+        with pytest.raises(TransferRefusedError, match="has changed here"):
+            await transfer.pull(worker, node.endpoint.peer_id, content_request(SHA256), tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()
 
 

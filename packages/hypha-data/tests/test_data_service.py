@@ -16,7 +16,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
 from hypha_data.catalog import open_dataset
@@ -113,75 +113,65 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_watch, "POLL_INTERVAL", 0.02)
 
 
-def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
+async def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            [found] = await node.announced()
-            assert (found.provider, found.record.num_slices) == (node.peer, 4)
-            request = PullRequest(dataset="digits", index=0, name="manifest")
-            await transfer.pull(node.worker, node.peer, request, node.target, digest=found.record.manifest)
-            manifest: Manifest = from_json(Manifest, node.target.read_bytes())
-            for index, entry in enumerate(manifest.slices):
-                assert len(await node.pull(index)) == entry.size
-                assert len(load_file(node.target)["labels"]) == entry.samples
-            for wrong in (
-                PullRequest(dataset="digits", index=4),
-                PullRequest(dataset="other", index=0),
-                PullRequest(dataset="digits", index=0, name="../../etc/passwd"),
-            ):
-                with pytest.raises(TransferRefusedError):
-                    await transfer.pull(node.worker, node.peer, wrong, tmp_path / "none")
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        [found] = await node.announced()
+        assert (found.provider, found.record.num_slices) == (node.peer, 4)
+        request = PullRequest(dataset="digits", index=0, name="manifest")
+        await transfer.pull(node.worker, node.peer, request, node.target, digest=found.record.manifest)
+        manifest: Manifest = from_json(Manifest, node.target.read_bytes())
+        for index, entry in enumerate(manifest.slices):
+            assert len(await node.pull(index)) == entry.size
+            assert len(load_file(node.target)["labels"]) == entry.samples
+        for wrong in (
+            PullRequest(dataset="digits", index=4),
+            PullRequest(dataset="other", index=0),
+            PullRequest(dataset="digits", index=0, name="../../etc/passwd"),
+        ):
+            with pytest.raises(TransferRefusedError):
+                await transfer.pull(node.worker, node.peer, wrong, tmp_path / "none")
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_rows_are_served_and_verified_as_tensors_are(
+async def test_rows_are_served_and_verified_as_tensors_are(
     tmp_path: Path, verify: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, folder = tmp_path / "all.jsonl", tmp_path / "digits"
     source.write_text("".join(f'{{"id": {number}}}\n' for number in range(9)))
     manifest = prepare_dataset(source, folder, name="digits", slices=3, seed=0)
     corrupt(folder / manifest.slices[1].file)
-
-    async def case() -> None:
-        async with running(folder, verify=verify) as node:
-            await node.until_ready()
-            while not (found := await node.announced()) or found[0].record.withheld != (1,):
-                await anyio.sleep(0.01)
-            request = PullRequest(dataset="digits", index=0, name="manifest")
-            await transfer.pull(node.worker, node.peer, request, node.target, digest=found[0].record.manifest)
-            assert from_json(Manifest, node.target.read_bytes()) == manifest
-            rows = b"".join([await node.pull(0), await node.pull(2)]).splitlines()
-            assert len({json.loads(row)["id"] for row in rows}) == 6
-            with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
-                await node.pull(1)
-
-    run(case)
+    async with running(folder, verify=verify) as node:
+        await node.until_ready()
+        while not (found := await node.announced()) or found[0].record.withheld != (1,):
+            await anyio.sleep(0.01)
+        request = PullRequest(dataset="digits", index=0, name="manifest")
+        await transfer.pull(node.worker, node.peer, request, node.target, digest=found[0].record.manifest)
+        assert from_json(Manifest, node.target.read_bytes()) == manifest
+        rows = b"".join([await node.pull(0), await node.pull(2)]).splitlines()
+        assert len({json.loads(row)["id"] for row in rows}) == 6
+        with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
+            await node.pull(1)
     assert f"dataset digits, slice 1 is not served: {folder / 'slice-00001.jsonl'} is not as announced" in caplog.text
 
 
-def test_a_rewritten_slice_is_refused_until_it_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_rewritten_slice_is_refused_until_it_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = prepared(tmp_path)
     caplog.set_level(logging.INFO, "hypha_data")
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            expected = await node.pull(1)
-            await until(lambda: "4 of 4 slices match" in caplog.text)  # all are checked once after the start
-            before = corrupt(slice_file(folder, 1))
-            for _ in range(3):
-                with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
-                    await node.pull(1)
-            await node.pull(0)
-            slice_file(folder, 1).write_bytes(before)
-            assert await node.pull(1) == expected
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        expected = await node.pull(1)
+        await until(lambda: "4 of 4 slices match" in caplog.text)  # all are checked once after the start
+        before = corrupt(slice_file(folder, 1))
+        for _ in range(3):
+            with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
+                await node.pull(1)
+        await node.pull(0)
+        slice_file(folder, 1).write_bytes(before)
+        assert await node.pull(1) == expected
     [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert "dataset digits, slice 1 is not served" in error
     assert str(slice_file(folder, 1)) in error
@@ -191,23 +181,19 @@ def test_a_rewritten_slice_is_refused_until_it_is_restored(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("damage", ["rewritten", "newer", "shorter", "removed", "directory"])
-def test_after_a_restart_a_damaged_slice_is_not_served(
+async def test_after_a_restart_a_damaged_slice_is_not_served(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = prepared(tmp_path)
     before, path = open_dataset("digits", folder), slice_file(folder, 1)
     _damage(path, damage)
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            [found] = await node.announced()
-            assert found.record.manifest == before.digest, "the changed bytes are announced"
-            with pytest.raises(TransferRefusedError, match="not what was announced"):
-                await node.pull(1)
-            await node.pull(2)
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        [found] = await node.announced()
+        assert found.record.manifest == before.digest, "the changed bytes are announced"
+        with pytest.raises(TransferRefusedError, match="not what was announced"):
+            await node.pull(1)
+        await node.pull(2)
     assert f"dataset digits, slice 1 is not served: {path}" in caplog.text
 
 
@@ -224,20 +210,16 @@ def _damage(path: Path, damage: str) -> None:
         os.truncate(path, 100)
 
 
-def test_withheld_slices_are_announced_as_such_until_they_are_restored(tmp_path: Path) -> None:
+async def test_withheld_slices_are_announced_as_such_until_they_are_restored(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     before = corrupt(slice_file(folder, 2))
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            await until_withheld(node, (2,))
-            [found] = await node.announced()
-            assert found.record.num_slices == 4
-            slice_file(folder, 2).write_bytes(before)
-            await until_withheld(node, None)  # although nobody asks for it
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        await until_withheld(node, (2,))
+        [found] = await node.announced()
+        assert found.record.num_slices == 4
+        slice_file(folder, 2).write_bytes(before)
+        await until_withheld(node, None)  # although nobody asks for it
 
 
 async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> None:
@@ -245,63 +227,51 @@ async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> No
         await anyio.sleep(0.01)
 
 
-def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_path: Path) -> None:
+async def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     before = [corrupt(slice_file(folder, index)) for index in range(4)]
-
-    async def case() -> None:
-        async with running(folder) as node:
-            while not node.readiness.reason or "none of its 4 slices" not in node.readiness.reason:
-                await anyio.sleep(0.01)
-            assert await node.announced() == []
-            slice_file(folder, 3).write_bytes(before[3])
-            await node.until_ready()
-            assert len(await node.announced()) == 1
-            await node.pull(3)
-
-    run(case)
+    async with running(folder) as node:
+        while not node.readiness.reason or "none of its 4 slices" not in node.readiness.reason:
+            await anyio.sleep(0.01)
+        assert await node.announced() == []
+        slice_file(folder, 3).write_bytes(before[3])
+        await node.until_ready()
+        assert len(await node.announced()) == 1
+        await node.pull(3)
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
+async def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
     tmp_path: Path, replace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The puller learns of it at once, and not only from the digest."""
     folder = prepared(tmp_path, LARGE)
     path = slice_file(folder, 1)
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            stream = await request_slice(node, 1)
-            assert await stream.receive_some(1000)
-            if replace:
-                (other := path.with_suffix(".new")).write_bytes(b"other")
-                other.replace(path)
-            else:
-                corrupt(path)
-            with pytest.raises(StreamResetError):
-                while await stream.receive_some(1 << 20):
-                    pass
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        stream = await request_slice(node, 1)
+        assert await stream.receive_some(1000)
+        if replace:
+            (other := path.with_suffix(".new")).write_bytes(b"other")
+            other.replace(path)
+        else:
+            corrupt(path)
+        with pytest.raises(StreamResetError):
+            while await stream.receive_some(1 << 20):
+                pass
     assert "slice 1 of digits changed while it was sent" in caplog.text
     assert re.search(r"slice 1 is not served: .*expected blake3:\w+, found blake3:\w+", caplog.text)
 
 
-def test_a_slice_is_not_cut_off_when_only_other_files_change(tmp_path: Path) -> None:
+async def test_a_slice_is_not_cut_off_when_only_other_files_change(tmp_path: Path) -> None:
     folder = prepared(tmp_path, LARGE)
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            corrupt(slice_file(folder, 2))
-            assert await node.pull(1) == slice_file(folder, 1).read_bytes()
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        corrupt(slice_file(folder, 2))
+        assert await node.pull(1) == slice_file(folder, 1).read_bytes()
 
 
-def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepared(tmp_path)
     release, reading = threading.Event(), digest_cache.DigestCache.read
 
@@ -310,19 +280,15 @@ def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch
         return reading(cache, path, on_read)
 
     monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
-
-    async def case() -> None:
-        async with running(folder) as node, anyio.create_task_group() as tasks:
-            tasks.start_soon(node.pull, 0)
-            for index in (1, 2, 3):
-                request = PullRequest(dataset="digits", index=index)
-                await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
-            release.set()
-
-    run(case)
+    async with running(folder) as node, anyio.create_task_group() as tasks:
+        tasks.start_soon(node.pull, 0)
+        for index in (1, 2, 3):
+            request = PullRequest(dataset="digits", index=index)
+            await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
+        release.set()
 
 
-def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal would be final for the worker, whose data node may have been restarted a moment ago."""
     folder = prepared(tmp_path)
     (folder / MANIFEST).unlink()
@@ -333,21 +299,17 @@ def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: 
         return reading(cache, path, on_read)
 
     monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
-
-    async def case() -> None:
-        async with running(folder) as node:
+    async with running(folder) as node:
+        await anyio.wait_all_tasks_blocked()
+        with monkeypatch.context() as patched:
+            patched.setattr(slice_resolver, "OPEN_TIMEOUT", 0.01)
+            stream = await request_slice(node, 0)
+            with pytest.raises(StreamResetError):
+                await stream.receive_some(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.pull, 0)
             await anyio.wait_all_tasks_blocked()
-            with monkeypatch.context() as patched:
-                patched.setattr(slice_resolver, "OPEN_TIMEOUT", 0.01)
-                stream = await request_slice(node, 0)
-                with pytest.raises(StreamResetError):
-                    await stream.receive_some(1)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(node.pull, 0)
-                await anyio.wait_all_tasks_blocked()
-                release.set()
-
-    run(case)
+            release.set()
 
 
 async def request_slice(node: DataNode, index: int) -> Stream:
@@ -365,80 +327,60 @@ async def verified(folder: Path, *, verify: bool = False) -> SliceVerifier:
     return verifier
 
 
-def test_a_restart_reads_only_what_has_changed(tmp_path: Path) -> None:
+async def test_a_restart_reads_only_what_has_changed(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
-
-    async def case() -> None:
-        assert (await verified(folder)).files_read == 4
-        assert (await verified(folder)).files_read == 0
-        before = corrupt(slice_file(folder, 2))
-        changed = await verified(folder)
-        assert (changed.files_read, changed.withheld) == (1, {2})
-        again = await verified(folder)
-        assert (again.files_read, again.withheld) == (0, {2})
-        slice_file(folder, 2).write_bytes(before)
-        restored = await verified(folder)
-        assert (restored.files_read, restored.withheld) == (1, frozenset())
-
-    run(case)
+    assert (await verified(folder)).files_read == 4
+    assert (await verified(folder)).files_read == 0
+    before = corrupt(slice_file(folder, 2))
+    changed = await verified(folder)
+    assert (changed.files_read, changed.withheld) == (1, {2})
+    again = await verified(folder)
+    assert (again.files_read, again.withheld) == (0, {2})
+    slice_file(folder, 2).write_bytes(before)
+    restored = await verified(folder)
+    assert (restored.files_read, restored.withheld) == (1, frozenset())
 
 
-def test_verify_reads_everything_again(tmp_path: Path) -> None:
+async def test_verify_reads_everything_again(tmp_path: Path) -> None:
     """The cache may be wrong about a disk that has lost bytes without a write."""
     folder = prepared(tmp_path)
     path = slice_file(folder, 2)
-
-    async def case() -> None:
-        await verified(folder)
-        good = path.stat()
-        corrupt(path)
-        cache, bad = folder / CACHE, path.stat()
-        remembered = json.loads(cache.read_bytes())
-        [entry] = [entry for entry in remembered["files"] if entry["file"] == path.name]
-        assert (entry["changed_ns"], entry["inode"]) == (good.st_ctime_ns, good.st_ino)
-        entry["changed_ns"] = bad.st_ctime_ns
-        cache.write_text(json.dumps(remembered))
-        assert (await verified(folder)).withheld == frozenset()
-        checked = await verified(folder, verify=True)
-        assert (checked.files_read, checked.withheld) == (4, {2})
-
-    run(case)
+    await verified(folder)
+    good = path.stat()
+    corrupt(path)
+    cache, bad = folder / CACHE, path.stat()
+    remembered = json.loads(cache.read_bytes())
+    [entry] = [entry for entry in remembered["files"] if entry["file"] == path.name]
+    assert (entry["changed_ns"], entry["inode"]) == (good.st_ctime_ns, good.st_ino)
+    entry["changed_ns"] = bad.st_ctime_ns
+    cache.write_text(json.dumps(remembered))
+    assert (await verified(folder)).withheld == frozenset()
+    checked = await verified(folder, verify=True)
+    assert (checked.files_read, checked.withheld) == (4, {2})
 
 
-def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next change may get the same times."""
     monkeypatch.setattr(digest_cache, "SETTLED_NS", 3_600_000_000_000)
     folder = prepared(tmp_path)
-
-    async def case() -> None:
-        for _ in range(2):
-            verifier = await verified(folder)
-            assert (verifier.files_read, verifier.withheld) == (4, frozenset())
-
-    run(case)
+    for _ in range(2):
+        verifier = await verified(folder)
+        assert (verifier.files_read, verifier.withheld) == (4, frozenset())
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"files":[{"file":"a","digest":7}]}'])
-def test_an_unusable_cache_is_ignored(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unusable_cache_is_ignored(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     folder = prepared(tmp_path)
     (folder / CACHE).write_bytes(content)
-
-    async def case() -> None:
-        assert (await verified(folder)).files_read == 4
-        assert (await verified(folder)).files_read == 0
-
-    run(case)
+    assert (await verified(folder)).files_read == 4
+    assert (await verified(folder)).files_read == 0
     assert f"{folder / CACHE} cannot be used" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_to_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_folder_that_cannot_be_written_to_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = prepared(tmp_path)
     (folder / CACHE).mkdir()  # also for root, who may write anywhere
-
-    async def case() -> None:
-        assert (await verified(folder)).withheld == frozenset()
-
-    run(case)
+    assert (await verified(folder)).withheld == frozenset()
     assert "cannot be written, so every start reads all slices again" in caplog.text
 
 
@@ -452,28 +394,24 @@ async def until_announced(node: DataNode, slices: int) -> None:
         await anyio.sleep(0.01)
 
 
-def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(tmp_path: Path) -> None:
+async def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
-
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            [before] = await node.announced()
-            await anyio.to_thread.run_sync(prepare_again, folder, 6)
-            await until_announced(node, 6)
-            [after] = await node.announced()
-            assert after.record.manifest != before.record.manifest
-            assert after.record.seq > before.record.seq
-            assert after.record.withheld is None
-            request = PullRequest(dataset="digits", index=0, name="manifest")
-            await transfer.pull(node.worker, node.peer, request, node.target, digest=after.record.manifest)
-            assert await node.pull(5) == slice_file(folder, 5).read_bytes()
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        [before] = await node.announced()
+        await anyio.to_thread.run_sync(prepare_again, folder, 6)
+        await until_announced(node, 6)
+        [after] = await node.announced()
+        assert after.record.manifest != before.record.manifest
+        assert after.record.seq > before.record.seq
+        assert after.record.withheld is None
+        request = PullRequest(dataset="digits", index=0, name="manifest")
+        await transfer.pull(node.worker, node.peer, request, node.target, digest=after.record.manifest)
+        assert await node.pull(5) == slice_file(folder, 5).read_bytes()
 
 
 @pytest.mark.parametrize("fault", ["not json", "missing slice"])
-def test_a_broken_new_manifest_leaves_the_old_one_served(
+async def test_a_broken_new_manifest_leaves_the_old_one_served(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, find = prepared(tmp_path), manifest_watch.find_manifest
@@ -487,26 +425,23 @@ def test_a_broken_new_manifest_leaves_the_old_one_served(
     def warnings() -> list[str]:
         return [line.getMessage() for line in caplog.records if "the earlier one stays" in line.getMessage()]
 
-    async def case() -> None:
-        async with running(folder) as node:
-            await node.until_ready()
-            [before] = await node.announced()
-            (tmp_path / "new").write_bytes(broken)
-            (tmp_path / "new").replace(folder / MANIFEST)
-            while not warnings():
-                await anyio.sleep(0.01)
-            seen = len(looks)
-            while len(looks) < seen + 4:
-                await anyio.sleep(0.01)
-            assert await node.pull(3) == slice_file(folder, 3).read_bytes()
-            assert await node.announced() == [before]
-            assert len(warnings()) == 1
-            assert str(folder / MANIFEST) in warnings()[0]
-            if fault == "missing slice":  # which arrives late
-                (tmp_path / "late").write_bytes(slice_file(folder, 0).read_bytes())
-                (tmp_path / "late").replace(folder / "slice-00009.safetensors")
-            else:
-                await anyio.to_thread.run_sync(prepare_again, folder, 5)
-            await until_announced(node, 5)
-
-    run(case)
+    async with running(folder) as node:
+        await node.until_ready()
+        [before] = await node.announced()
+        (tmp_path / "new").write_bytes(broken)
+        (tmp_path / "new").replace(folder / MANIFEST)
+        while not warnings():
+            await anyio.sleep(0.01)
+        seen = len(looks)
+        while len(looks) < seen + 4:
+            await anyio.sleep(0.01)
+        assert await node.pull(3) == slice_file(folder, 3).read_bytes()
+        assert await node.announced() == [before]
+        assert len(warnings()) == 1
+        assert str(folder / MANIFEST) in warnings()[0]
+        if fault == "missing slice":  # which arrives late
+            (tmp_path / "late").write_bytes(slice_file(folder, 0).read_bytes())
+            (tmp_path / "late").replace(folder / "slice-00009.safetensors")
+        else:
+            await anyio.to_thread.run_sync(prepare_again, folder, 5)
+        await until_announced(node, 5)

@@ -37,23 +37,17 @@ def test_no_child_outlives_its_context(tmp_path: Path) -> None:
     assert children[1].process.returncode == -signal.SIGKILL
 
 
-def test_early_exit_is_an_error_with_the_last_lines(tmp_path: Path) -> None:
-    async def main() -> None:
+async def test_early_exit_is_an_error_with_the_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError, match=r"(?s)node ended with status 1.*no certificate"):
         async with local_processes(tmp_path) as processes:
             processes.start("node", [sys.executable, "-c", "import sys; sys.exit('no certificate')"])
             await processes.watch(["node"])
 
-    with pytest.raises(ProcessFailedError, match=r"(?s)node ended with status 1.*no certificate"):
-        anyio.run(main, backend="trio")
 
-
-def test_timeout_is_an_error(tmp_path: Path) -> None:
-    async def main() -> None:
+async def test_timeout_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError, match="slow was not done within"):
         async with local_processes(tmp_path) as processes:
             await processes.run("slow", [sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.3)
-
-    with pytest.raises(ProcessFailedError, match="slow was not done within"):
-        anyio.run(main, backend="trio")
 
 
 def test_children_do_not_inherit_configuration_variables() -> None:

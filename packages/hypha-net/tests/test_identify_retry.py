@@ -13,7 +13,7 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
-from support.waiting import run, until
+from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.identify import retry
@@ -67,7 +67,7 @@ async def test_only_the_first_addresses_of_a_peer_are_kept(authority: Any) -> No
         assert [str(address) for address in kept] == [f"/ip4/192.0.2.1/tcp/{port}" for port in range(1, 33)]
 
 
-def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, asked = BasicHost._identify_peer, list[Any]()
 
     async def fail_at_first(host: BasicHost, peer: Any, *, reason: str) -> None:
@@ -77,18 +77,14 @@ def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(BasicHost, "_identify_peer", fail_at_first)
     monkeypatch.setattr(retry, "INTERVAL", 0.1)
-
-    async def main() -> None:
-        async with (
-            open_endpoint(authority.identity("one"), EndpointSettings((LOOPBACK,))) as one,
-            open_endpoint(authority.identity("two"), EndpointSettings((LOOPBACK,))) as two,
-        ):
-            await one.connect(two.addresses[0])
-            for node, other in ((one, two), (two, one)):
-                known = lambda node=node, other=other: node.connected_peers()[other.peer_id].protocols  # noqa: E731
-                await until(known, 20)
-
-    run(main, 60)
+    async with (
+        open_endpoint(authority.identity("one"), EndpointSettings((LOOPBACK,))) as one,
+        open_endpoint(authority.identity("two"), EndpointSettings((LOOPBACK,))) as two,
+    ):
+        await one.connect(two.addresses[0])
+        for node, other in ((one, two), (two, one)):
+            known = lambda node=node, other=other: node.connected_peers()[other.peer_id].protocols  # noqa: E731
+            await until(known, 20)
 
 
 async def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from hypha_net import rpc
 from hypha_net.node.health import (
@@ -25,49 +26,46 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.health import HEALTH_CHECK, Caller, Health, HealthRequest
 from hypha_proto.ids import PeerId
 
+pytestmark = pytest.mark.virtual_clock
+
 FIRST, SECOND = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001"
 OUTAGE = f"0 of 2 gateways: {FIRST}: connection refused; {SECOND}: not connected yet"
 
 
-def run(case: Any) -> None:
-    """Run a test's function with a node and another peer, on a clock that does not wait."""
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        async with network.endpoint("node") as node, network.endpoint("other") as other:
-            await other.connect(node.addresses[0])
-            await case(node, other)
-
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    anyio.run(main, backend="trio", backend_options={"clock": clock})
+@asynccontextmanager
+async def open_nodes() -> AsyncIterator[tuple[Any, Any]]:
+    """Open a node and another peer."""
+    network = MemoryNetwork()
+    async with network.endpoint("node") as node, network.endpoint("other") as other:
+        await other.connect(node.addresses[0])
+        yield node, other
 
 
-def test_a_node_without_a_gateway_is_not_healthy_and_warns_every_minute(caplog: pytest.LogCaptureFixture) -> None:
-    async def case(node: Any, other: Any) -> None:
-        async def ask() -> Health:
-            await anyio.sleep(1.0)
-            return await rpc.call(other, node.peer_id, HEALTH_CHECK, HealthRequest())
-
-        node.gateway_peers, node.gateway_errors = {FIRST: None, SECOND: None}, {FIRST: "connection refused"}
-        readiness = Readiness(outage=gateway_outage(node))
-        serve_health(node, readiness, role="worker", version="1")
-        readiness.ready()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch_gateways, node, readiness)
-            assert (await ask()).reason == OUTAGE
-            await anyio.sleep(2.5 * GATEWAY_WARNING)
-            node.gateway_peers = {FIRST: None, SECOND: other.peer_id}
-            assert (await ask()).healthy
-            node.gateway_peers = {FIRST: None, SECOND: None}
-            answer = await ask()
-            assert (answer.healthy, answer.reason) == (False, OUTAGE)
-            readiness.waiting("draining")
-            node.gateway_peers = {FIRST: other.peer_id, SECOND: None}
-            assert (await ask()).reason == "draining"
-            tasks.cancel_scope.cancel()
-
+async def test_a_node_without_a_gateway_is_not_healthy_and_warns_every_minute(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hypha_net.node.health"):
-        run(case)
+        async with open_nodes() as (node, other):
+
+            async def ask() -> Health:
+                await anyio.sleep(1.0)
+                return await rpc.call(other, node.peer_id, HEALTH_CHECK, HealthRequest())
+
+            node.gateway_peers, node.gateway_errors = {FIRST: None, SECOND: None}, {FIRST: "connection refused"}
+            readiness = Readiness(outage=gateway_outage(node))
+            serve_health(node, readiness, role="worker", version="1")
+            readiness.ready()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch_gateways, node, readiness)
+                assert (await ask()).reason == OUTAGE
+                await anyio.sleep(2.5 * GATEWAY_WARNING)
+                node.gateway_peers = {FIRST: None, SECOND: other.peer_id}
+                assert (await ask()).healthy
+                node.gateway_peers = {FIRST: None, SECOND: None}
+                answer = await ask()
+                assert (answer.healthy, answer.reason) == (False, OUTAGE)
+                readiness.waiting("draining")
+                node.gateway_peers = {FIRST: other.peer_id, SECOND: None}
+                assert (await ask()).reason == "draining"
+                tasks.cancel_scope.cancel()
     warning = f"{OUTAGE}; check gateway_addresses, and that a gateway runs there"
     assert [record.getMessage() for record in caplog.records] == [
         warning,
@@ -78,15 +76,13 @@ def test_a_node_without_a_gateway_is_not_healthy_and_warns_every_minute(caplog: 
     ]
 
 
-def test_a_node_without_configured_gateways_is_healthy_when_its_program_is_ready() -> None:
-    async def case(node: Any, _other: Any) -> None:
+async def test_a_node_without_configured_gateways_is_healthy_when_its_program_is_ready() -> None:
+    async with open_nodes() as (node, _other):
         readiness = Readiness(outage=gateway_outage(node))
         assert readiness.reason == "starting"
         readiness.ready()
         await watch_gateways(node, readiness)
         assert readiness.is_ready
-
-    run(case)
 
 
 def test_of_two_nodes_with_one_certificate_the_later_is_told_while_both_live(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,8 +106,8 @@ def test_of_two_nodes_with_one_certificate_the_later_is_told_while_both_live(cap
     assert call(2, 90, "/new") is None
 
 
-def test_a_node_whose_certificate_another_uses_is_not_healthy() -> None:
-    async def case(node: Any, other: Any) -> None:
+async def test_a_node_whose_certificate_another_uses_is_not_healthy() -> None:
+    async with open_nodes() as (node, other):
         node.gateway_peers = {FIRST: other.peer_id}
         serve_health(other, Readiness(), role="gateway", version="1")
         first, second = Readiness(), Readiness()
@@ -132,5 +128,3 @@ def test_a_node_whose_certificate_another_uses_is_not_healthy() -> None:
             await anyio.sleep(6 * CALL_INTERVAL)
             assert second.is_ready
             tasks.cancel_scope.cancel()
-
-    run(case)

@@ -244,8 +244,7 @@ async def open_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Asy
     async with open_scripted_jobs(monkeypatch, tmp_path, ScriptedStrategy(Recording)) as lab:
         disk = Disk(monkeypatch)
         disk.free.set()
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
         disk.hold()

@@ -48,8 +48,7 @@ def journal(lab: Lab) -> list[dict[str, Any]]:
 async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
     async with open_jobs(strategy) as lab:
-        operator: QuietOperator = await lab.start()
-        await operator.until("acquired")
+        operator: QuietOperator = await lab.acquire()
         operator.demand = (role(count=3),)
         operator.refresh()
         found = await operator.until("acquired", 3)
@@ -77,8 +76,7 @@ async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decis
     async with open_jobs(strategy) as lab:
         for worker in lab.workers[available:]:
             worker.cores = 0
-        operator: QuietOperator = await lab.start()
-        await operator.until("acquired")
+        operator: QuietOperator = await lab.acquire()
         began = anyio.current_time()
         await operator.until("acquired", available)
         assert anyio.current_time() - began < 0.1
@@ -388,8 +386,7 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: Ope
 
     strategy.make = make
     async with open_jobs(strategy, workers=1, cores=2) as lab:
-        operator: QuietOperator = await lab.start()
-        await operator.until("acquired")
+        operator: QuietOperator = await lab.acquire()
         one, two = operator.leases
         assert one.peer == two.peer
         [worker] = lab.workers
@@ -469,8 +466,7 @@ async def test_released_leases_are_answered_for_before_a_job_ends(open_jobs: Ope
 async def test_two_requests_for_one_role_fail_the_job(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy()
     async with open_jobs(strategy) as lab:
-        operator: QuietOperator = await lab.start()
-        await operator.until("acquired")
+        operator: QuietOperator = await lab.acquire()
         operator.demand = (role(count=1), role(count=2))
         operator.refresh()
         [failure] = await lab.ended()
@@ -490,8 +486,7 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
         folder, strategy = tmp_path / str(seed), ScriptedStrategy(make)
         folder.mkdir()
         async with open_scripted_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
-            operator: QuietOperator = await lab.start()
-            await operator.until("acquired")
+            operator: QuietOperator = await lab.acquire()
             operator.demand = (alone, many)
             operator.refresh()
             while len(operator.leases) < 3:

@@ -56,8 +56,7 @@ async def test_job_of_an_installed_strategy_runs(open_jobs: OpenJobs) -> None:
     strategy = load_strategy(job.type)
     assert isinstance(strategy, ScriptedStrategy)
     async with open_jobs(strategy) as lab:
-        operator = await lab.start(ScriptedJob(seconds=5))
-        await operator.until("acquired")
+        operator = await lab.acquire(ScriptedJob(seconds=5))
         await lab.finish(operator)
         assert isinstance(lab.results[0], Path)
 

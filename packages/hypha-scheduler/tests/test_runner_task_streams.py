@@ -191,8 +191,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
         return operator
 
     async with open_jobs(ScriptedStrategy(make), streams=False, seed=seed) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         workers = [await open_stream(lab, lease, auto=True) for lease in operator.leases]
         operator.act(*(StartTask(TaskRef(f"task-{n}", lease), SPEC) for n, lease in enumerate(operator.leases)))
         while sum(isinstance(update, TaskEnded) for _, update in operator.told("update")) < 3 * attempts:
@@ -217,8 +216,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
 
 async def test_definitions_wait_for_the_first_stream(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         operator.act(StartTask(operator.task(), SPEC), StopTask(operator.task(), "too late", keep_lease=True))
         await anyio.sleep(10)
         worker = await open_stream(lab, operator.leases[0])
@@ -231,8 +229,7 @@ async def test_definitions_wait_for_the_first_stream(open_jobs: OpenJobs) -> Non
 
 async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         operator.demand = ()
         worker = await open_stream(lab, operator.leases[0])
         operator.act(StartTask(operator.task(), SPEC))
@@ -265,8 +262,7 @@ async def test_attempts_at_a_task_grow_on_a_lease(open_jobs: OpenJobs) -> None:
 async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: OpenJobs) -> None:
     """The definitions pile up until the limit of the channel."""
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         operator.demand = ()
         task = operator.task()
         operator.act(StartTask(task, SPEC), *(StopTask(task, "", drain_seconds=1) for _ in range(MAX_PENDING)))
@@ -531,8 +527,7 @@ async def refused(lab: Lab, worker: ScriptedWorker, lease: uuid.UUID) -> str | N
 
 async def test_streams_of_other_leases_are_refused(open_jobs: OpenJobs, recorded: Any) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         lease = operator.leases[0]
         other = next(worker for worker in lab.workers if worker is not lab.worker(lease))
         unknown = "no job of this scheduler holds that lease"
@@ -546,8 +541,7 @@ async def test_streams_of_other_leases_are_refused(open_jobs: OpenJobs, recorded
 
 async def test_streams_of_a_peer_are_bounded(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         worker = lab.worker(operator.leases[0])
         idle = [await worker.endpoint.open_stream(lab.peer, [TASKS]) for _ in range(MAX_STREAMS)]
         assert await refused(lab, worker, operator.leases[0].id) == "over 64 streams"
@@ -583,8 +577,7 @@ async def test_a_stream_may_come_before_the_answer_to_its_renewal(open_jobs: Ope
         async def open_early(worker: ScriptedWorker, lease: uuid.UUID) -> None:
             answers.append(await refused(lab, worker, lease))
 
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         await anyio.sleep(0.5)
         assert answers == ["asked", None]
         await lab.finish(operator)
@@ -595,8 +588,7 @@ async def test_a_malformed_first_message_ends_the_stream(
     open_jobs: OpenJobs, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         stream: Stream = await lab.workers[0].endpoint.open_stream(lab.peer, [TASKS])
         await stream.send_eof(data)
         with pytest.raises(NetError):
@@ -663,8 +655,7 @@ async def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(
     open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         monkeypatch.setattr(lab.endpoint, "is_authorized", lambda _peer, what: what != TASKS)
         with pytest.raises(NetError):
             await refused(lab, lab.worker(operator.leases[0]), operator.leases[0].id)

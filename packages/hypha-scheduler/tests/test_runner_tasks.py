@@ -119,8 +119,7 @@ async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_jobs: Open
 
 async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         first = operator.leases[0]
         worker = lab.worker(first)
         worker.forgotten.add(first.id)
@@ -134,8 +133,7 @@ async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
 
 async def test_task_that_its_worker_does_not_confirm_loses_its_lease(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         worker = lab.worker(operator.leases[0])
         worker.is_silent = True
         operator.demand = (role(count=0),)
@@ -179,8 +177,7 @@ async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(ope
 
 async def test_message_and_work_outcomes_reach_the_operator(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
         delays = (1.0, 2.0)
         began = anyio.current_time()
@@ -271,8 +268,7 @@ async def test_messages_that_wait_do_not_wake_each_other(open_jobs: OpenJobs) ->
 async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy(dataset=True)
     async with open_jobs(strategy) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
         lease, job_id = operator.leases[0].id, operator.context.job_id
 
@@ -378,8 +374,7 @@ async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -
 
 async def test_deadlines_are_told_when_they_have_passed(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         for seconds in (100.0, 5.0):  # the second replaces the first, which lies further away
             operator.deadline = due = anyio.current_time() + seconds
             operator.refresh()
@@ -425,8 +420,7 @@ async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs:
         return made
 
     async with open_jobs(ScriptedStrategy(make), workers=1, cores=2) as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         job_id = operator.context.job_id
         operator.act(*(StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)))
         await operator.until("update", 2)
@@ -588,8 +582,7 @@ async def test_strategy_that_cannot_open_fails_its_job_alone(open_jobs: OpenJobs
 
 async def test_summary_that_is_not_json_fails_the_job_without_a_result(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
-        operator = await lab.start()
-        await operator.until("acquired")
+        operator = await lab.acquire()
         operator.summary = lambda _traffic: {"value": Unwritable()}
         operator.act(EndJob())
         [failure] = await lab.ended()

@@ -17,9 +17,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from hypha_net.testing import simulate
 from hypha_scheduler.jobs.events import RETRY_INTERVAL, EndRecord, EndRecorder, EventFile, JobEvents
 from hypha_scheduler.jobs.journal import Journal, read_journal
+
+pytestmark = pytest.mark.virtual_clock
 
 WITH_LIMIT = """
 import resource, signal, sys
@@ -100,57 +101,45 @@ def replace_by_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocked", ["metrics.jsonl", "journal.jsonl"])
-def test_end_is_recorded_once_it_can_be_written(tmp_path: Path, blocked: str) -> None:
+async def test_end_is_recorded_once_it_can_be_written(tmp_path: Path, blocked: str) -> None:
     end = end_in(tmp_path)
     replace_by_folder(tmp_path / blocked)
-
-    async def main() -> None:
-        recorder = EndRecorder()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(recorder.run)
-            recorder.record(end)
-            await anyio.sleep(100)
-            (tmp_path / blocked).rmdir()
-            await anyio.sleep(2 * RETRY_INTERVAL)
-            tasks.cancel_scope.cancel()
-
-    simulate(main)
+    recorder = EndRecorder()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(recorder.run)
+        recorder.record(end)
+        await anyio.sleep(100)
+        (tmp_path / blocked).rmdir()
+        await anyio.sleep(2 * RETRY_INTERVAL)
+        tasks.cancel_scope.cancel()
     events, records = read_end(tmp_path)
     assert events == [{"event": "failed", "time": end.time, "error": "no room"}]
     assert records == [{"record": "failed", "format": 2, "error": "no room", "time": end.time}]
 
 
-def test_end_is_given_up_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_end_is_given_up_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     end = end_in(tmp_path)
     replace_by_folder(tmp_path / "metrics.jsonl")
-
-    async def main() -> None:
-        recorder = EndRecorder(limit=60.0)
-        recorder.record(end)
-        began = anyio.current_time()
-        await recorder.drain(3600.0)
-        assert 60.0 <= anyio.current_time() - began <= 60.0 + 2 * RETRY_INTERVAL
-
-    simulate(main)
+    recorder = EndRecorder(limit=60.0)
+    recorder.record(end)
+    began = anyio.current_time()
+    await recorder.drain(3600.0)
+    assert 60.0 <= anyio.current_time() - began <= 60.0 + 2 * RETRY_INTERVAL
     first, last = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert str(tmp_path / "metrics.jsonl") in first
     assert "stays unrecorded after 60 s" in last
 
 
-def test_end_is_tried_once_more_when_the_scheduler_ends(tmp_path: Path) -> None:
+async def test_end_is_tried_once_more_when_the_scheduler_ends(tmp_path: Path) -> None:
     end = end_in(tmp_path)
     replace_by_folder(tmp_path / "metrics.jsonl")
-
-    async def main() -> None:
-        recorder = EndRecorder()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(recorder.run)
-            await anyio.lowlevel.checkpoint()
-            recorder.record(end)
-            (tmp_path / "metrics.jsonl").rmdir()
-            tasks.cancel_scope.cancel()
-
-    simulate(main)
+    recorder = EndRecorder()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(recorder.run)
+        await anyio.lowlevel.checkpoint()
+        recorder.record(end)
+        (tmp_path / "metrics.jsonl").rmdir()
+        tasks.cancel_scope.cancel()
     assert [event["event"] for event in read_end(tmp_path)[0]] == ["failed"]
 
 
