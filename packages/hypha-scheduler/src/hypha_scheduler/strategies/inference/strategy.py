@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,15 +43,27 @@ class InferenceStrategy:
     job_table = InferenceJobConfig
     rpc_methods: Sequence[StrategyMethod] = ()
 
-    def open(
+    @asynccontextmanager
+    async def open(
         self, job: InferenceJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
-    ) -> AbstractAsyncContextManager[Operator]:
+    ) -> AsyncIterator[Operator]:
         """Find the dataset, make the model available, and check what an interrupted run has left.
 
         Raises:
             JobFailedError: the job cannot begin, or the journal is of other data, another model or other settings.
         """
-        return _open(job, context, journal)
+        restored = restore(journal)
+        scratch = context.directory / f"{_SCRATCH}{uuid.uuid4().hex[:8]}"
+        await anyio.Path(scratch).mkdir()
+        try:
+            sources = await _open_sources(job, context, scratch, restored.identity)
+            data = await _prepare(job, context, sources, restored, scratch)
+            operator = InferenceOperator(job, context, data, restored)
+            yield operator
+            if operator.is_finished:
+                await data.files.remove_incoming()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # also when the job is cancelled, so not in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +72,6 @@ class _Sources:
     model: Artifact
     preprocessor: Artifact | None
     identity: JobIdentity
-
-
-@asynccontextmanager
-async def _open(
-    job: InferenceJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
-) -> AsyncIterator[Operator]:
-    restored = restore(journal)
-    scratch = context.directory / f"{_SCRATCH}{uuid.uuid4().hex[:8]}"
-    await anyio.Path(scratch).mkdir()
-    try:
-        sources = await _open_sources(job, context, scratch, restored.identity)
-        data = await _prepare(job, context, sources, restored, scratch)
-        operator = InferenceOperator(job, context, data, restored)
-        yield operator
-        if operator.is_finished:
-            await data.files.remove_incoming()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # also when the job is cancelled, so not in a thread
 
 
 async def _open_sources(

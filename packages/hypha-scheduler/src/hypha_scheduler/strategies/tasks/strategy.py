@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,26 +27,22 @@ class TasksStrategy:
     job_table = TasksJob
     rpc_methods: Sequence[StrategyMethod] = ()
 
-    def open(
+    @asynccontextmanager
+    async def open(
         self, job: TasksJob, context: JobContext, journal: Sequence[Mapping[str, Any]]
-    ) -> AbstractAsyncContextManager[Operator]:
+    ) -> AsyncIterator[Operator]:
         """Find the datasets that tasks use, and go on after the records of the journal.
 
         Raises:
             JobFailedError: a dataset was not found or has too few slices, or the journal is of other tasks.
         """
-        return _open(job, context, journal)
-
-
-@asynccontextmanager
-async def _open(job: TasksJob, context: JobContext, journal: Sequence[Mapping[str, Any]]) -> AsyncIterator[Operator]:
-    graph = TaskGraph(job)
-    definition = graph.digest()
-    earlier = records.read(journal, definition)
-    await anyio.to_thread.run_sync(remove_incomplete, context.directory)
-    await _open_datasets(job, context)
-    yield TasksOperator(await _with_locations(graph, context), context, earlier, definition)
-    await anyio.to_thread.run_sync(remove_copies, context.directory)
+        graph = TaskGraph(job)
+        definition = graph.digest()
+        earlier = records.read(journal, definition)
+        await anyio.to_thread.run_sync(remove_incomplete, context.directory)
+        await _open_datasets(job, context)
+        yield TasksOperator(await _with_locations(graph, context), context, earlier, definition)
+        await anyio.to_thread.run_sync(remove_copies, context.directory)
 
 
 async def _with_locations(graph: TaskGraph, context: JobContext) -> TaskGraph:
