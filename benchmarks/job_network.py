@@ -18,7 +18,7 @@ from benchmarks.children import start_child
 from benchmarks.programs.delayed_links import BEHIND, FRONT
 from hypha_local.certificates import write_certificates
 from hypha_local.network_layout import Folders, NodePlan, plan_nodes
-from hypha_local.probe import wait_until_healthy
+from hypha_local.nodes import wait_until_healthy
 from hypha_local.processes import Processes, script
 
 START_TIMEOUT: Final = 60.0

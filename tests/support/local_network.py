@@ -23,7 +23,7 @@ from hypha_local.certificates import write_certificates
 from hypha_local.datasets.digits import write_digits
 from hypha_local.demo_tasks import DIGITS
 from hypha_local.network_layout import DemoTraining, Folders, NodePlan, free_ports, plan_nodes, write_configuration
-from hypha_local.probe import wait_until_healthy
+from hypha_local.nodes import wait_until_healthy
 from hypha_local.processes import LocalProcess, Processes, script
 from support.waiting import wait_until
 

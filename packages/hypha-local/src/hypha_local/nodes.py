@@ -10,11 +10,19 @@ import anyio
 
 from hypha_local.errors import ProcessFailedError
 from hypha_local.network_layout import Folders, NodePlan
-from hypha_local.probe import wait_until_healthy
 from hypha_local.processes import LocalProcess, Processes, script
+from hypha_net import open_endpoint
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError, RefusedError
+from hypha_net.identity import load_identity
+from hypha_net.rpc import call
+from hypha_net.settings import EndpointSettings
+from hypha_proto.health import HEALTH_CHECK, HealthRequest
 
 START_TIMEOUT: Final = 60.0
 """Seconds for all nodes to become healthy."""
+PAUSE: Final = 0.1
+"""Seconds between two health checks of a node."""
 
 
 def start_node(processes: Processes, folders: Folders, node: NodePlan) -> LocalProcess:
@@ -32,3 +40,37 @@ async def wait_for_health(processes: Processes, identity: Path, nodes: Sequence[
         tasks.cancel_scope.cancel()
     if scope.cancelled_caught:
         raise ProcessFailedError(f"not every node was healthy within {START_TIMEOUT:g} s; see {nodes[0].name}'s log")
+
+
+async def wait_until_healthy(identity: Path, addresses: Sequence[str]) -> None:
+    """Wait until the nodes at all addresses report that they are healthy.
+
+    Args:
+        identity: path prefix of this process's certificate: ``<identity>-cert.pem`` and so on.
+        addresses: multiaddresses of the nodes.
+
+    Raises:
+        RefusedError: a node rejects this process's certificate.
+    """
+    prefix = str(identity)
+    own = load_identity(Path(f"{prefix}-cert.pem"), Path(f"{prefix}-key.pem"), Path(f"{prefix}-trust.pem"))
+    async with (
+        open_endpoint(own, EndpointSettings(listen_addresses=(), relay_circuit=False)) as endpoint,
+        anyio.create_task_group() as tasks,
+    ):
+        for address in addresses:
+            tasks.start_soon(_wait, endpoint, address)
+
+
+async def _wait(endpoint: Endpoint, address: str) -> None:
+    while True:
+        try:
+            peer = await endpoint.connect(address, timeout=5.0)
+            health = await call(endpoint, peer, HEALTH_CHECK, HealthRequest(), timeout=5.0)
+        except RefusedError:
+            raise
+        except NetError:
+            health = None
+        if health is not None and health.healthy:
+            return
+        await anyio.sleep(PAUSE)

@@ -8,6 +8,8 @@ from hypha_proto.wire_schema import Amount, Message
 
 RESOURCE_UNITS: Final = {"gpu": "GB", "cpu": "cores", "memory": "GB", "storage": "GB"}
 """Units of the amounts, by name."""
+GIGABYTE: Final = 10**9
+"""Bytes."""
 _SLACK = 1e-9  # tolerance for rounding: releasing 0.1 + 0.2 must make 0.3 available again
 
 

@@ -15,7 +15,7 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.resources import Resources
+from hypha_proto.resources import GIGABYTE, Resources
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
@@ -27,7 +27,6 @@ from hypha_worker.executors.runtimes import (
     command_not_found,
     find_runtime,
 )
-from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import (
     IDLE_LEASE,

@@ -25,7 +25,6 @@ from hypha_worker.errors import ExecutionError, StorageExceededError
 from hypha_worker.job_files import JobFiles
 from hypha_worker.openat import walk
 
-GIGABYTE: Final = 10**9
 DEFAULT_STORAGE: Final = 10.0
 """GB of a job whose lease states none."""
 MAX_ENTRIES: Final = 100_000

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import anyio.abc
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
-from hypha_worker.control.peer_check import is_confined
+from hypha_worker.bridge.unix_socket import peer_pid
 from hypha_worker.work_dir import control_folder, prepare_control_folder
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ Answer = Callable[[Mapping[str, Any]], Awaitable[None]]
 """Sends one answer to the client; a client that has disconnected is no error."""
 Command = Callable[[Mapping[str, Any], Answer], Awaitable[None]]
 """Runs one command with its arguments. Raises `ValueError` if they are wrong, `OSError` if it cannot be done."""
+_RESTRICTIONS: Final = re.compile(r"^(?:NoNewPrivs|Seccomp|Seccomp_filters):\s*(\d+)", re.MULTILINE)
 
 
 def socket_path(work_dir: Path) -> Path:
@@ -187,3 +189,24 @@ def parse_request(data: bytes) -> tuple[str, Mapping[str, Any]]:
 async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
     with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(_SEND_TIMEOUT):
         await stream.send(json.dumps(answer).encode() + b"\n")
+
+
+def is_confined(stream: anyio.abc.SocketStream) -> bool:
+    """Return whether a client is more confined than this process; False where the system does not say.
+
+    The layer `landlock` refuses files, not connections to sockets. What it has confined can be told by its
+    ``no_new_privs`` and its filters of system calls, which all its descendants keep.
+    """
+    pid = peer_pid(stream.extra(anyio.abc.SocketAttribute.raw_socket))
+    if not pid:  # the system does not say, or it is outside of this one's namespace, which no process of a job leaves
+        return False
+    try:
+        restrictions = _read_restrictions(f"/proc/{pid}/status")
+    except OSError:  # it has ended: nobody waits for an answer
+        return True
+    own = _read_restrictions("/proc/self/status")
+    return any(theirs > ours for theirs, ours in zip(restrictions, own, strict=True))
+
+
+def _read_restrictions(status: str) -> list[int]:
+    return [int(value) for value in _RESTRICTIONS.findall(Path(status).read_text())]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from hypha_proto.resources import GIGABYTE
 from hypha_worker.hardware.control_groups import cpu_quota, memory_quota
 from hypha_worker.hardware.nvml import read_gpus
-
-GIGABYTE = 10**9
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from hypha_proto.resources import GIGABYTE
 from hypha_worker.hardware.nvml import Gpu, read_gpus
 from hypha_worker.leasing.capacity import GpuCapacity
 
 _log = logging.getLogger(__name__)
 
-GIGABYTE: Final = 10**9
 _TOLERANCE: Final = 0.1
 """Share by which ``resources.gpu`` may differ from the detected sum: a GPU of 24 GB has 25.8 billion bytes."""
 _DEVICE_FOLDER: Final = Path("/dev")

@@ -15,6 +15,7 @@ from hypha_net import instrumentation, transfer
 from hypha_net.errors import NetError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.ids import PeerId
+from hypha_proto.resources import GIGABYTE
 from hypha_proto.task_resources import (
     OutputsReleased,
     PushBegun,
@@ -24,7 +25,6 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.transfer import NO_JOB, TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
-from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.lease_session import LeaseSession

@@ -25,6 +25,7 @@ from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
+from hypha_proto.resources import GIGABYTE
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
     Draining,
@@ -44,7 +45,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import ContentCache, cache_of
 from hypha_worker.errors import ExecutionError, reason_to_return_work
-from hypha_worker.job_storage import DEFAULT_STORAGE, GIGABYTE, JobStorage
+from hypha_worker.job_storage import DEFAULT_STORAGE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from hypha_proto.resources import Resources
+from hypha_proto.resources import GIGABYTE, Resources
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
 from hypha_worker.executors.isolation.limits import process_limit
 from hypha_worker.executors.isolation.seccomp import seccomp_filter
@@ -29,8 +29,7 @@ from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.leasing.capacity import Allocation
 
 _PROBE_TIMEOUT: Final = 10.0
-_GIGABYTE: Final = 10**9
-_TEMPORARY_SIZE: Final = 1 * _GIGABYTE
+_TEMPORARY_SIZE: Final = 1 * GIGABYTE
 """Bytes of /tmp and of /dev/shm, each, for a lease without memory; with it, half of it."""
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _LAST_STEPS: Final = 'umask 077; cd -- "$1" && shift && exec /usr/bin/env --default-signal=TERM -- "$@"'
@@ -121,7 +120,7 @@ def _namespaces(uid: int | None, *, network: bool) -> list[str]:
 
 def _file_system(confinement: Confinement, private: Sequence[Path]) -> list[str]:
     """Return the options that build the new root; later ones cover earlier ones."""
-    size = str(int(confinement.allocation.resources.memory * _GIGABYTE / 2) or _TEMPORARY_SIZE)
+    size = str(int(confinement.allocation.resources.memory * GIGABYTE / 2) or _TEMPORARY_SIZE)
     shown = [(path, "--ro-bind-try") for path in confinement.readable] + [
         (path, "--bind") for path in confinement.writable
     ]

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from hypha_proto.resources import GIGABYTE
 from hypha_worker.executors.isolation.layers import Confined, Launch
 from hypha_worker.executors.isolation.limits import RunLimits
 from hypha_worker.hardware.control_groups import read_or_empty
-from hypha_worker.job_storage import GIGABYTE
 
 _EVENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "oom_kill": {"memory": "memory.oom_control", "": "memory.events"},

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from hypha_proto.resources import GIGABYTE
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
-from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Allocation
 
 CPU_PERIOD: Final = 100_000

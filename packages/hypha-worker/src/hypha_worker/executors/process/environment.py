@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from hypha_proto.bridge_api import MEMORY_VARIABLE
+from hypha_proto.resources import GIGABYTE
 from hypha_worker.executors.process.output_log import HIDDEN
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.job_files import JobFiles
-from hypha_worker.job_storage import GIGABYTE
 from hypha_worker.leasing.capacity import Allocation
 
 PASSED: Final = (
