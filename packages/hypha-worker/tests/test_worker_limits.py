@@ -47,7 +47,7 @@ async def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InL
 @pytest.mark.usefixtures("cgroups")
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
 async def test_a_fork_bomb_ends_with_its_job(in_lab: InLab, isolation: dict[str, Any]) -> None:
-    async with in_lab(isolation=isolation, seconds=180.0) as lab:
+    async with in_lab(isolation=isolation) as lab:
         script = str(lab.folder / "script.py")
 
         def bombs() -> list[int]:
