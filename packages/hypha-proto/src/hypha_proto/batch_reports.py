@@ -1,8 +1,8 @@
 """Reports of several batches at once, which executors send in the background while they train on.
 
-Sent over ``/hypha-progress/0.1.0`` to schedulers of jobs with rounds; others get one `progress.BatchDone` a batch.
-Positions are absolute within a round, so that a message which is lost, doubled or late changes nothing: batches that
-the scheduler has counted are skipped, and others are sent again.
+Sent over ``/hypha-progress/0.1.0`` to schedulers of jobs with rounds; others get one `progress.BatchDone` per batch.
+Positions are absolute within a round, so a lost, duplicate or late message changes nothing: the scheduler skips
+batches that it has counted, and executors send others again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TrainedBatches(Message, frozen=True):
     batches: tuple[TrainedBatch, ...]
     """The batches in their order, 1 to `MAX_BATCHES`."""
     last: Annotated[U32 | None, OMIT] = None
-    """Number of batches of the round after which the executor will send its update, as far as it knows; None if it is
-    not known yet. An executor that states it trains on if the answer to the report of that batch names a later one."""
+    """Number of batches of the round after which the executor will send its update; None if it does not know yet. It
+    trains on if the answer to the report of the last of them names a larger number."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.batches) <= MAX_BATCHES:
@@ -48,14 +48,14 @@ class BatchesCounted(Message, frozen=True):
     """Response to `ReportBatches`, also of the route ``/status/batches``."""
 
     counted: U32
-    """Number of batches of the round that need not be reported again. A worker whose scheduler is silent repeats
-    `TrainedBatches.first`."""
+    """Number of batches of the round that need not be reported again. If the scheduler does not answer, the worker
+    answers its executor with `TrainedBatches.first`."""
     last: Annotated[U32 | None, OMIT] = None
     """Number of batches of the round after which the executor sends its update; None if it is not known yet."""
     done: Annotated[bool | None, OMIT] = None
-    """True if the job needs the executor no more, which should exit."""
+    """True if the job no longer needs the executor, which should exit."""
     reason: str = ""
-    """Why the report does not match the state of the job, one line; the executor should exit. Empty if it does."""
+    """Why the report contradicts the state of the job, one line; the executor should exit. Empty if it does not."""
 
 
 def report_of(batch: TrainedBatch) -> BatchDone:

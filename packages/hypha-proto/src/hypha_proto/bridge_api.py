@@ -33,12 +33,12 @@ UPDATE: Final = "/task/update"
 """Progress of a task."""
 
 JOIN: Final = "/rounds/join"
-"""Question of an executor whose `TrainConfig` has `join` with which round it begins; answered with `RoundJoined` when
-the scheduler has decided, however long that takes. A status of 410 says that it will never take part."""
+"""Where an executor whose `TrainConfig` has `join` asks in which round it begins. The answer, `RoundJoined`, comes when
+the scheduler has decided, without a time limit. Status 410: it will never take part."""
 
 ROUND_CLOSED: Final = "round-closed"
-"""`BridgeErrorBody.error` of a 409 to a send: the round goes on without this update. The executor begins anew: it asks
-`JOIN`, and fetches the weights."""
+"""`BridgeErrorBody.error` of a 409 to a send: the round continues without this update. The executor asks `JOIN` again,
+and fetches the weights."""
 
 ASSIGNED: Final = "assigned"
 """Key of `FetchedFile.metadata`: how many slices the scheduler has assigned to the executor before this one, as a

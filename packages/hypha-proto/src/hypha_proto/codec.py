@@ -152,7 +152,7 @@ def split_json_lines(data: bytes) -> list[bytes]:
 
 
 def check_depth(plain: object) -> None:
-    """Check the depth of parsed JSON or TOML: what is not too deep for a parser may be for what handles its result.
+    """Check the depth of parsed JSON or TOML; recursive code may fail at a depth that the parser accepts.
 
     Raises:
         DecodeError: it is nested more than `MAX_JSON_DEPTH` levels deep.

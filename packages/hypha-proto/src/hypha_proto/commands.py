@@ -1,7 +1,7 @@
 """Commands of a strategy to a running task, and the answers; they travel on the stream of the task's lease.
 
-Alternatives are optional fields of which exactly one is set, as in `tasks`. The stream loses and repeats nothing, so
-that the newest command of a kind is what holds.
+Exactly one of the optional fields of a command is set, as in `tasks`. The stream loses and repeats nothing; the newest
+command of a kind replaces earlier ones.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ChangeServer(Message, frozen=True):
     """Term of the new parameter server, higher than all before."""
     server: PeerId
     round: U32
-    """The open round, of which the new parameter server takes the step first."""
+    """The open round, the first whose outer step the new parameter server takes."""
     update: Annotated[Digest | None, OMIT] = None
     """Digest of the outer update of the round before, which is committed; None if there is none."""
     outer_update: Annotated[SliceAddress | None, OMIT] = None
-    """Where the scheduler serves it to workers that have not received it from the parameter server before."""
+    """Where the scheduler serves that update, to workers that did not receive it from the previous parameter server."""
 
 
 Command = SetMembers | SetWorkers | ChangeServer

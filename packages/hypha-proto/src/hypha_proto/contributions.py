@@ -1,7 +1,7 @@
 """Contributions to the rounds of a DiLoCo job: what an update was computed from, and which outer update is committed.
 
-Sent over ``/hypha-round/0.1.0``. The worker of an executor states each update to the scheduler before it sends it to
-the parameter server, and asks the scheduler before it hands an outer update to its executor.
+Sent over ``/hypha-round/0.1.0``. A worker states each update to the scheduler before it sends the update to the
+parameter server, and asks the scheduler before it gives an outer update to its executor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Contribution(Message, frozen=True):
     weights: Digest
     """Digest of the global weights that it began from (`hypha_proto.weights_digest`)."""
     ranges: tuple[SampleRange, ...]
-    """Samples that it trained on in this round, in the order in which it did."""
+    """Samples that it trained on in this round, in the order of their use."""
     batches: U32
     batch_size: U32
     seed: U64
@@ -79,11 +79,11 @@ class ContributionKnown(Message, frozen=True):
     reason: str = ""
     """Why it was not accepted."""
     rejoin: Annotated[bool | None, OMIT] = None
-    """Whether the round goes on without the worker, whose executor is to begin anew (`job_membership.JoinRound`)."""
+    """Whether the round continues without the worker; its executor asks to join again (`job_membership.JoinRound`)."""
 
 
 class AwaitCommit(Message, frozen=True):
-    """Question of a worker whether the scheduler has committed a round with this outer update."""
+    """Request of a worker: has the scheduler committed a round with this outer update?"""
 
     job_id: uuid.UUID
     lease: uuid.UUID
@@ -94,7 +94,7 @@ class AwaitCommit(Message, frozen=True):
 
 
 class CommitStatus(Message, frozen=True):
-    """Response to `AwaitCommit`, after some seconds at the latest."""
+    """Response to `AwaitCommit`, within some seconds."""
 
     committed: bool
     """Whether the round record with this outer update is on disk. If not, the worker asks again, unless `reason`."""

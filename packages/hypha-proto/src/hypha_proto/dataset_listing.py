@@ -1,4 +1,4 @@
-"""Dataset listing: a gateway tells which datasets data nodes announce to it, page by page in the order of their names.
+"""Dataset listing: the datasets that data nodes announce to a gateway, in pages, by name.
 
 Uses the extension ``/hypha-directory/0.1.0``, which gateways answer.
 """
@@ -27,11 +27,11 @@ class ListDatasets(Message, frozen=True):
     after: Annotated[str | None, OMIT] = None
     """Name after which the page begins; None for the first page."""
     limit: Annotated[U32 | None, OMIT] = None
-    """Most datasets in the answer; None and larger numbers mean `MAX_PAGE`."""
+    """Maximum number of datasets in the answer; None and larger numbers mean `MAX_PAGE`."""
 
 
 class ListedDataset(Message, frozen=True):
-    """A dataset as its data nodes announce it; nothing of it is verified."""
+    """A dataset as its data nodes announce it, not verified."""
 
     name: str
     num_slices: U64

@@ -89,8 +89,8 @@ DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
 
 
 NO_FREE_SLICE: Final = "no slice is free yet; ask again"
-"""Message of a `WireError` after which the same question may be asked again: all slices are assigned, and may come
-back. A field of its own cannot be added, because the message is all that a `WireError` has."""
+"""Message of a `WireError` after which a worker may ask again: all slices are assigned, and some may be returned. It is
+a message because a `WireError` has no other field."""
 
 
 class DatasetRecord(Message, frozen=True):

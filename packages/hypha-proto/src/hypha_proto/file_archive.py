@@ -1,6 +1,6 @@
-"""Tar archives in which the files of a model or preprocessor travel as one file.
+"""Tar archives that carry the files of a model or preprocessor as one file.
 
-Only plain files in an uncompressed archive, so that what is unpacked has at most as many bytes as the archive. The
+An archive holds only regular files and is not compressed, so its content has at most as many bytes as the archive. The
 scheduler unpacks what it copies, and an executor what its worker has fetched.
 """
 
@@ -17,7 +17,7 @@ from hypha_proto.errors import ProtoError
 MAX_ARCHIVE_FILES: Final = 1000
 _BLOCK: Final = 1 << 20
 _MAX_READ: Final = 2 * _BLOCK
-"""Most bytes that are read at once: a header may state that a name has any length."""
+"""Maximum number of bytes in one read: a header may state any length of a name."""
 
 
 class ArchiveError(ProtoError, ValueError):
@@ -25,7 +25,7 @@ class ArchiveError(ProtoError, ValueError):
 
 
 class _BoundedReads:
-    """A file of which no part above `_MAX_READ` bytes is read at once."""
+    """A file that refuses reads of more than `_MAX_READ` bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -113,7 +113,7 @@ def _files(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Refuse an archive that ends between two files without the mark of its end, which tarfile takes for complete."""
+    """Refuse an archive that was truncated between two files, which tarfile accepts: it lacks the end mark."""
     with path.open("rb") as file:
         file.seek(offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

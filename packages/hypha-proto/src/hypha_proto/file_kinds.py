@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, to say so where another kind of file is expected."""
+"""Kinds of files by their first bytes, for errors about files of another kind than expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 HEAD: Final = 512
-"""First bytes of a file that are looked at."""
+"""Number of first bytes that are looked at."""
 UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
 """Byte order marks of UTF-16 and UTF-32."""
 PARQUET: Final = b"PAR1"
@@ -43,7 +43,7 @@ _BINARY: Final = (
     ((b"RIFF", b"ID3", b"fLaC", b"OggS"), *_MEDIA),
     (UTF_16, "text in UTF-16", "save it as UTF-8"),
 )  # fmt: skip
-"""First bytes, what the file is, and what to do; of files that are no UTF-8 text."""
+"""Files that are not UTF-8 text: first bytes, what the file is, and what to do."""
 _TEXT: Final = (
     ((b"version https://git-lfs",), "a Git LFS pointer", "run `git lfs pull` where it is from"),
     ((b"(lp0\n", b"(dp0\n"), *_PICKLE),
@@ -51,7 +51,7 @@ _TEXT: Final = (
     ((b"[",), "a JSON array", "write one object a line, as `jq -c .[]` does, and name it *.jsonl"),
     ((b"{",), "JSON", "name rows of one object a line *.jsonl"),
 )
-"""The same of text, after a byte order mark and white space, in lower case."""
+"""The same for text, in lower case, after a byte order mark and white space."""
 
 
 def name_kind(head: bytes, expected: Collection[bytes] = ()) -> str | None:

@@ -1,15 +1,15 @@
 """The global model of a DiLoCo job on disk, with float32 weights and the outer momentum; needs the extra `update`.
 
-Executors add every outer update to float32 weights (theta_global). A model file may store fewer bits: if updates were
-added to what it stores, each sum would be rounded, and updates below half the spacing of its numbers would be lost. So
-the weights after each round are kept in float32 in a directory of their own, and the model is their rounding:
+Executors add every outer update to float32 weights (theta_global). A model file may store fewer bits; sums in its dtype
+would lose updates below half the spacing of its numbers. So the weights after each round are kept in float32 in a
+directory of their own, and the model files hold the rounded weights:
 
     start_dir/                             the start model, which is never changed
     state_dir/round-N/weights.safetensors  float32 weights and int64 counts after round N: the tensors of the updates
     state_dir/round-N/momentum.safetensors outer momentum after round N, float32 (see `outer_momentum`)
     state_dir/round-N/state.json           digests of both, and of the round's outer update
 
-A directory appears when all of it is on disk. Called by the scheduler, in a thread; needs memory for a few blocks.
+A directory appears when all of it is on disk. Functions block, and need memory for a few blocks of a tensor.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class GlobalModel:
         return self.state_dir / f"round-{round_number}"
 
     def add(self, update: Path, round_number: int) -> RoundState:
-        """Write the state after a round: that of the round before plus the outer update, in float32.
+        """Write the state after a round: the previous state plus the outer update, in float32.
 
         The state is on disk when this returns; after an error nothing of it is left. A state of this round that exists
         is replaced.
@@ -204,7 +204,7 @@ class GlobalModel:
         return state
 
     def remove_others(self, rounds: Set[int]) -> None:
-        """Remove the states of other rounds, and what was left by a program that was killed while it wrote one.
+        """Remove the states of other rounds, and incomplete ones of killed programs.
 
         Raises:
             OSError: a directory cannot be removed.
@@ -220,8 +220,8 @@ def write_shards(start_dir: Path, weights: TensorFile | None, target: Path) -> N
     """Write the weights of a model to a directory, in the files, names and dtypes of the start model.
 
     Args:
-        start_dir: the start model; tensors that `weights` does not hold are copied from it, but for aliases of those
-            that it holds (`UpdateMetadata.aliases`), which get their values.
+        start_dir: the start model. Tensors that `weights` lacks are copied from it, except aliases of tensors in
+            `weights` (`UpdateMetadata.aliases`), which get the values of these.
         weights: float32 weights and int64 counts; None for the start model itself.
         target: the directory.
 
@@ -244,7 +244,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_directory(folder: Path) -> str:
-    """Return the digest of a directory's files: of one line ``NAME DIGEST`` each, in the order of their names.
+    """Return the digest of a directory: of one line ``NAME DIGEST`` for each file, in the order of names.
 
     NAME is the path inside the directory with ``/``. For the start model of a job.
 

@@ -1,7 +1,7 @@
 """Logs of jobs: a scheduler reads what the executors of its job have printed at a worker.
 
-Uses the extension ``/hypha-logs/0.1.0``. A position counts the bytes that a run has printed, those included that its
-worker has removed since. A worker hides secrets in whole lines, so that it begins and ends a text between lines.
+Uses the extension ``/hypha-logs/0.1.0``. A position counts the bytes that a run has printed, including those that its
+worker has removed since. A text consists of whole lines, because a worker hides secrets line by line.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hypha_proto.protocols import LOGS, RpcMethod
 from hypha_proto.wire_schema import U32, U64, Message
 
 MAX_LOGS: Final = 256
-"""Maximum number of runs that a worker lists; the ones that have printed last."""
+"""Maximum number of runs that a worker lists: those that printed last."""
 MAX_TEXT: Final = 256 << 10
 """Maximum number of printed bytes that a worker reads for one answer."""
 _MAX_RESPONSE: Final = 2 << 20
-"""Hiding secrets, and replacing what is no text, may lengthen a text."""
+"""Limit of an answer in bytes: hiding secrets, and replacing bytes that are not UTF-8, may lengthen a text."""
 
 
 class ListLogs(Message, frozen=True):
-    """Request for the logs of a job that run, or ran, for the scheduler which asks."""
+    """Request of a scheduler for the logs of a job of its own."""
 
     job_id: uuid.UUID
 
@@ -56,9 +56,9 @@ class ReadLog(Message, frozen=True):
     job_id: uuid.UUID
     run: str
     position: U64
-    """First byte that is wanted. Within a line the text begins with the next line."""
+    """Position of the first wanted byte. If it is within a line, the text begins with the next line."""
     limit: U32
-    """Bytes that are read at most; `MAX_TEXT` if it is larger."""
+    """Maximum number of bytes to read; larger numbers mean `MAX_TEXT`."""
 
 
 class LogPart(Message, frozen=True):
@@ -68,9 +68,9 @@ class LogPart(Message, frozen=True):
     """Whether the scheduler that asks has such a log here."""
     text: str
     start: U64
-    """Position at which the text begins: a later one than was asked for where bytes were removed or skipped."""
+    """Position at which the text begins: later than requested if bytes were removed or skipped."""
     next: U64
-    """Position to read from next; not beyond the one that was asked for if there is no further line yet."""
+    """Position to read from next; the requested one if there is no further line yet."""
 
 
 LIST_LOGS: Final = RpcMethod[ListLogs, LogsListed](LOGS, ListLogs, LogsListed, "ListLogs", max_response=_MAX_RESPONSE)

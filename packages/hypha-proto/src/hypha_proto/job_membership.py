@@ -1,6 +1,6 @@
 """Membership of a training job: workers that join or rejoin its rounds.
 
-The scheduler says with which round a worker begins; it tells of changes by `commands`.
+The scheduler says in which round a worker begins; it announces changes by `commands`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hypha_proto.wire_schema import OMIT, U32, Digest, Message
 
 
 class JoinRound(Message, frozen=True):
-    """Question of a worker whose executor is ready to train: with which round does it begin?
+    """Request of a worker whose executor is ready to train: in which round does it begin?
 
-    What the executor has trained in the open round before, and not sent, is given up.
+    What the executor trained in the open round before, and did not send, is discarded.
     """
 
     job_id: uuid.UUID
@@ -24,7 +24,7 @@ class JoinRound(Message, frozen=True):
 
 
 class RoundToJoin(Message, frozen=True):
-    """Response to `JoinRound`, after some seconds at the latest."""
+    """Response to `JoinRound`, within some seconds."""
 
     round: Annotated[U32 | None, OMIT] = None
     """Round with which the executor begins, from the weights after the one before. None: ask again, unless `reason`."""

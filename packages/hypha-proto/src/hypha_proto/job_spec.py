@@ -200,18 +200,18 @@ class TrainConfig(Message, frozen=True):
     """Number of the round in which this worker starts; None means 1."""
     evaluation: Annotated[Evaluation | None, OMIT] = None
     term: Annotated[U32 | None, OMIT] = None
-    """Term of the parameter server. If it is given, the worker states each update to the scheduler, and hands an outer
-    update to the executor once the scheduler has committed it (`hypha_proto.contributions`)."""
+    """Term of the parameter server. With it the worker states each update to the scheduler, and gives the executor an
+    outer update only when the scheduler has committed it (`hypha_proto.contributions`)."""
     weights: Annotated[Reference | None, OMIT] = None
     """The newest global weights, one safetensors file with the exchanged tensors in float32 or int64. A worker loads
     them before a `first_round` above 1, and when its own have another digest than the scheduler's."""
     join: Annotated[bool | None, OMIT] = None
-    """Whether the executor asks before its first batch with which round it begins (`job_membership.JoinRound`), and
-    again whenever it is told to rejoin. Those that do not know it begin with `first_round`."""
+    """Whether the executor asks before its first batch, and whenever it is told to rejoin, in which round it begins
+    (`job_membership.JoinRound`). Executors that do not know this key begin with `first_round`."""
     micro_batch: Annotated[U32 | None, OMIT] = None
-    """Maximum number of samples that are computed at once, because memory has ended with more; None means no limit."""
+    """Maximum number of samples that are computed at once, because more exhausted the memory; None means no limit."""
     rows: Annotated[TextRows | None, OMIT] = None
-    """Slices hold JSON lines, which the tokenizer of `preprocessor` reads so; None means that they hold tensors."""
+    """How the tokenizer of `preprocessor` reads slices of JSON lines; None means that slices hold tensors."""
 
 
 class AggregateConfig(Message, frozen=True):
@@ -223,6 +223,6 @@ class AggregateConfig(Message, frozen=True):
     """Receivers of outer updates."""
     optimizer: Nesterov
     term: U32
-    """Number of this parameter server among those that the job has had, from 1; its pushes state it."""
+    """Number of this parameter server among all that the job has had, from 1; stated in its pushes."""
     momentum: Annotated[Reference | None, OMIT] = None
     """The outer momentum to begin with, one safetensors file in float32; None means none."""

@@ -26,9 +26,9 @@ LEASE_SWEEP: Final = 0.25
 
 _CODE: Final = re.compile(r"[a-z][a-z-]{0,23}")
 REJECTION_CODES: Final = ("price", *RESOURCE_UNITS, "executor", "busy", "not-allowed", "quota", "draining", "paused")
-"""Codes of `Rejection`: the bid is too low; the machine has too little of a resource; the executor is not configured;
-the machine would suffice, but leases hold it (``busy``); this scheduler gets no offers, or has as many as it may;
-or the worker makes none because it drains, or its owner has paused it."""
+"""Codes of `Rejection`. ``price``: the bid is too low. Name of a resource: the machine has too little of it.
+``executor``: not configured. ``busy``: leases hold the resources. ``not-allowed``, ``quota``: this scheduler gets no
+offers, or has as many as it may. ``draining``, ``paused``: the worker makes no offers."""
 
 
 class RenewLease(Message, frozen=True):
@@ -69,7 +69,7 @@ class LeaseReleased(Message, frozen=True):
 
 
 class WhyNot(Message, frozen=True):
-    """Question to a worker: why would it make no offer for this request?"""
+    """Request to a worker: why would it make no offer for this request?"""
 
     request: WorkerRequest
 

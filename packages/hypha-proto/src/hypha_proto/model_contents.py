@@ -1,4 +1,4 @@
-"""What is wrong inside the files of a model: found from headers, index and configuration, in milliseconds.
+"""Checks the content of a model's files by headers, index and configuration, in milliseconds.
 
 Schedulers call it before a job has leases, executors before they load a folder or archive. Needs the extra `update`.
 """
@@ -18,12 +18,12 @@ from hypha_proto.safetensors_io import TensorFile
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/"
 _LOW_PRECISION: Final = re.compile(r"has dtype '((?:F8|F6|F4)\w*)'")
 _MAX_PARSED: Final = 1 << 20
-"""Bytes of a JSON file that is parsed; of a larger one, as vocabularies are, only both ends are looked at."""
+"""Maximum size in bytes of a JSON file that is parsed; of larger ones (vocabularies) only both ends are checked."""
 _REMEDY: Final = "fetch it again, or let filenames list the files without it"
 
 
 def find_fault(directory: Path, names: list[str]) -> str | None:
-    """Return what makes a model or preprocessor unusable, with the file and the remedy; None if nothing is seen.
+    """Return what makes a model or preprocessor unusable, with the file and the remedy; None if nothing is found.
 
     Args:
         directory: of the model.

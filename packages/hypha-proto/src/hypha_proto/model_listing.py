@@ -1,10 +1,10 @@
 """Which files of a folder or repository belong to a model or a preprocessor.
 
-The one rule for submission, downloads, executors, updates and results. It looks at the names in the root alone, as the
-libraries do that load models: weights are `WEIGHTS`, otherwise what `INDEX` names; other safetensors files are copies
-in another format or precision, adapters or states of an optimizer. Beside them belong configuration, chat templates,
-and the files of tokenizers and processors. Neither hidden files, adapters and subfolders, nor code: a job names those
-in `filenames`.
+The same rule holds for submission, downloads, executors, updates and results. Like the libraries that load models, it
+looks only at names in the root. Weights are `WEIGHTS`, otherwise the files that `INDEX` names; other safetensors files
+are copies in another format or precision, adapters, or states of an optimizer. Configuration, chat templates, and the
+files of tokenizers and processors belong to a model. Hidden files, adapters, subfolders and code do not: a job names
+them in `filenames`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
 
 WEIGHTS: Final = "model.safetensors"
-"""Weights in one file."""
+"""File of all weights."""
 INDEX: Final = "model.safetensors.index.json"
-"""Says which file has which tensor, if there are several."""
+"""Index that names the file of each tensor, if there are several files."""
 CONFIG: Final = "config.json"
-"""Says what the model is."""
+"""Configuration of the model: its architecture and sizes."""
 ADAPTER: Final = "adapter_config.json"
-"""Says what an adapter changes of another model."""
+"""Configuration of an adapter, which changes another model."""
 INDEX_LIMIT: Final = 16 << 20
-"""Most bytes of an index."""
+"""Maximum size of an index in bytes."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.+-]*")
-"""Names that a library writes: no hidden files, and no copies such as ``config (1).json``."""
+"""Names that libraries write: no hidden files, and no copies such as ``config (1).json``."""
 _SUFFIXES: Final = frozenset(
     {".json", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".bpe", ".codes", ".tokenizer", ".vocab"}
 )
-"""Of configurations, chat templates, vocabularies and merges, of every tokenizer in transformers 5.23."""
+"""Suffixes of configurations, chat templates, vocabularies and merges, for every tokenizer in transformers 5.23."""
 _OTHERS: Final = re.compile(
     r"adapter_\w+\.json|.*\.index\.json|(train|eval|all|test|predict)_results\.json|trainer_state\.json"
     r"|(readme|license|notice|requirements)\w*\.txt",
     re.IGNORECASE,
 )
-"""Names with such a suffix of what belongs to an adapter, other weights, a training run or a reader."""
+"""Names with such a suffix that belong to adapters, other weights, training runs or documentation."""
 
 
 def list_weights(names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:

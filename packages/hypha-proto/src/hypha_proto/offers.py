@@ -73,7 +73,7 @@ OFFER: Final = RpcMethod[WorkerOffer, OfferReceived](API, WorkerOffer, OfferRece
 OFFER_WINDOW: Final = 5.0
 """Maximum time in seconds for which offers are collected."""
 MAX_OFFER_LIFE: Final = 2.0
-"""Seconds that count at most of the life that an offer states."""
+"""Seconds of an offer's stated life that count at most."""
 REQUEST_BATCH_WINDOW: Final = 0.2
 """Time in seconds for which a worker collects requests before it decides."""
 REQUEST_BATCH_SIZE: Final = 100

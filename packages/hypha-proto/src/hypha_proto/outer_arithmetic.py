@@ -1,7 +1,7 @@
 """The arithmetic of an outer step on blocks of tensors, in arrays that are allocated once; needs the extra `update`.
 
-Each operation is one pass of numpy over a block that stays in the processor's cache. A number's result depends on the
-numbers in its place alone, hence neither on the size of blocks nor on the number of threads.
+Each operation is one pass of numpy over a block that stays in the processor's cache. A
+result depends only on the numbers at the same position, so neither on the size of blocks nor on the number of threads.
 """
 
 from __future__ import annotations

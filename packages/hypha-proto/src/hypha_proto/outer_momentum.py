@@ -49,7 +49,7 @@ def derive_momentum_into(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Do the same as `derive_momentum`, into an array that is there, and allocate nothing.
+    """Compute `derive_momentum` into an existing array, without allocating memory.
 
     Args:
         result: where the momentum is written; may be `previous`.

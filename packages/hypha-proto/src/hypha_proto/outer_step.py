@@ -15,7 +15,7 @@ weights are rounded to float32; they are summed, and the step is computed, in fl
 between rounds: the one that follows from the float32 update (`hypha_proto.outer_momentum`), which the scheduler
 computes too. Everything is read from memory maps and computed block by block, by several threads.
 
-Called by the parameter server, in a thread, and by the executor when it computes a job again (`replay`).
+Used by the parameter server and, to replay a job, by the executor.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ __all__ = [
 ]
 
 BLOCK: Final = 1 << 17
-"""Numbers per block: two in float64 fit into the processor's caches, and threads seldom wait for the interpreter."""
+"""Numbers per block: small enough that two blocks in float64 fit into the processor's caches, large enough that threads
+seldom wait for the interpreter lock."""
 PART: Final = 1 << 20
-"""Numbers that a thread computes before it takes the next ones."""
+"""Numbers in one part, which a thread computes before it takes the next part."""
 MAX_THREADS: Final = 4
-"""Threads of an outer step at most; more wait for memory."""
+"""Maximum number of threads of an outer step; more would wait for memory."""
 _CHECK_BLOCK: Final = 1 << 18
 LARGEST: Final = 1e30
-"""Largest absolute value in an update: the outer step of larger ones, or the sum of some, may be infinite in float32,
-and would end the job for all members."""
+"""Largest absolute value allowed in an update. With larger ones the outer step may be infinite in float32, which would
+end the job for all members."""
 
 
 @dataclass(frozen=True, slots=True)

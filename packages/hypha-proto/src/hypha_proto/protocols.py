@@ -1,8 +1,7 @@
 """RPC methods and gossip topics: protocol ids, message types, size limits, and the roles that may send each message.
 
-`hypha_net.rpc` and `hypha_net.pubsub` carry what is defined here; the modules `offers`, `leases`,
-`datasets`, `dataset_listing`, `progress`, `batch_reports`, `round_membership`, `contributions`, `job_membership`,
-`drain`, `job_logs`, `worker_status` and `health` define one `RpcMethod` per exchange.
+`hypha_net.rpc` and `hypha_net.pubsub` send these messages. The module of each topic, such as `leases`, defines one
+`RpcMethod` per exchange.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Member(Message, frozen=True):
     samples: U64
     """Number of samples behind its update: the weight in the mean."""
     update: Annotated[Digest | None, OMIT] = None
-    """Digest of its update, as it was stated to the scheduler; an update with another one is refused."""
+    """Digest of its update as stated to the scheduler; an update with another digest is refused."""
 
 
 class UpdateRefused(Message, frozen=True):
@@ -31,7 +31,7 @@ class UpdateRefused(Message, frozen=True):
     """The member."""
     reason: str
     missing: Annotated[bool | None, OMIT] = None
-    """Whether the update did not arrive in time: that is no fault of what it holds."""
+    """Whether the update did not arrive in time; its content is then not at fault."""
     traceparent: Annotated[str | None, OMIT] = None
 
 

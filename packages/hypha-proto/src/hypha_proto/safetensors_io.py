@@ -1,8 +1,8 @@
 """Reading and writing safetensors files (https://huggingface.co/docs/safetensors); needs the extra `update`.
 
-Executors, the parameter server and the scheduler exchange files of this format. Since a file comes from another
-machine, every offset of its header is checked against the file's actual size before use. The data is then
-memory-mapped, so that a tensor takes no memory until it is read; the writer takes one tensor at a time.
+Executors, the parameter server and the scheduler exchange files of this format. A file may come from another machine,
+so every offset of its header is checked against the file's size before use. The data is memory-mapped: a tensor takes
+no memory until it is read. The writer takes one tensor at a time.
 Other packages import `hypha_proto.update_file`, which builds on this module.
 
 File layout: the header's length (u64, little endian), the header (JSON: name -> dtype, shape, data_offsets, and

@@ -15,7 +15,7 @@ from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
 
 
 class FailedHolder(Message, frozen=True):
-    """A peer from which a resource could not be had."""
+    """A peer from which a resource could not be fetched."""
 
     peer: PeerId
     reason: str
@@ -24,7 +24,7 @@ class FailedHolder(Message, frozen=True):
 
 
 class LocateResource(Message, frozen=True, kw_only=True):
-    """Question of a worker: where is this resource of the task that runs on a lease?"""
+    """Request of a worker: where is this resource of the task that runs on a lease?"""
 
     job_id: uuid.UUID
     lease: uuid.UUID
@@ -33,7 +33,7 @@ class LocateResource(Message, frozen=True, kw_only=True):
     resource: str
     """Name of the resource in the task's definition; its source is a result or a dataset."""
     failures: tuple[FailedHolder, ...] = ()
-    """Holders of an earlier answer from which it could not be had."""
+    """Holders in an earlier answer from which it could not be fetched."""
     traceparent: Annotated[str | None, OMIT] = None
 
 

@@ -1,12 +1,12 @@
 """Tasks of any executor: what a scheduler asks for, and what workers report, over one stream for each lease.
 
 A worker opens a stream of the protocol `TASKS` for each lease that it holds. It sends `Subscribe` and gets
-`Subscribed`; then `SchedulerFrame` comes down and `WorkerFrame` goes up, each behind its length (u32, little endian),
-at most `MAX_FRAME` bytes. Both directions number their messages from 0 and acknowledge
-the other's, so that a stream that breaks is continued by the next one without loss or repetition.
+`Subscribed`. Then the scheduler sends `SchedulerFrame`, the worker `WorkerFrame`, each after its length (u32, little
+endian) of at most `MAX_FRAME` bytes. Both sides number their messages from 0 and acknowledge the other's, so after a
+break the next stream continues without loss or repetition.
 
-Alternatives are optional fields of one message, of which exactly one is set: a peer that does not know a new one skips
-it and sees that nothing it knows is set.
+Alternatives are optional fields of one message, of which exactly one is set. A peer skips a field that it does not
+know, and then sees that none is set.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TaskResource(Message, frozen=True, kw_only=True):
     s3: Annotated[S3Source | None, OMIT] = None
     dht: Annotated[DhtSource | None, OMIT] = None
     location: Annotated[PullFiles | None, OMIT] = None
-    """Where the files of a `result` are, as `LocateResource` would answer; a worker asks if they are not there."""
+    """Where the files of a `result` are, as in an answer to `LocateResource`; if they are not there, a worker asks."""
 
 
 class OutputPath(Message, frozen=True):
@@ -177,7 +177,7 @@ class DrainTask(Message, frozen=True):
 
 
 class TaskDefinition(Message, frozen=True, kw_only=True):
-    """What is to happen to one attempt at a task: `start`, `stop`, `drain` or `command`."""
+    """Definition for one attempt at a task: exactly one of `start`, `stop`, `drain` and `command`."""
 
     job_id: uuid.UUID
     task: str

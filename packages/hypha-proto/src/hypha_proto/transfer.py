@@ -25,9 +25,9 @@ TASK_RESOURCE: Final = "task-resource"
 TASK_RESULT: Final = "task-result"
 """`PushHeader.kind` of a file that a running task sends to its scheduler."""
 NO_ROOM: Final = "no room"
-"""Begin of the reason for which a receiver refuses a file when its disk is full: the push may succeed later."""
+"""Beginning of a refusal's reason when the receiver's disk is full: the push may succeed later."""
 NO_JOB: Final = "no job here accepts a push"
-"""Begin of the reason for which a receiver refuses a file of a job that does not run there, or not any more."""
+"""Beginning of a refusal's reason when the file's job does not run at the receiver, or no longer."""
 
 
 class PullRequest(Message, frozen=True):
@@ -71,7 +71,7 @@ class PushHeader(Message, frozen=True):
     """Size in bytes."""
     digest: Digest
     scheduler: PeerId
-    """Scheduler of the job: ids of jobs are its own, and another one may have the same."""
+    """Scheduler of the job; another scheduler may use the same job id."""
     codec: str = "fp32"
     """Encoding of the numbers in the file."""
     samples: U64 = 0

@@ -1,4 +1,4 @@
-"""Digest of a DiLoCo job's global weights, equal at executors and at the scheduler; needs the extra `update`.
+"""Digest of a DiLoCo job's global weights, computed alike by executors and the scheduler; needs the extra `update`.
 
 BLAKE3 over the exchanged tensors in the order of their names: for each the line ``NAME DTYPE SHAPE`` (UTF-8, DTYPE
 ``F32`` or ``I64``, SHAPE as in ``[3,4]``), then its values in little-endian order, floats as float32 and integers as

@@ -13,8 +13,8 @@ from pathlib import Path
 def replace_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory to fill; at the end it is synced to disk and takes the place of `path`.
 
-    After an error nothing of it is left, and `path` is as before unless only the last sync failed. If the program is
-    killed, `path` is complete or absent, and what was left beside it is removed by the next call for `path`.
+    After an error the new directory is removed, and `path` is unchanged unless only the last sync failed. If the
+    program is killed, `path` is complete or absent; the next call for `path` removes temporary files beside it.
 
     Raises:
         OSError: it cannot be created, synced or moved.

@@ -1,4 +1,4 @@
-"""Status of a worker, for schedulers: what it has, what of it is free, at which price, and what runs.
+"""Status of a worker, for schedulers: its resources, those that are free, its price, and what runs.
 
 Uses the extension ``/hypha-worker/0.1.0``, which workers answer.
 """
@@ -14,7 +14,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.wire_schema import U32, Message, Price
 
 MAX_EXECUTORS: Final = 256
-"""Executors that a worker names at most."""
+"""Maximum number of executors that a worker names."""
 
 
 class DescribeWorker(Message, frozen=True):
@@ -26,7 +26,7 @@ class WorkerStatus(Message, frozen=True):
 
     total: Resources
     free: Resources
-    """What no lease holds of `total`."""
+    """Part of `total` that no lease holds."""
     price: Price
     """The least bid that gets an offer, in tokens per lease-hour."""
     executors: tuple[ExecutorDescriptor, ...]
@@ -34,7 +34,7 @@ class WorkerStatus(Message, frozen=True):
     tasks: U32
     """Attempts at tasks that run, of all schedulers."""
     rejections: tuple[Rejection, ...] = ()
-    """Why it would make no offer to the scheduler that asks, not even for a request that asks for nothing."""
+    """Why it would make no offer to this scheduler, even for a request without resources."""
 
     def __post_init__(self) -> None:
         if len(self.executors) > MAX_EXECUTORS:
