@@ -1,6 +1,6 @@
 """Multiaddrs as text: validation, parsing, wildcards of listeners, and excluded networks.
 
-See https://github.com/multiformats/multiaddr. Imports nothing of py-libp2p, which is slow to import.
+See https://github.com/multiformats/multiaddr. Imports nothing of py-libp2p, whose import is slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
 DNSADDR: Final = "/dnsaddr/"
-"""Prefix of addresses that are resolved through a name's TXT records."""
+"""Prefix of addresses that are resolved through the TXT records of a name."""
 CIRCUIT: Final = "/p2p-circuit"
 _NAMES: Final = ("dns", "dns4", "dns6", "dnsaddr")
 _EXAMPLE: Final = "write one such as /ip4/203.0.113.50/tcp/4001"

@@ -1,7 +1,7 @@
 """Authorization by role: which roles may send which messages.
 
-The table is `hypha_proto.protocols.ALLOWED_SENDERS`; the role is in the sender's certificate. A certificate without a
-role may send everything, so that a network without roles works, unless the node sets `require_roles`.
+The table is `hypha_proto.protocols.ALLOWED_SENDERS`; the role is in the sender's certificate. Without a role a sender
+may send everything, unless the node sets `require_roles`. Requests, streams, gossip and DHT records are checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bandwidth limits of file transfers: token buckets for all peers together and for each peer, up and down.
 
-They limit the bytes of files only; requests, gossip and headers are not delayed. Configured by `open_endpoint` from
-`EndpointSettings.rates`; called by `transfer` for each chunk; the buckets are `token_bucket`'s.
+They limit only the bytes of files; requests, gossip and headers are not delayed. `EndpointSettings.rates` has the
+rates. `transfer` waits here before each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_RATE: Final = 16 << 10
 BURST: Final = 0.1
 """Capacity of each bucket, in seconds of its rate."""
 MAX_CHUNK: Final = 1 << 20
-"""Most bytes that an unlimited transfer passes to its stream at a time."""
+"""Maximum number of bytes that an unlimited transfer passes to its stream at a time."""
 MAX_PEER_BUCKETS: Final = 4096
 
 
@@ -52,7 +52,7 @@ class TransferPacer:
         self._buckets = tuple(buckets)
         slowest = min((bucket.rate for bucket in self._buckets), default=float("inf"))
         self.chunk_size = int(min(MAX_CHUNK, slowest * BURST / 2))
-        """Most bytes to move between two calls of `wait`."""
+        """Maximum number of bytes to move between two calls of `wait`."""
 
     async def wait(self, amount: int) -> None:
         """Wait until `amount` bytes may move; return at once if nothing is limited."""

@@ -1,8 +1,8 @@
-"""Validates certificate chains of live connections: revocation lists, trust bundle and expiry, after the handshake.
+"""Validation of certificate chains after the handshake: revocation lists, trust bundle and expiry.
 
-OpenSSL verifies a peer's chain once, in the handshake. `CertificateVerifier` holds the current content of a node's
-files; `hypha_net._libp2p.security.certificate_monitor` checks every live connection and this node's own certificate
-with it. Certificates and lists are those of RFC 5280.
+OpenSSL verifies a peer's chain only in the handshake. `CertificateVerifier` has the current content of a node's files.
+With it `hypha_net._libp2p.security.certificate_monitor` checks every live connection and the node's own certificate.
+Certificates and lists follow RFC 5280.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CertificateVerifier:
         return None
 
     def check_own(self, now: float) -> CertificateRejection | None:
-        """Return why this node's own chain is invalid; its peers come to the same result."""
+        """Return why this node's own chain is invalid, as its peers will find; None if it is valid."""
         return self.check(self._own, now)
 
     def _is_anchored(self, chain: Chain) -> bool:

@@ -1,7 +1,7 @@
 """Files by their SHA-256, in the DHT: the publisher of a record is a holder of the content.
 
-A holder serves the content as the pull request `content_request` names it, and the one who pulls it verifies the
-digest: a record proves nothing.
+A holder serves the content under the name in
+`content_request`. A record proves nothing, so the puller verifies the digest.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _log = logging.getLogger(__name__)
 
 MAX_RECORD: Final = 1 << 10
 MAX_HOLDERS: Final = 64
-"""Holders that are returned."""
+"""Maximum number of holders that are returned."""
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _PREFIX: Final = "hypha-content:"
 
 
 @dataclass(frozen=True, slots=True)
 class ContentHolder:
-    """A peer that says that it has some content, and how many bytes that has."""
+    """A peer that claims to have some content, with its size in bytes."""
 
     peer: PeerId
     size: int
 
 
 def is_sha256(text: str) -> bool:
-    """Return whether text is a SHA-256 as it is written here: 64 lower-case hex digits."""
+    """Return whether text is a SHA-256: 64 lower-case hex digits."""
     return _HEX.fullmatch(text) is not None
 
 

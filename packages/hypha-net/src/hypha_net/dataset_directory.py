@@ -1,6 +1,7 @@
 """Datasets by name, in the DHT: the publisher of a dataset's record is the data node that serves it.
 
-`list_datasets` asks one gateway for the names that it knows.
+Data nodes call `announce_dataset`, schedulers `find_dataset`. `list_datasets` asks one gateway for the names that it
+knows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_RECORD: Final = 64 << 10
 RECORD_TTL: Final = 25.0
 """Lifetime of an announcement in seconds; the endpoint renews it while it is open."""
 MAX_LISTED: Final = 50_000
-"""Datasets that are taken from one gateway, which stores fewer records."""
+"""Maximum number of datasets that one gateway may list; it stores fewer records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def _read(name: str, record: Record) -> FoundDataset | None:
 
 
 async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float = 10.0) -> list[ListedDataset]:
-    """Return the datasets that data nodes announce to a gateway, in the order of their names; it reads all pages.
+    """Return the datasets that data nodes announce to a gateway, by name; reads all pages.
 
     Args:
         timeout: seconds for all pages together.

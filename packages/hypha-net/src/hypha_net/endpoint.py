@@ -169,8 +169,8 @@ class Endpoint(Protocol):
     def round_trip_time(self, peer: PeerId) -> float | None:
         """Return the shortest round trip measured on the connection to `peer`, in seconds, end to end if relayed.
 
-        None without a connection, or before the first measurement, which is made as soon as a connection stands. While
-        a new connection to the peer is not measured, that of the one before it, if it is still open.
+        None without a connection, or before the first measurement, which begins when a connection is established. While
+        a new connection is not measured, returns the value of the previous one, if that is still open.
         """
         ...
 
@@ -223,9 +223,9 @@ class Endpoint(Protocol):
     async def connect_subscribers(self, topic: str, *, timeout: float = 1.0) -> None:
         """Connect to those subscribers of `topic` that would not receive what this node publishes otherwise.
 
-        These are the neighbours of gateways that are not in the topic, and so do not forward its messages. Returns when
-        they have been dialled, or after `timeout` seconds (the rest goes on in the background); at once if that has
-        been done lately. Raises nothing: `topic_peers` tells who is there.
+        A gateway that is not in the topic does not forward its messages, so the other peers of such gateways are
+        dialled. Returns when they have been dialled, or after `timeout` seconds (the rest continues in the background);
+        at once if that was done lately. Raises nothing: `topic_peers` returns who is connected.
         """
         ...
 

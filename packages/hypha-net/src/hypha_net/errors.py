@@ -1,7 +1,7 @@
 """Errors of this package, and the errors inside exception groups and chains of causes.
 
-Errors of py-libp2p and of the system are translated to these in `_libp2p`. Task groups wrap what their tasks raise, and
-py-libp2p wraps what the system reports; logs and reports name the error inside.
+`_libp2p` translates errors of py-libp2p and of the system to these. Task groups wrap the errors of their tasks, and
+py-libp2p wraps those of the system; logs and reports name the error inside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotRunningError(UnreachableError):
 
 
 class NotReservedError(UnreachableError):
-    """A relay is not connected to a peer: that has ended, or has lost its connection."""
+    """A relay is not connected to a peer: the peer has ended, or has lost its connection."""
 
 
 class RefusedError(UnreachableError):
@@ -66,7 +66,7 @@ class TransferError(NetError):
 
 
 class ContentMismatchError(TransferError):
-    """What the peer has is not what was asked for: another digest or another length. It would send the same again."""
+    """The peer's content has another digest or length than requested. It would send the same again."""
 
 
 class NoSpaceError(TransferError):

@@ -1,7 +1,7 @@
 """Events of an endpoint: connections, dials, transfers, dropped gossip, circuits.
 
-`Endpoint.events` is an `Events`. The module in which something happens emits it once; telemetry counts it, and every
-follower gets it in a bounded queue of its own, so that a slow follower never delays the network.
+`Endpoint.events` is an `Events`. Each event is emitted once, by the module in which it happens, and counted by
+telemetry. Every follower has a bounded queue of its own, so a slow follower never delays the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 QUEUE: Final = 1024
-"""Events that wait for one follower; when there are more, the oldest are dropped and counted."""
+"""Maximum number of events that wait for one follower; beyond it the oldest are dropped and counted."""
 
 _CONNECTIONS: Final = instrumentation.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
 _DIALS: Final = instrumentation.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")

@@ -2,7 +2,7 @@
 
 A node has one identity, the Ed25519 key of its certificate, from which its peer id is derived. Files may come from
 `hypha-certutil` or from another tool, with keys as PKCS#8 version 2 (RFC 5958) and trust bundles that end at an
-intermediate CA.
+intermediate CA. Daemons read them at their start, and again when files change.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ _meter: Meter = NoOpMeter("hypha")
 def install(tracer: Tracer | None = None, meter: Meter | None = None) -> None:
     """Trace and measure with an SDK from now on, or not at all.
 
-    Not by OpenTelemetry's global providers: with these, libraries such as FastAPI export spans of their own, with URLs
-    of which secret parts are not hidden.
+    OpenTelemetry's global providers are not used: with them libraries such as FastAPI would export spans of their own,
+    with secret parts of URLs.
     """
     global _tracer, _meter
     _tracer, _meter = tracer or NoOpTracer(), meter or NoOpMeter("hypha")
@@ -191,7 +191,7 @@ def trace_of(message: object) -> str | None:
 def serving(name: str, message: object, attributes: Attributes = _NONE) -> AbstractContextManager[object]:
     """Return a context for serving a peer's message: a span in the trace of the message, or no trace if it has none.
 
-    The current trace is not continued: the task that serves a connection belongs to whatever caused the dial.
+    The current trace is not continued: the task that serves a connection belongs to the trace that caused the dial.
     """
     parent = trace_of(message)
     return attached(None) if parent is None else span(name, attributes, parent=parent, kind=SpanKind.SERVER)

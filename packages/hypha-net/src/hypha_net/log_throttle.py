@@ -1,8 +1,4 @@
-"""Limits repeated log lines: a peer that keeps being refused, a gateway that stays unreachable.
-
-Called by `security.tls` (`LogThrottle`) and `bootstrap.gateways` (`OutageLogSchedule`), which meet the same error every
-few seconds.
-"""
+"""Limits repeated log lines: of a peer that is refused again and again, or a gateway that stays unreachable."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ class OutageLogSchedule:
         self._clock = clock
         self._began = clock()
         self._kinds: dict[str, tuple[int, float]] = {}
-        """How often each kind of failure was logged, and when it is due again; the kinds may alternate."""
+        """For each kind of failure: how often it was logged, and when it is due again. Kinds may alternate."""
 
     @property
     def seconds(self) -> float:

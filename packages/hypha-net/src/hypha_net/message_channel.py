@@ -1,8 +1,8 @@
 """Messages in both directions between two peers, each delivered once and in order, over streams that may break.
 
 Both sides number their messages and keep them until the other side has handled them. When a stream breaks, the next one
-continues where it stopped: each side first tells the other which message it wants next. Frames are sent behind their
-length (u32, little endian); what they look like is up to the caller, since each protocol defines its own.
+continues where it stopped: each side first states which message it wants next. Each frame follows its length (u32,
+little endian); each protocol defines its own frames.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FrameCodec(Protocol[OutC, InC]):
 
 
 async def send_frame(stream: Stream, data: bytes) -> None:
-    """Send bytes behind their length."""
+    """Send the length of some bytes, then the bytes."""
     await stream.send_all(len(data).to_bytes(4, "little") + data)
 
 
 async def receive_frame(stream: Stream, limit: int) -> bytes | None:
-    """Receive bytes that stand behind their length; None if the stream ends before them.
+    """Receive a length, then so many bytes; None if the stream ends before the length.
 
     Raises:
         ChannelError: the length is over `limit`, or the stream ends within the frame.
@@ -118,7 +118,7 @@ class MessageChannel(Generic[Out, In]):
         return self._first
 
     def take_over(self, own: int, peers: int) -> None:
-        """Go on, before the first stream, with a channel whose state on this side is lost.
+        """Continue, before the first stream, a channel whose state on this side is lost.
 
         Args:
             own: sequence number of the first own message that the peer has not handled.
@@ -143,7 +143,7 @@ class MessageChannel(Generic[Out, In]):
         self._wake()
 
     def give_up(self) -> None:
-        """Forget the messages that the peer has not handled: nobody waits for them any more."""
+        """Forget the messages that the peer has not handled, because nobody needs them any more."""
         self._first += len(self._pending)
         self._pending.clear()
         self._acknowledged.set()
@@ -157,7 +157,7 @@ class MessageChannel(Generic[Out, In]):
     async def run(self, stream: Stream, peer_wants: int) -> None:
         """Exchange messages over a stream until the peer ends it; an exchange over an earlier stream ends.
 
-        It begins when the message that came last over the earlier stream is handled: that is not handled twice.
+        It begins when the last message of the earlier stream is handled, so that none is handled twice.
 
         Args:
             stream: a stream on which both sides have said which message they want next.
@@ -199,7 +199,7 @@ class MessageChannel(Generic[Out, In]):
             tasks.cancel_scope.cancel()
 
     async def _send_pending(self, stream: Stream) -> None:
-        """Send messages, and acknowledgements by themselves where no message carries them; one at least to begin."""
+        """Send messages, and separate acknowledgements where no message carries them; at least one frame at first."""
         position, told = self._first, -1
         while True:
             position = max(position, self._first)

@@ -12,7 +12,7 @@ from typing import Final
 from hypha_proto.ids import PeerId, describe_peer
 
 _MAX_KNOWN: Final = 4096
-"""Names that are remembered; of more, the ones that were learned first go."""
+"""Maximum number of names; beyond it the ones that were learned first are forgotten."""
 # not as a part of a multiaddr, which is copied whole
 _PEER_ID: Final = re.compile(r"(?<![/\w])12D3KooW[1-9A-HJ-NP-Za-km-z]{44}(?!\w)")
 _known: Final[dict[str, str]] = {}
@@ -33,9 +33,9 @@ def known_name(peer: PeerId | str) -> str | None:
 
 
 def name_peers(text: str, names: Mapping[str, str] = _known) -> str:
-    """Return a text for people, in which the peers whose names are known are called as `describe_peer` calls them.
+    """Return a text for people, with known peers named as `describe_peer` names them.
 
-    A text that is nothing but an id is data, and stays.
+    A text that is only an id is data, and unchanged.
     """
     if _PEER_ID.fullmatch(text):
         return text

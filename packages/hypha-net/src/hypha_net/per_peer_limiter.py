@@ -1,7 +1,7 @@
 """Concurrency limit per peer: further operations of one peer wait, and do not delay other peers.
 
-A transfer costs a thread, an open file and two blocks of memory, and a partial message the memory of its bytes, for as
-long as the peer takes. What waits here costs only the yamux receive buffers, which are bounded.
+As long as a peer takes, a transfer costs a thread, an open file and two blocks of memory, and a partial message costs
+its bytes. An operation that waits here costs only yamux receive buffers, which are bounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Typed publish/subscribe over gossipsub: encodes and decodes the messages of a `Topic`.
 
-Messages that cannot be decoded are dropped, counted and logged. Built on `Endpoint.publish` and `subscribe`, of which
-both implementations queue the messages of a local subscriber in `SubscriptionQueue`.
+Messages that cannot be decoded are dropped, counted and logged. Both implementations of `Endpoint.subscribe` queue the
+messages of a local subscriber in a `SubscriptionQueue`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIZE: Final = 1024
-"""Messages that wait for one subscriber."""
+"""Maximum number of messages that wait for one subscriber."""
 
 
 async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:

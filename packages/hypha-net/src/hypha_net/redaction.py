@@ -14,14 +14,14 @@ _URL: Final = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]+""")
 _USER: Final = re.compile(r"//[^/?#]*@")
 _QUERY: Final = re.compile(r"([?#]).*", re.DOTALL)
 _PUNCTUATION: Final = ".,:;!)]}"
-"""What ends a sentence or a bracket around a URL rather than the URL."""
+"""Characters at the end of a URL that belong to the sentence or bracket around it."""
 _PARTS: Final = re.compile(r"([^/]+://)([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
 
 
 def redact_urls(text: str) -> str:
     """Replace user information, query and fragment of each URL in a text by ``***``.
 
-    Pass a text before it is shortened: what a URL is cannot be seen from a part of it.
+    Call it before a text is shortened: a part of a URL cannot be recognized.
     """
     return _URL.sub(lambda found: _redact(found[0]), text) if "://" in text else text
 

@@ -1,7 +1,7 @@
 """Request and response: one CBOR message each way over a stream of its own, with a deadline and size limits.
 
-The client writes its request and half-closes the stream; the response ends it. The messages are defined in
-`hypha_proto.protocols` as `RpcMethod`. Called by all daemons; works over any `Endpoint`.
+The client writes its request and half-closes the stream; the response ends it. Each exchange is a
+`hypha_proto.protocols.RpcMethod`. Works over any `Endpoint`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Handler = Callable[[PeerId, Req], Awaitable[Resp]]
 READ_TIMEOUT: Final = 30.0
 """Seconds for a peer to send its request, and later to receive the response."""
 MAX_CONCURRENT_READS: Final = 32
-"""Requests of one peer and protocol that are read at once; further ones wait."""
+"""Maximum number of requests of one peer and protocol that are read at once; further ones wait."""
 
 
 async def call(

@@ -1,7 +1,7 @@
 """Settings of an endpoint: `EndpointSettings` and `RelayLimits`.
 
-Imports nothing of `_libp2p`, so that both the daemons' configuration and the endpoint can import it. Filled from the
-configuration by `node.lifecycle`.
+Imports nothing of `_libp2p`, so that the daemons' configuration can import it. `node.lifecycle` fills it from the
+configuration.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class RelayLimits:
     max_reservations: int = 1024
     max_circuits: int = 4096
     max_circuits_per_peer: int = 128
-    """Circuits that one peer has opened."""
+    """Maximum number of circuits that one peer may open."""
     max_bytes: int | None = None
-    """Bytes of a circuit in each direction; None means unlimited."""
+    """Maximum number of bytes of a circuit in each direction; None means unlimited."""
     max_duration: float | None = None
-    """Seconds that a circuit lasts; None means unlimited."""
+    """Maximum duration of a circuit in seconds; None means unlimited."""
     reservation_lifetime: float = 3600.0
     """Seconds after which a reservation expires unless renewed; it ends earlier when its peer disconnects."""
 
@@ -51,5 +51,5 @@ class EndpointSettings:
     require_roles: bool = False
     """Whether peers without a role in their certificate may not send what is restricted to some roles."""
     certificate_interval: float = 5.0
-    """Seconds between two checks of the certificate files and of live connections' chains. Changed files are read once
-    two checks in a row found them unchanged."""
+    """Seconds between two checks of the certificate files and of live connections' chains. Changed files are read when
+    two checks in a row find them in the same state."""

@@ -1,7 +1,7 @@
-"""Token buckets: the one rate limiter of the package, for bytes of transfers and for gossip messages.
+"""Token buckets: the rate limiter of this package, for bytes of transfers and for gossip messages.
 
-`TokenBucket` serves both uses: to delay (`take` returns how long to wait, called by `bandwidth`) and to refuse
-(`available`, called by `gossipsub.validation` through `KeyedTokenBucket`).
+A `TokenBucket` can delay (`take` returns how long to wait; used for bytes) and refuse (`available`; used for gossip,
+through `KeyedTokenBucket`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TokenBucket:
 
 
 class KeyedTokenBucket(Generic[K]):
-    """A token bucket for each of at most `max_keys` keys; drops the one that was used longest ago."""
+    """A token bucket for each of at most `max_keys` keys; drops the least recently used one."""
 
     def __init__(
         self, rate: float, burst: float, max_keys: int, clock: Callable[[], float] = anyio.current_time

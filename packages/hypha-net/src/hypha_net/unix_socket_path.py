@@ -1,6 +1,6 @@
 """Paths of Unix sockets that are longer than the system allows: 107 bytes on Linux.
 
-There the folder is opened, and the socket is named below ``/proc/self/fd``.
+For such a path the folder is opened, and the socket gets a path in ``/proc/self/fd``.
 """
 
 from __future__ import annotations

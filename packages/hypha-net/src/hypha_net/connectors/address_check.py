@@ -1,7 +1,7 @@
 """Which network addresses a job's downloads may connect to. Pure.
 
-Names are resolved first and the addresses checked then, so that no spelling (``127.1``, ``0x7f000001``,
-``::ffff:127.0.0.1``) and no name that resolves differently the next time leads elsewhere. Used by `http_source`.
+A name is resolved first, and then its addresses are checked. So neither another spelling (``127.1``, ``0x7f000001``,
+``::ffff:127.0.0.1``) nor a name that resolves differently the next time evades the check.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _low_bits(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
 
 
 def literal_networks(hosts: Iterable[str]) -> tuple[Network, ...]:
-    """Return the networks of those hosts that are numeric addresses: the owner who lists such a host means it."""
+    """Return the networks of the hosts that are numeric addresses; an owner who lists such a host allows it."""
     found: list[Network] = []
     for host in hosts:
         try:

@@ -1,7 +1,7 @@
-"""Content of one file from any source: streamed to disk, resumed where it breaks off, hashed, and bounded in bytes.
+"""Content of one file from any source: streamed to disk, resumed after interruptions, hashed, and limited in bytes.
 
-Each kind of source (`http_source`, `s3_source`) opens its content at a byte; `fetch_content` does the
-rest for all of them. Peers' files come by `hypha_net.transfer`, which does the same for its protocol.
+Each kind of source (`http_source`, `s3_source`) opens its content at a byte; `fetch_content` does the rest for all of
+them. Files of peers come by `hypha_net.transfer`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BLOCK: Final = 1 << 20
 IDLE_TIMEOUT: Final = 60.0
 """Seconds after which a source that sends nothing has failed."""
 RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt at a download that broke off; counted anew when an attempt brings `BLOCK`."""
+"""Seconds before each further attempt at an interrupted download; start again when an attempt brings `BLOCK` bytes."""
 
 
 class SourceInterruptedError(Exception):
-    """Content broke off, and another attempt may bring the rest.
+    """Content was interrupted, and another attempt may bring the rest.
 
     Attributes:
         reason: what is reported if no further attempt is made.
@@ -64,7 +64,7 @@ class ContentStream:
     hasher: Callable[[], Any] = hashlib.sha256
     """Makes what hashes the whole content, with the interface of `hashlib`."""
     unchanged: bool = False
-    """Whether the source still has the version that was asked for from the first byte on; then there are no blocks."""
+    """Whether the source still has the version in the request (with offset 0); then there are no blocks."""
 
 
 class ContentSource(Protocol):
@@ -89,8 +89,8 @@ class ContentSource(Protocol):
         """Open the content at a byte, or at the first one if it cannot be opened there.
 
         Args:
-            offset: number of bytes that are here.
-            version: version of which these are; with an offset of 0, one of which the cache has all bytes.
+            offset: number of bytes that were received already.
+            version: their version; with an offset of 0, a version that the cache has completely.
 
         Raises:
             SourceInterruptedError: it failed in a way that another attempt may not.
@@ -101,7 +101,7 @@ class ContentSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachedVersion:
-    """What a source had when it was fetched."""
+    """Version of a source's content when it was fetched."""
 
     digest: str
     version: str
@@ -115,23 +115,23 @@ class ContentStorage(Protocol):
         ...
 
     def reserve(self, path: Path, size: int) -> None:
-        """Announce the bytes of a file, in a thread; raise an error, which is passed on, if they are too many."""
+        """Reserve the bytes of a file, in a thread; raise an error, which is passed on, if they are too many."""
         ...
 
     def release(self, path: Path) -> None:
-        """End the announcement of a file, which is complete or given up."""
+        """End the reservation of a file, which is complete or given up."""
         ...
 
     def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
-        """Return what a source had when it was fetched, if that is still in the cache."""
+        """Return the version of a source that is in the cache, or None."""
         ...
 
     async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
-        """Copy what a source had from the cache to a new file; return its size, or None if it is not there."""
+        """Copy a source's cached content to a new file; return its size, or None if it is not in the cache."""
         ...
 
     async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
-        """Add a complete file to the cache as what a source has now."""
+        """Add a complete file to the cache as a source's present version."""
         ...
 
 
@@ -145,7 +145,7 @@ class FetchedContent:
 
 
 async def fetch_content(source: ContentSource, path: Path, storage: ContentStorage) -> FetchedContent:
-    """Write all content of a source to `path`, which is a staged file: it is incomplete until this returns.
+    """Write all content of a source to the staged file at `path`, which is incomplete until this returns.
 
     Raises:
         FetchError: it is not there, is not what the source stated, or broke off too often.
@@ -164,11 +164,11 @@ class _Fetch:
     path: Path
     storage: ContentStorage
     known: CachedVersion | None = None
-    """What the source had when it was fetched before, which the cache has."""
+    """Version of the source that the cache has."""
     _received: int = 0
     _version: str = ""
     _most: int = 0
-    """Largest number of bytes that an attempt has got to."""
+    """Largest number of bytes that any attempt has reached."""
     _began: bool = False
     """Whether the source has opened the content once, so that another attempt may succeed."""
     _hasher: Any = None
@@ -244,7 +244,7 @@ class _Fetch:
     async def _read_all(
         content: ContentStream, send: MemoryObjectSendStream[bytes | bytearray]
     ) -> SourceInterruptedError | None:
-        """Pass all blocks on, small ones joined to `BLOCK`; return why they broke off, if they did."""
+        """Pass all blocks on, small ones joined to `BLOCK` bytes; return the reason of an interruption, if any."""
         pending = bytearray()
         async with aclosing(content.blocks) as blocks:
             try:

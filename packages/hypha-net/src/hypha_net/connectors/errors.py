@@ -11,12 +11,12 @@ class Reason(StrEnum):
     """Why a file cannot be fetched, for programs."""
 
     BAD_REQUEST = "bad-request"
-    """What names it is not usable."""
+    """The reference to it is not usable."""
     NOT_ALLOWED = "not-allowed"
     """The owner of this node, or of the service, does not allow it."""
     NOT_FOUND = "not-found"
     SOURCE_FAILED = "source-failed"
-    """The service was not reached, broke off, or sent something else."""
+    """The service was not reached, interrupted the download, or sent something unexpected."""
     TIMEOUT = "timeout"
 
 
@@ -50,7 +50,7 @@ def not_found(detail: str) -> FetchError:
 
 
 def source_failed(detail: str) -> FetchError:
-    """Return the error of a service that was not reached, broke off, or sent something else."""
+    """Return the error of a service that was not reached, interrupted the download, or sent something unexpected."""
     return FetchError(Reason.SOURCE_FAILED, detail)
 
 

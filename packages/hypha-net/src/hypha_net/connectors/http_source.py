@@ -1,7 +1,7 @@
 """Files on web servers: resumed by ranges (RFC 9110, section 14), redirects and addresses checked.
 
-A connection is made only to an address that was checked after the name was resolved, for each redirect too. Proxies
-of the environment are not used. `httpcore` and `httpx` are imported when the first download needs them.
+For each request and redirect the name is resolved, and a connection is made only to an address that passed the check.
+Proxies of the environment are not used. `httpcore` and `httpx` are imported when the first download needs them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HttpAccess(Protocol):
         ...
 
     def allowed_addresses(self, host: str, addresses: Sequence[str]) -> list[str]:
-        """Return those of a host's addresses that may be connected to; raise an error if it has others only."""
+        """Return the addresses of a host that may be connected to; raise an error if there are none."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The S3 service of a node: its settings, and threads of its own for obstore's calls.
 
-obstore's coroutines need asyncio, and daemons run on trio. obstore also reads ``AWS_*`` variables and proxies of
-the environment; what they could set is given here, so that nothing uses the machine's own credentials.
+obstore's coroutines need asyncio, but daemons run on trio. obstore also reads ``AWS_*`` variables and proxies of the
+environment; every setting of theirs is given here, so that the machine's own credentials are never used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 READ_TIMEOUT: Final = 60.0
 """Seconds after which a service that sends nothing has failed."""
 REQUEST_TIMEOUT: Final = 3600.0
-"""Seconds of one request; the rest of a longer one is asked for again."""
+"""Maximum seconds of one request; the rest of a longer download is requested again."""
 MAX_THREADS: Final = 8
-"""Requests at once."""
+"""Maximum number of concurrent requests."""
 _UNUSED_PROXY: Final = "http://127.0.0.1:9"
-"""A proxy that every host is excluded from; given, it replaces those of the environment."""
+"""A proxy from which every host is excluded; it replaces those of the environment."""
 
 
 @dataclass(frozen=True, slots=True)

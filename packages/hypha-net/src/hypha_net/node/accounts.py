@@ -1,4 +1,4 @@
-"""What the commands ``accounts`` of workers and schedulers share: the beginning of a period, and JSON and CSV."""
+"""Shared parts of the commands ``accounts`` of workers and schedulers: the option ``--since``, JSON and CSV."""
 
 from __future__ import annotations
 

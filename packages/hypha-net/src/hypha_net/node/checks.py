@@ -1,6 +1,7 @@
 """Checks of a node's certificates, ports and folders, for ``run --check`` and ``probe``.
 
-A check that fails is a value and not an exception, so that one command tells of all of them.
+Each program adds checks of its own. A failed check is a value, not an exception, so that one command reports all of
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.descriptors import FEW, descriptor_limit
 
 EXPIRES_SOON: Final = 14 * 86400.0
-"""Seconds before the end of a certificate or revocation list from which on a check warns."""
+"""Remaining seconds of a certificate or revocation list below which a check warns."""
 DISK_FULL: Final = 100 * 10**6
 """Free bytes below which a folder's disk fails its check."""
 DISK_NEARLY_FULL: Final = 10**9
 """Free bytes below which a folder's disk is a warning."""
 MAX_CLOCK_OFFSET: Final = 60.0
-"""Seconds between two clocks from which on a check warns: certificates may be valid for one and not for the other."""
+"""Difference of two clocks in seconds above which a check warns: a certificate may be valid for only one of them."""
 _MAX_FLIGHTS: Final = 10
 
 State = Literal["ok", "warning", "FAILED"]
@@ -52,12 +53,12 @@ def ok(text: str) -> Check:
 
 
 def warning(text: str) -> Check:
-    """Return a check of something with which the node runs, for now or not as well."""
+    """Return a check that found a fault with which the node runs, but only for now or less well."""
     return Check("warning", text)
 
 
 def failed(text: str) -> Check:
-    """Return a check of something with which the node would not run, or would not do its work."""
+    """Return a check that found a fault with which the node would not run or not do its work."""
     return Check("FAILED", text)
 
 
@@ -173,7 +174,7 @@ def _listen_remedy(error: OSError) -> str:
 
 
 def check_descriptors() -> Check:
-    """Warn of a low limit of open files; a daemon raises the soft limit to the hard one, which counts."""
+    """Warn of a low hard limit of open files, to which a daemon raises its soft limit."""
     limit = descriptor_limit()
     if limit is None:
         return ok("ulimit -n: no limit of open files and connections")
@@ -187,7 +188,7 @@ def check_descriptors() -> Check:
 
 
 def check_folder(key: str, folder: Path, *, disk: bool = True) -> Iterator[Check]:
-    """Check that a folder can be written, or be made if it does not exist; it is not made.
+    """Check that a folder can be written or, if it is missing, created; does not create it.
 
     Args:
         key: key of the configuration.
@@ -224,7 +225,7 @@ def _check_disk(what: str, free: int) -> Check:
 def check_gateways(config: NodeConfig, role: str, timeout: float) -> Sequence[Check]:
     """Connect to all gateways at once with this node's certificate, and ask for their health.
 
-    With a certificate that fails its own check they are not tried: each would seem to fail, too.
+    They are skipped if the certificate fails its own check, because each would fail, too.
 
     Args:
         config: names the gateways and the certificate.

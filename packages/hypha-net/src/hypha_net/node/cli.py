@@ -40,7 +40,7 @@ Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class Examination(Protocol):
-    """What a program finds out about its own machine, for ``probe`` without an address and a configuration."""
+    """What a program reports about its machine, for ``probe`` without an address and a configuration."""
 
     @property
     def lines(self) -> Sequence[str]:
@@ -56,7 +56,7 @@ class Examination(Protocol):
 Examine = Callable[[], Examination]
 """Examines the machine."""
 RunChecks = Callable[[C, bool], Iterable[Check]]
-"""Yields a program's own checks; with True also those that start something, for ``probe``."""
+"""Yields a program's own checks; with True (``probe``) also those that start processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class _Program:
         click.get_current_context().exit(code)
 
     def offline_checks(self, loaded: Loaded[Any], *, live: bool) -> Iterable[Check]:
-        """Yield the checks that need no network, and the warnings of the configuration that none of them tells."""
+        """Yield the checks that need no network, and the configuration's warnings that none of them reports."""
         told = set()
         for found in check_node(loaded.config, self.role, live=live):
             yield found
@@ -254,7 +254,7 @@ class _Program:
         yield from (Check("warning", text) for text in loaded.warnings if text not in told)
 
     def _check(self, loaded: Loaded[Any], file: Path | None) -> None:
-        """Log what is not as it should be, and exit with 1 if ``run`` would fail or the node could not work."""
+        """Log warnings and failures, and exit with 1 if ``run`` would fail or the node could not work."""
         count = 0
         for found in self.offline_checks(loaded, live=False):
             if found.state == "FAILED":
@@ -395,7 +395,7 @@ Without ADDRESS and --config, tell how well this machine contains jobs."""
 
 
 def _check_all(program: _Program, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
-    """Print a line for each check, those that need the network included; exit with 1 if one has failed."""
+    """Print a line for each check, also those that need the network; exit with 1 if one fails."""
     configure_logs(level="critical")  # a failure is reported once, as a line
     loaded, states = program.load(file, settings), Counter[str]()
     offline = program.offline_checks(loaded, live=True)

@@ -1,4 +1,4 @@
-"""Limit of the files and connections that a daemon may have open (``ulimit -n``)."""
+"""Limit of open files and connections of a daemon (``ulimit -n``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 FEW: Final = 1024
-"""Number of open files and connections below which a node does not serve many peers."""
+"""Limit of open files and connections below which a node cannot serve many peers."""
 _MANY: Final = 1 << 16
 """The same, where the system names no limit."""
 

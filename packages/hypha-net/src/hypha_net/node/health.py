@@ -1,6 +1,7 @@
 """Health of a node: the answer to ``/hypha-health/0.0.1``, which `probe` requests.
 
-The program sets it; `watch_gateways` lets no node be healthy that has gateways configured and reaches none.
+A node is healthy if its program has called `Node.ready`, one of its gateways is connected (if it has any), and no older
+process uses its certificate.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ async def watch_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
 
 
 async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
-    """Tell the gateways from time to time which process this is, and note the twin that they know, until cancelled."""
+    """Tell the gateways periodically which process this is, and note the twin that they report, until cancelled."""
     from hypha_net import rpc
     from hypha_net.errors import NetError
     from hypha_proto.health import HEALTH_CHECK, Caller, HealthRequest

@@ -1,8 +1,9 @@
 """Lifecycle of a daemon: opens the endpoint, serves health, runs the program and ends within a bounded time.
 
-SIGTERM and SIGINT cancel the program and everything it started; a program that drains hears of the first SIGTERM
-instead and returns when its work is done. Tasks that have not ended after `GRACE` seconds are named in the log and the
-process exits anyway, with code 1. SIGHUP makes the endpoint reload its certificates.
+Runs the program's ``serve(config, node)``. SIGTERM and SIGINT cancel the program and everything it started. In a
+program that drains, the first SIGTERM sets an event instead, and the program returns when its work is done. Tasks that
+have not ended after `GRACE` seconds are named in the log, and the process exits with code 1. SIGHUP makes the endpoint
+reload its certificates.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _PEERS_EVERY: Final = 5.0
 
 
 def _never(_timeout: float) -> anyio.Event:
-    """Return an event that no signal sets: outside of a daemon there are none."""
+    """Return an event that is never set, for use outside of a daemon."""
     return anyio.Event()
 
 
@@ -148,8 +149,8 @@ def early_signals() -> Iterator[None]:
 def _exit_now(exit_code: int) -> NoReturn:
     """Exit the process while nothing is open that would have to be closed.
 
-    Not by an exception: if the signal arrives while a destructor or an import hook of a library runs, which is common
-    during start-up, the interpreter or the library swallows the exception and the daemon would keep running.
+    No exception is used: if the signal arrived while a destructor or an import hook of a library runs, which is common
+    during start-up, the interpreter or the library would swallow the exception, and the daemon would keep running.
     """
     os._exit(exit_code)
 

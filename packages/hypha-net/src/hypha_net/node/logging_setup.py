@@ -24,7 +24,7 @@ FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
 _LISTENERS: Final = "trio.serve_listeners"
-"""Logger of listeners, which tries ten times a second to accept a connection while no file may be opened."""
+"""Logger of trio's listeners, which retry ten times a second to accept a connection while no file can be opened."""
 _CONTROL: Final = {
     code: "\n  " if code == 10 else f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9
 } | {0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -52,8 +52,8 @@ def _time(record: logging.LogRecord) -> str:
 class _FloodFilter(logging.Filter):
     """Limits the records per source line and minute, since a peer can cause thousands a second.
 
-    Records with the extra attribute `unlimited`, which mark a job's own output, always pass. Of listeners that cannot
-    accept connections one passes, without its traceback.
+    Records with the extra attribute `unlimited`, which marks a job's own output, always pass. Of the records of
+    listeners that cannot accept connections one passes, without its traceback.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Probe of a peer: connects to it and asks for its health and identity.
 
-The engine does not identify a peer with this node's own identity. Such a peer is asked by a minimal client of identify
-(https://github.com/libp2p/specs/blob/master/identify/README.md): an answer is one length-prefixed protobuf message, of
+The engine does not identify a peer that has this node's own identity. A minimal client of identify asks such a peer
+(https://github.com/libp2p/specs/blob/master/identify/README.md): the answer is one length-prefixed protobuf message, of
 which only the agent version (field 6) is read.
 """
 
@@ -45,7 +45,7 @@ class Probed:
     bytes_sent: int | None
     bytes_received: int | None
     clock_offset: float | None
-    """Seconds by which its clock is ahead of this one, as exact as the answer was fast; None if it does not tell."""
+    """Seconds by which its clock is ahead of this one, with an error up to the answer's time; None if not stated."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer as a dictionary of plain values."""

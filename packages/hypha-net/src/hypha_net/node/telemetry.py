@@ -1,7 +1,7 @@
 """Export of a daemon's spans, metrics and logs with the SDK of OpenTelemetry (https://opentelemetry.io/docs/specs/otel/).
 
-The only importer of the SDK, itself imported by `lifecycle` only when `config.otlp` names a collector. Exporters run in
-threads of the SDK and nothing waits for them: what a collector does not accept is dropped at the limits of the SDK, an
+The only module that imports the SDK; imported only when `config.otlp` names a collector. Exporters run in threads of
+the SDK, and nothing waits for them: data that a collector does not accept is dropped at the limits of the SDK, an
 outage is logged once, and the end of the daemon takes at most `LAST_EXPORT` seconds longer.
 """
 
@@ -89,11 +89,11 @@ class Outage:
 
 
 _exporting: ContextVar[tuple[Outage, Signal] | None] = ContextVar("exporting", default=None)
-"""What runs in this thread, for the log records of its libraries."""
+"""The export that runs in this thread, to which log records of its libraries belong."""
 
 
 class _LibraryLogs(logging.Handler):
-    """Uses what the libraries log during an export as the reason of an outage."""
+    """Takes the reason of an outage from what the libraries log during an export."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record the failure at once: the first attempt fails long before the last."""

@@ -1,6 +1,6 @@
-"""Twins: two processes that use one certificate, found by a gateway from what each says of itself.
+"""Twins: two processes that use one certificate, found by a gateway from their calls.
 
-A process that starts again is no twin of the one before, which says nothing any more. Pure; the clock is passed in.
+A restarted process is no twin of the previous one, which no longer calls. Pure; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 _KEPT: Final = 3 * CALL_INTERVAL
-"""Seconds for which a process is remembered."""
+"""Seconds for which a process is remembered after its last call."""
 _MAX_PROCESSES: Final = 8
-"""Processes of one certificate that are remembered."""
+"""Maximum number of processes that are remembered for one certificate."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class Faults:
     delay: float = 0.0
     """Seconds that connecting, opening a stream, each write and each gossip delivery take.
 
-    A request over a standing connection is sent as the stream is opened: with its response it takes twice as long.
+    Over an open connection a request is sent as its stream is opened, so with its response it takes twice as long.
     """
     jitter: float = 0.0
     """Largest random extra delay in seconds; it reorders gossip messages, but not the bytes of a stream."""

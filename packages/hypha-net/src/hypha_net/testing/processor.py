@@ -1,4 +1,4 @@
-"""Processor time of a simulated node: one delivery after the other, those of different senders in turns.
+"""Processor time of a simulated node: one delivery after the other, with senders in turn.
 
 `memory_network` charges it for every gossip message and every write that a node receives, so that a simulation shows
 what a node's load costs. Senders take turns as the reading tasks of their connections do in a real node.
@@ -30,7 +30,7 @@ class Processor:
         return self._seconds <= 0
 
     async def handle(self, sender: PeerId) -> None:
-        """Wait until a delivery of `sender` has had its turn and its processor time."""
+        """Wait until a delivery of `sender` has had its turn and used its processor time."""
         self.handled += 1
         if self.is_instant:
             return

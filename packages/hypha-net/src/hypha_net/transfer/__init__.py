@@ -1,10 +1,11 @@
 """Transfer of files and buffers between peers: push and pull with length and digest, in bounded memory, resumable.
 
 Content is visible only when it is complete. A header announces name, length and digest, and a receipt ends a push
-(`hypha_proto.transfer`). A push is received into a file, a pull into a file or memory; either may send a buffer.
+(`hypha_proto.transfer`). A push is received into a file, a pull into a file or memory; the sender may send a file or a
+buffer.
 
-Inside: `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols, and `framing` sends and
-receives their headers. `push_slots` lets only one push of a peer at a time write a file.
+`pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols; `framing` sends and receives their
+headers. `push_slots` lets only one push of a peer at a time write a file.
 `retry` resumes what was interrupted, `progress` emits the events. The bytes themselves are moved by `io`: `sources`,
 `sinks`, `stream_copy`, `io_thread`, `partial_file`, `partial_buffer` and `integrity`.
 """

@@ -1,4 +1,4 @@
-"""Headers of the transfer protocols, each behind its length (8 bytes, little-endian), and the end of their streams."""
+"""Headers of the transfer protocols, each after its length (8 bytes, little-endian), and the end of their streams."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def describe_request(request: PullRequest) -> str:
 
 
 async def send_message(stream: Stream, data: bytes) -> None:
-    """Send a header behind its length."""
+    """Send the length of a header, then the header."""
     await stream.send_all(len(data).to_bytes(8, "little") + data)
 
 

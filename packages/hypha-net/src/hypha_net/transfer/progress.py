@@ -54,7 +54,8 @@ class TransferProgress:
     def begin(self, done: int, size: int | None) -> None:
         """Start an attempt at byte `done`; the first one emits an event.
 
-        A further attempt may begin after the counted bytes: part of a chunk that failed had arrived, and counts now.
+        A further attempt may begin after more bytes than were counted: part of a failed chunk had arrived, and counts
+        now.
         """
         if self._emitted_at != float("-inf"):
             self.total_moved += max(0, done - self.done)

@@ -1,6 +1,6 @@
 """Client of the pull protocol: asks for a file from some byte on, and verifies the announced length and digest.
 
-Called through `hypha_net.transfer.pull` and `pull_bytes`; the other side is `pull_server`.
+The other side is `pull_server`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ async def pull_bytes(
 ) -> bytearray:
     """Pull from `peer` into memory, as `pull` does into a file; the caller owns the bytes.
 
-    An interrupted pull is resumed within this call. It uses the memory of what was received, and no more than
-    `max_bytes` and two blocks.
+    An interrupted pull is resumed within this call. It uses memory for the received bytes, at most `max_bytes` and two
+    blocks.
 
     Raises:
         UnreachableError: the peer cannot be reached.
@@ -109,7 +109,7 @@ async def pull_bytes(
 async def announced_content(
     endpoint: Endpoint, peer: PeerId, request: PullRequest, *, timeout: float = 30.0
 ) -> PullResult:
-    """Ask `peer` for size and digest of a file, and for none of its content.
+    """Ask `peer` for size and digest of a file, without its content.
 
     Raises:
         UnreachableError: the peer cannot be reached.
@@ -144,9 +144,9 @@ class _Pull:
     max_bytes: int
     expected_digest: str | None
     announced_digest: str | None = None
-    """Digest of what the peer has, once it has sent it."""
+    """Digest of the peer's content, once it is known."""
     restart: bool = False
-    """Whether what was received cannot be resumed."""
+    """Whether the received bytes cannot be resumed."""
     progress: TransferProgress = field(init=False)
 
     def __post_init__(self) -> None:

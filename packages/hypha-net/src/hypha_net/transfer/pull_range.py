@@ -1,7 +1,7 @@
 """Pulls a part of a file, so that several peers can send parts of the same content at once.
 
-The pull protocol sends from some byte to the end; the stream is reset when the part is here. Nothing verifies a part by
-itself: the caller verifies the whole content.
+The pull protocol sends from some byte to the end; the stream is reset when the part is complete. A part cannot be
+verified by itself: the caller verifies the whole content.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ async def pull_range(
     Args:
         endpoint: this node.
         peer: who has the content.
-        request: what it is called there.
+        request: names the content at the peer.
         file: open for writing; its position does not matter.
-        end: first byte that is not wanted.
+        end: position after the last wanted byte.
         size: bytes of the whole content.
         digest: digest of the whole content; the peer must announce both.
 
@@ -49,7 +49,7 @@ async def pull_range(
         UnreachableError: the peer cannot be reached.
         TransferRefusedError: the peer refuses, and says why.
         ContentMismatchError: the peer announces another size or digest.
-        TransferError: it broke off, or no bytes came for `IDLE_TIMEOUT` seconds.
+        TransferError: it was interrupted, or no bytes came for `IDLE_TIMEOUT` seconds.
         OSError: the file cannot be written.
     """
     what = f"pull of {describe_request(request)} from {peer}"

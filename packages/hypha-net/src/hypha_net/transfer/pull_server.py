@@ -1,6 +1,6 @@
-"""Server of the pull protocol: announces length and digest of a file or buffer and sends it from the byte asked for.
+"""Server of the pull protocol: announces length and digest of a file or buffer and sends it from the requested byte.
 
-Called through `hypha_net.transfer.serve_pulls`; the other side is `pull_client`.
+The other side is `pull_client`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PullSource:
     """A buffer must not change while it is offered."""
     digest: str | None = None
     on_sent: Callable[[], Awaitable[None]] | None = None
-    """Called after the last byte and before the end of the stream; raises `TransferError` if what was sent is void."""
+    """Called after the last byte, before the end of the stream; raises `TransferError` if the sent bytes are void."""
 
     async def finish(self, stream: Stream) -> None:
         """End a stream on which all bytes were sent."""

@@ -1,6 +1,6 @@
 """Client of the push protocol: announces a file, sends it from the byte that the receiver asks for, awaits a receipt.
 
-Called through `hypha_net.transfer.push`; the other side is `push_server`.
+The other side is `push_server`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import PushAnswer, PushHeader, PushReceipt, Refusal
 
 RECEIPT_TIMEOUT: Final = 600.0
-"""Seconds for what the peer does with a file before it sends its receipt; a dead peer is noticed sooner."""
+"""Seconds that the peer may process a file before it sends its receipt; a dead peer is noticed sooner."""
 
 
 async def push(

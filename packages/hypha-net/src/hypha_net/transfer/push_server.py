@@ -1,7 +1,6 @@
 """Server of the push protocol: accepts or refuses each push, resumes what it has of it, and sends a receipt.
 
-Called through `hypha_net.transfer.serve_pushes`; the other side is `push_client`. With `push_slots` a repeated push
-replaces the earlier one.
+The other side is `push_client`. With `push_slots` a repeated push replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ Accept = Callable[[PeerId, PushHeader], Awaitable[FilePushTarget | Refusal]]
 def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
     """Receive what peers push, into the target that `accept(peer, header)` returns.
 
-    A file is written beside its target and renamed only when it is complete and its digest is correct. What an
-    interrupted push has brought is kept there, and the next push of the same content into the same folder resumes it.
+    A file is written beside its target and renamed when it is complete and its digest is correct. After an interrupted
+    push the received bytes are kept, and the next push of the same content into the same folder resumes.
     """
     slots = PushSlots()
 
@@ -103,7 +102,7 @@ async def _receive_push(
 
 
 def _refusal_reason(error: TransferError | OSError) -> str:
-    """Return the reason that the pusher gets; it tells a full disk from what another attempt would not mend."""
+    """Return the reason that the pusher gets; a full disk has a reason of its own, because a later push may succeed."""
     if isinstance(error, TransferRefusedError):
         return error.reason
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,7 +1,7 @@
-"""Slots for incoming pushes: a repeated push takes over from the earlier one that hangs.
+"""Slots for incoming pushes: a repeated push replaces an earlier one that hangs.
 
-The connection of the earlier push is usually dead, but this node may notice half a minute after the peer. Until then
-the file would be locked and what was received of it could not be resumed.
+The connection of the earlier push is usually dead, but this node may notice that half a minute after the peer. Until
+then the file would be locked, and the push could not be resumed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PushSlots:
     async def hold(self, key: SlotKey, what: str) -> AsyncIterator[Callable[[], None]]:
         """Hold a slot; the push that holds it is cancelled first.
 
-        Yields a function that releases the slot early: once everything was received, what is done with it must not be
-        cancelled by another push.
+        Yields a function that releases the slot early: when everything is received, another push must not cancel its
+        processing.
 
         Raises:
             TransferInterruptedError: another push of the same peer took over.

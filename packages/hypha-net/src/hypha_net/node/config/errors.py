@@ -127,7 +127,7 @@ def _unknown_key(model: type[BaseModel], key: Key, where: str) -> Problem:
 
 
 def _reason(details: ErrorDetails) -> str:
-    """Return what is wrong, in the words of TOML and JSON for what pydantic says in those of Python."""
+    """Return pydantic's reason, with Python's names of types replaced by those of TOML and JSON."""
     if (expected := _EXPECTED.get(details["type"])) is not None:
         return expected
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")

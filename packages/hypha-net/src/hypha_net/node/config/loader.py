@@ -1,7 +1,7 @@
 """Loader of a program's configuration: flags override ``OTEL_*``, then ``HYPHA_*``, TOML and defaults.
 
 Each source becomes a tree of plain values with the origin of each (`sources`); the trees are merged and pydantic
-validates the result. All problems, in whichever source, are reported at once by one `ConfigError`.
+validates the result. One `ConfigError` reports all problems of all sources.
 """
 
 from __future__ import annotations

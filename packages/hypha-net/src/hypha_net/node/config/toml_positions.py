@@ -1,7 +1,6 @@
 """TOML reader that records the line of each key, which `tomllib` does not report.
 
-`tomllib` parses the document (https://toml.io/en/v1.0.0); the scan beside it only finds lines, in documents known to be
-well-formed.
+`tomllib` parses the document (https://toml.io/en/v1.0.0); a scan of documents that it accepts finds the lines.
 """
 
 from __future__ import annotations

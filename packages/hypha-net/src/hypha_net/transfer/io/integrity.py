@@ -1,6 +1,6 @@
 """Incoming content, and the check of its length and digest.
 
-`IncomingContent` is what `partial_file` and `partial_buffer` implement and `stream_copy` fills.
+`partial_file` and `partial_buffer` implement `IncomingContent`; `stream_copy` fills it.
 """
 
 from __future__ import annotations

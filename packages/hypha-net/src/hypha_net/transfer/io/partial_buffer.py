@@ -1,6 +1,6 @@
-"""Incomplete content in memory, by the rules of `partial_file`: hashed as it arrives, visible only when it is complete.
+"""Incomplete content in memory: hashed as it arrives, and like a `partial_file` visible only when it is complete.
 
-It uses the memory of what was received, never of what was announced.
+It uses memory only for the received bytes, whatever size was announced.
 """
 
 from __future__ import annotations

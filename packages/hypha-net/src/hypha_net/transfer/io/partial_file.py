@@ -1,12 +1,12 @@
 """Incomplete file of a transfer, hashed while it is written and renamed to its target when it is complete.
 
 An incomplete file lies beside its target, preallocated. Its name contains the announced digest, so that only a transfer
-of the same content resumes it. While it is incomplete, its last eight bytes hold the number of
-bytes received; they survive the end of the process, and after a crash of the system the digest decides.
+of the same content resumes it. Its last eight bytes hold the number of bytes received, which survives the end of the
+process; after a crash of the system the digest shows whether the content is right.
 
-There is no fsync before the rename: what nodes exchange is a copy of what a peer still has, or a round's update, which
-is void after a system crash anyway, and waiting for the disk would take longer than the transfer. Content that has to
-survive (a trained model) is synchronised by the code that keeps it.
+There is no fsync before the rename, which would take longer than the transfer: a file is a copy of what a peer still
+has, or the update of a round that is void after a system crash. Content that has to survive, such as a trained model,
+is synced by the code that keeps it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SUSPENDED: Final = 8
 MAX_AGE: Final = 24 * 3600.0
 """Seconds for which a suspended file is kept."""
 _LOCK_GRACE: Final = 5.0
-"""Seconds within which a new file may not be locked yet; it is not removed as superfluous."""
+"""Seconds for which a new file is not removed as superfluous, because it may not be locked yet."""
 _TRAILER: Final = 8
 _HASH_BLOCK: Final = 1 << 20
 _WRITE_SIZE: Final = 256 << 10
@@ -48,7 +48,7 @@ class StorageQuota(Protocol):
     """
 
     def reserve(self, path: Path, size: int) -> None:
-        """Count `size` bytes for the file at `path`, which may hold fewer yet; replaces its earlier reservation.
+        """Count `size` bytes for the file at `path`, even if it holds fewer; replaces its earlier reservation.
 
         Raises:
             TransferRefusedError: the files together would exceed the bound; the reservation stays as it was.
@@ -56,7 +56,7 @@ class StorageQuota(Protocol):
         ...
 
     def release(self, path: Path) -> None:
-        """Count what the file at `path` holds instead of its reservation. No error without one."""
+        """Count the size of the file at `path` instead of its reservation. No error without one."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""Destinations of a transfer: a file or memory. The sender cannot tell which."""
+"""Destinations of a transfer: a file or memory. The sender cannot tell which.
+
+`stream_copy` fills them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sources of a transfer: a file, by its path or open, or memory. The receiver cannot tell which."""
+"""Sources of a transfer: a file, by its path or open, or memory. The receiver cannot tell which.
+
+`stream_copy` sends them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class FileContent:
 
 @dataclass(frozen=True, slots=True)
 class OpenFileSource:
-    """Open file: whatever takes its path meanwhile, these bytes are read. The caller closes it."""
+    """Open file: its bytes are read even if another file takes its path. The caller closes it."""
 
     file: FileIO
 
@@ -119,7 +122,7 @@ def make_source(content: Content) -> ReadableContent:
 async def describe(content: Content) -> tuple[int, str]:
     """Return size in bytes and digest (``blake3:…``) of a file or a buffer.
 
-    Of a file that grows meanwhile, the bytes that it has now count.
+    If a file grows meanwhile, only the bytes that it has at first count.
 
     Raises:
         OSError: the file cannot be read.
