@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from io import FileIO
@@ -226,7 +226,7 @@ class _Fetch:
             raise SourceInterruptedError(changed, restart=True)
 
     async def _store(self, content: ContentStream, file: FileIO) -> None:
-        """Write all blocks to a file; each is hashed and written while the next one comes."""
+        """Write all blocks to a file; those that are here are hashed and written while the next ones come."""
         send, receive = anyio.create_memory_object_stream[bytes | bytearray](1)
         interruption: SourceInterruptedError | None = None
         try:
@@ -266,21 +266,24 @@ class _Fetch:
         self, file: FileIO, size: int | None, receive: MemoryObjectReceiveStream[bytes | bytearray]
     ) -> None:
         async for block in receive:
-            await self._write(file, size, block)
+            waiting = receive.statistics().current_buffer_used
+            await self._write(file, size, [block, *(receive.receive_nowait() for _ in range(waiting))])
 
-    async def _write(self, file: FileIO, size: int | None, block: bytes | bytearray) -> None:
-        if size is not None and self._received + len(block) > size:
+    async def _write(self, file: FileIO, size: int | None, blocks: Sequence[bytes | bytearray]) -> None:
+        end = self._received + sum(map(len, blocks))
+        if size is not None and end > size:
             raise source_failed(f"{self.source.name}: more came than the {size} bytes that were announced")
-        await self.storage.run(self._append, file, size or 0, block)
-        self._received += len(block)
-        self._most = max(self._most, self._received)
+        await self.storage.run(self._append, file, max(size or 0, end), blocks)
+        self._received = end
+        self._most = max(self._most, end)
 
-    def _append(self, file: FileIO, size: int, block: bytes | bytearray) -> None:
-        self.storage.reserve(self.path, max(size, self._received + len(block)))
-        rest = memoryview(block)
-        self._hasher.update(rest)
-        while rest:
-            rest = rest[file.write(rest) :]
+    def _append(self, file: FileIO, size: int, blocks: Sequence[bytes | bytearray]) -> None:
+        self.storage.reserve(self.path, size)
+        for block in blocks:
+            rest = memoryview(block)
+            self._hasher.update(rest)
+            while rest:
+                rest = rest[file.write(rest) :]
 
     def _finish(self, content: ContentStream) -> FetchedContent:
         if content.size is not None and self._received != content.size:

@@ -8,6 +8,7 @@ obstore is imported when the first download needs it.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ T = TypeVar("T")
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
 _MAX_KEY: Final = 1024
+BATCH: Final = 2
+"""Blocks that one call in a thread reads. With more of them at once, memory is given back to the kernel and taken again
+all the time, which costs more than changing threads."""
+BATCH_SECONDS: Final = 0.1
 
 
 class _UnchangedError(Exception):
@@ -102,12 +107,20 @@ class S3Object:
             return obstore.get(self._client.open_bucket(self.bucket), self.object_key, options=options)
 
     async def _blocks(self, stream: Iterator[bytes] | None) -> AsyncGenerator[bytes]:
-        while stream is not None and (block := await self._run(lambda: self._next(stream))):
-            yield block
+        while stream is not None and (batch := await self._run(lambda: self._read(stream))):
+            for block in batch:
+                yield block
 
-    def _next(self, stream: Iterator[bytes]) -> bytes:
+    def _read(self, stream: Iterator[bytes]) -> list[bytes]:
+        """Return up to `BATCH` blocks, fewer if they come slowly; none at the end."""
+        blocks: list[bytes] = []
+        slow = time.monotonic() + BATCH_SECONDS
         with self._s3_errors():
-            return next(stream, b"")
+            for block in stream:
+                blocks.append(block)
+                if len(blocks) == BATCH or time.monotonic() > slow:
+                    break
+        return blocks
 
     async def _run(self, function: Callable[[], T]) -> T:
         try:
