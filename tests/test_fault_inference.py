@@ -41,9 +41,7 @@ def _no_process_is_left(network: InferenceNetwork) -> Iterator[None]:
     network.poison.unlink(missing_ok=True)
     network.hold.unlink(missing_ok=True)
     network.revive()
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 def wait_for_parts(job: Submission, count: int, timeout: float = 60.0) -> None:

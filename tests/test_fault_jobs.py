@@ -59,9 +59,7 @@ def _no_process_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
     network.revive()
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 @pytest.mark.processes

@@ -94,9 +94,7 @@ def _every_node_runs(network: LocalNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
     network.revive()
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 def start(

@@ -16,7 +16,6 @@ from support.member_faults import CONTINUED, JOINED, LOST, PAUSED, first_round_w
 from support.netns import needs_namespaces
 from support.numpy_executor import executor_toml, write_model
 from support.proof import check_whole_epochs, prove
-from support.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), needs_namespaces]
 
@@ -42,9 +41,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HomedNetwork]:
 def _no_executor_is_left(network: HomedNetwork) -> Iterator[None]:
     yield
     network.stop_jobs()
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 def start(network: HomedNetwork, rounds: int) -> Job:

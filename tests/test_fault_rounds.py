@@ -99,9 +99,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
 @pytest.fixture(autouse=True)
 def _no_process_is_left(network: LocalNetwork) -> Iterator[None]:
     yield
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 def start(

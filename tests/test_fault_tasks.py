@@ -28,9 +28,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaskNetwork]:
 def _no_process_is_left(network: TaskNetwork) -> Iterator[None]:
     yield
     network.revive()
-    wait_until(lambda: not network.executors(), 60, "the end of all executors")
-    for name in network.daemons:
-        assert "Traceback" not in network.log(name), network.log(name)
+    network.check_quiet()
 
 
 def chains(count: int, length: int, seconds: float = 0.0, ran: Path = Path(os.devnull)) -> dict[str, Any]:

@@ -269,6 +269,12 @@ class LocalNetwork:
                 found += [child for child in worker.children(recursive=True) if child.pid not in servers]
         return found
 
+    def check_quiet(self) -> None:
+        """Wait for the end of all executors, and check that no node has logged a traceback."""
+        wait_until(lambda: not self.executors(), 60, "the end of all executors")
+        for name in self.daemons:
+            assert "Traceback" not in self.log(name), self.log(name)
+
     def commands(self, *names: str) -> list[psutil.Process]:
         """Return the innermost of `executors`: the configured commands, if these have started no processes."""
         parents = {}

@@ -46,19 +46,17 @@ def test_a_sender_of_many_messages_delays_another_by_one_turn() -> None:
     assert [when for _, when in arrivals] == [float(number) for number in range(1, 12)]
 
 
-def test_a_request_and_its_answer_take_one_turn_each_and_are_counted() -> None:
+@pytest.mark.virtual_clock
+async def test_a_request_and_its_answer_take_one_turn_each_and_are_counted() -> None:
     async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
         return Health(healthy=True)
 
-    async def main() -> tuple[float, int, int]:
-        network = MemoryNetwork(processing=0.001)
-        async with network.endpoint("a") as a, network.endpoint("b") as b:
-            rpc.serve(b, HEALTH_CHECK, healthy)
-            began = anyio.current_time()
-            await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
-            return anyio.current_time() - began, a.processor.handled, b.processor.handled
-
-    seconds, at_a, at_b = simulate(main)
+    network = MemoryNetwork(processing=0.001)
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        rpc.serve(b, HEALTH_CHECK, healthy)
+        began = anyio.current_time()
+        await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
+        seconds, at_a, at_b = anyio.current_time() - began, a.processor.handled, b.processor.handled
     assert seconds == pytest.approx(0.002)
     assert (at_a, at_b) == (1, 1)
 

@@ -62,23 +62,18 @@ async def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(o
 
 
 @pytest.mark.parametrize(("token", "size"), [("t", 0), ("t", 100_000), ("other", 0), ("tt", 0), ("", 0)])
-def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, size: int) -> None:
+async def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, size: int) -> None:
     """The token may stand behind much else; another job's token, even one that begins like it, does not count."""
     environment = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}=t", **os.environ, TOKEN_VARIABLE: token}
-
-    async def main() -> int:
-        with anyio.fail_after(30):
-            process = await anyio.open_process(
-                [sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
-            )
-            assert process.stdout is not None
-            left = int(await process.stdout.receive())
-            await process.wait()
-            await terminate_tree(process, "t", 30.0)
-            await process.aclose()
-            return left
-
-    left = anyio.run(main, backend="trio")
+    with anyio.fail_after(30):
+        process = await anyio.open_process(
+            [sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
+        )
+        assert process.stdout is not None
+        left = int(await process.stdout.receive())
+        await process.wait()
+        await terminate_tree(process, "t", 30.0)
+        await process.aclose()
     try:
         assert is_alive(left) is (token != "t")
     finally:
@@ -86,7 +81,7 @@ def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, siz
             os.kill(left, signal.SIGKILL)
 
 
-def test_a_process_that_loses_its_token_after_sigterm_is_ended() -> None:
+async def test_a_process_that_loses_its_token_after_sigterm_is_ended() -> None:
     """As one that exits does: the kernel releases its environment a while before it is gone."""
     loses_token = """
 import os, signal, sys, time
@@ -97,20 +92,15 @@ print(1, flush=True)
 time.sleep(60)
 """
     leaves_it = LEAVES_ANOTHER.replace('"import time; print(1, flush=True); time.sleep(60)"', repr(loses_token))
-
-    async def main() -> int:
-        with anyio.fail_after(30):
-            process = await anyio.open_process(
-                [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
-            )
-            assert process.stdout is not None
-            left = int(await process.stdout.receive())
-            await process.wait()
-            assert await terminate_tree(process, "t", 0.5) is None
-            await process.aclose()
-            return left
-
-    left = anyio.run(main, backend="trio")
+    with anyio.fail_after(30):
+        process = await anyio.open_process(
+            [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+        )
+        assert process.stdout is not None
+        left = int(await process.stdout.receive())
+        await process.wait()
+        assert await terminate_tree(process, "t", 0.5) is None
+        await process.aclose()
     try:
         assert not is_alive(left)
     finally:
@@ -118,7 +108,7 @@ time.sleep(60)
             os.kill(left, signal.SIGKILL)
 
 
-def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows() -> None:
+async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows() -> None:
     """``env -i setsid`` was not found before: it outlived its job."""
 
     class Layer:
@@ -132,23 +122,19 @@ def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows(
             self.kills += 1
             return False
 
-    async def main() -> int:
-        layer = Layer()
-        with anyio.fail_after(30):
-            environment = os.environ | {TOKEN_VARIABLE: "t"}
-            process = await anyio.open_process(
-                ["env", "-i", sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
-            )
-            assert process.stdout is not None
-            left = int(await process.stdout.receive())
-            layer.known = [left]
-            await process.wait()
-            assert await terminate_tree(process, "t", 30.0, confined=layer) is None
-            assert layer.kills == 0, "SIGTERM was enough"
-            await process.aclose()
-            return left
-
-    left = anyio.run(main, backend="trio")
+    layer = Layer()
+    with anyio.fail_after(30):
+        environment = os.environ | {TOKEN_VARIABLE: "t"}
+        process = await anyio.open_process(
+            ["env", "-i", sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
+        )
+        assert process.stdout is not None
+        left = int(await process.stdout.receive())
+        layer.known = [left]
+        await process.wait()
+        assert await terminate_tree(process, "t", 30.0, confined=layer) is None
+        assert layer.kills == 0, "SIGTERM was enough"
+        await process.aclose()
     assert not is_alive(left)
 
 
@@ -179,31 +165,27 @@ async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
         await process.aclose()
 
 
-def test_processes_that_survive_sigkill_are_named_and_returned(
+async def test_processes_that_survive_sigkill_are_named_and_returned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kill = os.killpg
-
-    async def main() -> int:
-        with anyio.fail_after(30):
-            process = await anyio.open_process(
-                SLEEPER, env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True, stdin=None
-            )
-            try:
-                with monkeypatch.context() as patch:
-                    patch.setattr(os, "killpg", lambda *_: None)
-                    patch.setattr(psutil.Process, "send_signal", lambda *_: None)
-                    tree = await terminate_tree(process, "t", 0.05, 0.3)
-                assert tree is not None
-                assert await tree.pids() == [process.pid]
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    kill(process.pid, signal.SIGKILL)
-                await process.wait()
-            assert await tree.pids() == []
-            return process.pid
-
-    pid = anyio.run(main, backend="trio")
+    with anyio.fail_after(30):
+        process = await anyio.open_process(
+            SLEEPER, env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True, stdin=None
+        )
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "killpg", lambda *_: None)
+                patch.setattr(psutil.Process, "send_signal", lambda *_: None)
+                tree = await terminate_tree(process, "t", 0.05, 0.3)
+            assert tree is not None
+            assert await tree.pids() == [process.pid]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
+            await process.wait()
+        assert await tree.pids() == []
+        pid = process.pid
     assert re.search(rf"processes {pid} of a job live 0.3 s after SIGKILL", caplog.text)
 
 
