@@ -235,7 +235,7 @@ def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: D
     gateways = [node.address for node in nodes if node.role == "gateway"]
     for node in nodes:
         text = network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(
-            folders, node, training, python
+            node, training, python
         )
         (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
 
@@ -253,7 +253,7 @@ def network_settings(node: NodePlan, gateways: list[str]) -> str:
     return "".join(f"{key} = {toml(value)}\n" for key, value in lines.items())
 
 
-def _role_settings(folders: Folders, node: NodePlan, training: DemoTraining, python: str) -> str:
+def _role_settings(node: NodePlan, training: DemoTraining, python: str) -> str:
     if node.role == "gateway":
         return 'state_dir = "../work"\n'
     if node.role == "data":

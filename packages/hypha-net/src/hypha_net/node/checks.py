@@ -187,13 +187,12 @@ def check_descriptors() -> Check:
     return ok(what)
 
 
-def check_folder(key: str, folder: Path, *, disk: bool = True) -> Iterator[Check]:
-    """Check that a folder can be written or, if it is missing, created; does not create it.
+def check_folder(key: str, folder: Path) -> Iterator[Check]:
+    """Check that a folder can be written or, if it is missing, created, and has space; does not create it.
 
     Args:
         key: key of the configuration.
         folder: its value.
-        disk: whether the free space is checked, too.
     """
     what = f"{key} {folder}"
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
@@ -211,8 +210,7 @@ def check_folder(key: str, folder: Path, *, disk: bool = True) -> Iterator[Check
         yield failed(f"{what}: cannot be written: {reason}; correct its owner or mode, or name another folder")
         return
     yield ok(f"{what}: can be {'written' if nearest == folder.absolute() else 'made'}")
-    if disk:
-        yield _check_disk(what, free)
+    yield _check_disk(what, free)
 
 
 def _check_disk(what: str, free: int) -> Check:

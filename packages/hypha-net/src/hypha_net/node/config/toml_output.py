@@ -55,7 +55,7 @@ def _table(model: type[BaseModel], values: Mapping[str, Any], at: tuple[str, ...
             yield from _comment(info.description)
             yield from _assignment(name, info, values)
     for name, info in later:
-        yield from _sub_table(name, info, values.get(name), (*at, name))
+        yield from _sub_table(info, values.get(name), (*at, name))
 
 
 def _is_table(info: FieldInfo, value: Any) -> bool:
@@ -65,7 +65,7 @@ def _is_table(info: FieldInfo, value: Any) -> bool:
     return only_tables or any(table_types(item) for item in item_types(info.annotation))
 
 
-def _sub_table(name: str, info: FieldInfo, value: Any, at: tuple[str, ...]) -> Iterator[str]:
+def _sub_table(info: FieldInfo, value: Any, at: tuple[str, ...]) -> Iterator[str]:
     array = any(table_types(item) for item in item_types(info.annotation))
     found = (
         [table for item in item_types(info.annotation) for table in table_types(item)]
