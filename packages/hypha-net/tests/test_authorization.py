@@ -152,31 +152,35 @@ async def test_a_circuit_is_accepted_only_from_a_gateway(authority: Any, role: s
 
 
 async def test_a_gateway_forwards_advertisements_of_schedulers_only(authority: Any) -> None:
-    async with opened(authority, "worker", "scheduler", "worker") as nodes:
-        gateway, rogue, scheduler, worker = nodes
-        async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
-            for node in (rogue, scheduler):
-                await until(lambda node=node: bool(node.topic_peers(WORKER_REQUESTS_TOPIC)))  # type: ignore[misc]
-            await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
-            with gateway.events.follow(GossipDropped) as lost:
-                await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
-                dropped = await anext(lost)
-            assert isinstance(dropped, GossipDropped)
-            assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
-            await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
-            message = await anext(heard)
-            assert (message.source, message.data) == (scheduler.peer_id, b"real")
+    async with (
+        opened(authority, "worker", "scheduler", "worker") as (gateway, rogue, scheduler, worker),
+        gateway.subscribe(WORKER_REQUESTS_TOPIC),
+        worker.subscribe(WORKER_REQUESTS_TOPIC) as heard,
+    ):
+        for node in (rogue, scheduler):
+            await until(lambda node=node: bool(node.topic_peers(WORKER_REQUESTS_TOPIC)))  # type: ignore[misc]
+        await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+        with gateway.events.follow(GossipDropped) as lost:
+            await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
+            dropped = await anext(lost)
+        assert isinstance(dropped, GossipDropped)
+        assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
+        await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+        message = await anext(heard)
+        assert (message.source, message.data) == (scheduler.peer_id, b"real")
 
 
 async def test_gossip_is_forwarded_by_the_gateway_where_roles_are_required(authority: Any) -> None:
-    async with opened(authority, "scheduler", "worker", require_roles=True) as nodes:
-        gateway, scheduler, worker = nodes
-        async with gateway.subscribe(WORKER_REQUESTS_TOPIC), worker.subscribe(WORKER_REQUESTS_TOPIC) as heard:
-            await until(lambda: gateway.peer_id in scheduler.topic_peers(WORKER_REQUESTS_TOPIC))
-            await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
-            assert scheduler.peer_id not in worker.connected_peers()
-            await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
-            assert (await anext(heard)).data == b"real"
+    async with (
+        opened(authority, "scheduler", "worker", require_roles=True) as (gateway, scheduler, worker),
+        gateway.subscribe(WORKER_REQUESTS_TOPIC),
+        worker.subscribe(WORKER_REQUESTS_TOPIC) as heard,
+    ):
+        await until(lambda: gateway.peer_id in scheduler.topic_peers(WORKER_REQUESTS_TOPIC))
+        await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
+        assert scheduler.peer_id not in worker.connected_peers()
+        await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
+        assert (await anext(heard)).data == b"real"
 
 
 @pytest.mark.parametrize(("role", "kept"), [("data", True), ("worker", False), (None, True)])

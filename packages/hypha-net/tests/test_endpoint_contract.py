@@ -36,8 +36,7 @@ async def echo(stream: Stream) -> None:
 
 
 async def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         gateway.handle(ECHO, echo)
         stream = await leaf.open_stream(gateway.peer_id, [ECHO])
         assert (stream.peer, stream.protocol) == (gateway.peer_id, ECHO)
@@ -56,8 +55,7 @@ async def test_a_stream_is_bidirectional_and_can_be_half_closed(opener: Opener) 
 
 
 async def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         gateway.handle(ECHO, echo)
         for last in (b"two", bytes(3 << 20)):
             stream = await leaf.open_stream(gateway.peer_id, [ECHO])
@@ -73,8 +71,7 @@ async def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) 
 
 
 async def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        _, one, two = nodes
+    async with opener(3) as (_, one, two):
         one.handle(ECHO, echo)
         stream = await two.open_stream(one.peer_id, [ECHO])
         await stream.send_eof()
@@ -84,8 +81,7 @@ async def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
 
 
 async def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         arrived: list[int] = []
 
         async def count(stream: Stream) -> None:
@@ -103,8 +99,7 @@ async def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener:
 
 
 async def test_many_streams_at_once(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         gateway.handle(ECHO, echo)
         answers: set[bytes] = set()
 
@@ -122,8 +117,7 @@ async def test_many_streams_at_once(opener: Opener) -> None:
 
 
 async def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         seen: list[str] = []
 
         async def handler(stream: Stream) -> None:
@@ -146,8 +140,7 @@ async def test_a_reset_is_an_error_and_never_a_clean_end(opener: Opener) -> None
 
 
 async def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
 
         async def handler(stream: Stream) -> None:
             await stream.receive_some()
@@ -167,8 +160,7 @@ async def test_a_handler_that_fails_resets_its_stream(opener: Opener) -> None:
 
 
 async def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
         gateway.handle(ECHO, echo)
         stream = await leaf.open_stream(gateway.peer_id, [OTHER, ECHO])
         assert stream.protocol == ECHO
@@ -188,8 +180,7 @@ async def test_an_unknown_peer_is_unreachable(opener: Opener) -> None:
 
 
 async def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        gateway, leaf, other = nodes
+    async with opener(3) as (gateway, leaf, other):
         transport = other.addresses[0].partition("/p2p/")[0]
         with pytest.raises(RefusedError, match=str(other.peer_id)):
             await leaf.connect(f"{transport}/p2p/{PeerId.from_public_key(bytes(range(32)))}")
@@ -200,8 +191,7 @@ async def test_an_address_that_names_another_peer_is_refused(opener: Opener) -> 
 
 
 async def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        gateway, one, two = nodes
+    async with opener(3) as (gateway, one, two):
         async with gateway.subscribe(TOPIC) as hub, one.subscribe(TOPIC) as of_one, two.subscribe(TOPIC) as of_two:
             await until(lambda: all(gateway.peer_id in leaf.topic_peers(TOPIC) for leaf in (one, two)))
             await until(lambda: {one.peer_id, two.peer_id} <= gateway.topic_peers(TOPIC))
@@ -230,22 +220,19 @@ async def test_gossip_is_forwarded_by_the_gateway(opener: Opener) -> None:
 
 
 async def test_two_subscriptions_of_one_topic_get_every_message(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
-        async with gateway.subscribe(TOPIC) as first:
-            async with gateway.subscribe(TOPIC) as second:
-                await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
-                await leaf.publish(TOPIC, b"both")
-                with anyio.fail_after(15):
-                    assert [(await anext(first)).data, (await anext(second)).data] == [b"both", b"both"]
-            await leaf.publish(TOPIC, b"one")
+    async with opener(2) as (gateway, leaf), gateway.subscribe(TOPIC) as first:
+        async with gateway.subscribe(TOPIC) as second:
+            await until(lambda: gateway.peer_id in leaf.topic_peers(TOPIC))
+            await leaf.publish(TOPIC, b"both")
             with anyio.fail_after(15):
-                assert (await anext(first)).data == b"one"
+                assert [(await anext(first)).data, (await anext(second)).data] == [b"both", b"both"]
+        await leaf.publish(TOPIC, b"one")
+        with anyio.fail_after(15):
+            assert (await anext(first)).data == b"one"
 
 
 async def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        _, one, two = nodes
+    async with opener(3) as (_, one, two):
         assert await two.find_records(b"mnist") == []
         await one.put_record(b"mnist", b'{"num_slices": 3}')
         (found,) = await two.find_records(b"mnist")
@@ -255,8 +242,7 @@ async def test_a_record_is_found_by_other_nodes_with_its_publisher(opener: Opene
 
 
 async def test_disconnect_resets_streams_on_both_sides_and_a_later_stream_reconnects(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        _, one, two = nodes
+    async with opener(3) as (_, one, two):
         served: list[Stream] = []
         ends: list[str] = []
 
@@ -314,8 +300,7 @@ async def test_a_closed_endpoint_resets_its_streams_and_opens_no_more(opener: Op
 
 
 async def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) -> None:
-    async with opener(2) as nodes:
-        gateway, leaf = nodes
+    async with opener(2) as (gateway, leaf):
 
         async def refuse(stream: Stream) -> None:
             await stream.receive_some()
@@ -330,8 +315,7 @@ async def test_a_write_ends_when_the_reader_has_closed_or_reset(opener: Opener) 
 
 
 async def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        _, one, two = nodes
+    async with opener(3) as (_, one, two):
         one.handle(ECHO, echo)
         with one.events.follow(Connected, Disconnected) as at_one, two.events.follow(Connected, Disconnected) as at_two:
             stream = await two.open_stream(one.peer_id, [ECHO])
@@ -346,8 +330,7 @@ async def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
 
 
 async def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        _, one, two = nodes
+    async with opener(3) as (_, one, two):
         assert two.peer_id not in one.connected_peers()
         found = await one.find_peers()
         assert two.peer_id in found
@@ -355,8 +338,7 @@ async def test_find_peers_returns_peers_that_are_not_connected(opener: Opener) -
 
 
 async def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) -> None:
-    async with opener(3) as nodes:
-        gateway, first, second = nodes
+    async with opener(3) as (gateway, first, second):
         assert first.round_trip_time(second.peer_id) is None
         began = anyio.current_time()
         await first.connect_peer(second.peer_id)
@@ -374,8 +356,7 @@ async def test_the_round_trip_is_known_once_a_peer_is_connected(opener: Opener) 
 
 async def test_subscribers_can_be_connected_before_the_first_message(opener: Opener) -> None:
     """The gateway here is in no topic: over libp2p it forwards nothing."""
-    async with opener(3) as nodes:
-        _, publisher, subscriber = nodes
+    async with opener(3) as (_, publisher, subscriber):
         async with subscriber.subscribe("topic") as heard:
             await publisher.connect_subscribers("topic", timeout=10)
             await until(lambda: subscriber.peer_id in publisher.topic_peers("topic"))

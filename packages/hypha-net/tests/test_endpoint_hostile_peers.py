@@ -337,8 +337,7 @@ async def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> No
 
 
 async def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -> None:
-    async with libp2p_opener(2) as nodes:
-        gateway, leaf = nodes
+    async with libp2p_opener(2) as (gateway, leaf):
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             raise AssertionError("a hostile header must not get here")

@@ -183,6 +183,13 @@ def run(case: Callable[[], Awaitable[None]]) -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[tuple[Any, Any]]:
+    """Yield both ends of a stream, the one that opened it first."""
+    async with two_sessions() as (one, two):
+        yield await one.open_stream(), await two.accept_stream()
+
+
 def frame(kind: int, flags: int, stream: int, length: int | None = None, data: bytes = b"") -> bytes:
     return HEADER.pack(0, kind, flags, stream, len(data) if length is None else length) + data
 
@@ -652,9 +659,7 @@ async def test_cancelled_write_does_not_corrupt_other_streams() -> None:
 
 
 async def test_cancelled_read_loses_no_bytes() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (near, far):
         payload = random.Random(3).randbytes(2 * MAX_WINDOW)
         got = bytearray()
 
@@ -678,9 +683,7 @@ async def test_cancelled_read_loses_no_bytes() -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_cancelled_close_or_reset_still_reaches_the_peer(how: str) -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (near, far):
         with trio.CancelScope() as scope:
             scope.cancel()
             await getattr(near, how)()
