@@ -94,10 +94,11 @@ def measure(run: BenchmarkRun) -> list[Row]:
     """Measure rates, also on slow links, and idle time of uneven workers."""
     data = _prepare(run, DIGITS) + _prepare(run, TEXT)
     rounds = {DIGITS.name: max(4, run.count // 25), TEXT.name: max(4, run.count // 80)}
-    with job_network([_trainer()] * WORKERS + [_server()], data=data) as network:
+    trainers = [_trainer() + f'[cache]\npath = "../cache-{number}"\n' for number in range(WORKERS)]  # as of `init`
+    with job_network([*trainers, _server()], data=data) as network:
         near = _Bench(run.folder, network)
         digits, text = (near.pairs(task, rounds[task.name], run.repeat) for task in (DIGITS, TEXT))
-    with job_network([_trainer()] * WORKERS + [_server()], data=data, delay=LINK) as network:
+    with job_network([*trainers, _server()], data=data, delay=LINK) as network:
         far = _Bench(run.folder, network).pairs(TEXT, rounds[TEXT.name], run.repeat)
     with job_network([*map(_trainer, DELAYS), _server()], data=data) as network:
         idle = _Bench(run.folder, network).idle(max(4, run.count // 60))

@@ -38,7 +38,7 @@ async def _serve(config: WorkerConfig, node: Node) -> None:
 
 
 def example() -> dict[str, Any]:
-    """Return the values that ``init`` fills in: the detected resources, and both kinds of executor."""
+    """Return the values that ``init`` fills in: a cache, the detected resources, and both kinds of executor."""
     from hypha_worker.hardware.detection import detect
 
     found = detect(Path(WORK_DIR))
@@ -53,6 +53,7 @@ def example() -> dict[str, Any]:
     module = "hypha.accelerate_executor.training"
     return {
         "work_dir": WORK_DIR,
+        "cache": {"path": "hypha-cache"},
         "resources": resources,
         "executors": [
             {
