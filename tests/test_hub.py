@@ -136,6 +136,7 @@ def test_a_scheduler_fetches_what_the_index_names_and_checks_it(hub: Hub, tmp_pa
 
 def test_a_dataset_is_prepared_by_its_name(hub: Hub, tmp_path: Path) -> None:
     rows = gzip.compress(b"text,label\nfine,good\ndull,bad\n")
+    hub.kind = "datasets"
     hub.files = {
         "data/train-0.csv.gz": rows,
         "data/test-0.csv": b"text,label\npoor,bad\n",

@@ -114,7 +114,6 @@ class _Api(_Handler):
         hub = self.hub
         hub.seen.append(self.asked())
         path = unquote(urlsplit(self.path).path)
-        path = path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")  # a dataset is answered alike
         if hub.token is not None and self.headers.get("authorization") != f"Bearer {hub.token}":
             code = {"x-error-code": "GatedRepo", "x-error-message": f"Access to {hub.repository} is restricted."}
             self.say(401, code, b'{"error": "Invalid credentials in Authorization header"}', body=body)
