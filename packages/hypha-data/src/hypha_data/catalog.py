@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from blake3 import blake3
 
@@ -17,12 +16,10 @@ from hypha_data.digest_cache import DigestCache, OnRead, ignore_progress
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import ColumnTable, RowFile
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.datasets import JSONL, MANIFEST, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
+from hypha_proto.datasets import JSONL, MANIFEST, MAX_MANIFEST, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
 
 _log = logging.getLogger(__name__)
-
-MAX_MANIFEST: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from hypha_data.catalog import MAX_MANIFEST
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, split_json_lines, to_json
-from hypha_proto.datasets import MANIFEST, Manifest, SliceEntry
+from hypha_proto.datasets import MANIFEST, MAX_MANIFEST, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 
 WORK: Final = ".prepare"

@@ -16,6 +16,8 @@ JSONL: Final = "jsonl"
 """Format of slices with one JSON object a line, in UTF-8: https://jsonlines.org."""
 MANIFEST: Final = "manifest.json"
 """Name of a `Manifest` in the folder of its slices."""
+MAX_MANIFEST: Final = 256 << 20
+"""Bytes of a manifest, at most."""
 SLICE_SUFFIXES: Final[Mapping[str, str]] = {SAFETENSORS: ".safetensors", JSONL: ".jsonl"}
 """Suffix of a slice's file name by the dataset's format."""
 

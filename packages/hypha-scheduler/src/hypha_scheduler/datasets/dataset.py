@@ -19,7 +19,7 @@ from hypha_net.dataset_directory import FoundDataset, find_dataset
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, TransferRefusedError, UnreachableError
 from hypha_proto.codec import from_json
-from hypha_proto.datasets import MANIFEST, SLICE_SUFFIXES, Manifest, SliceEntry
+from hypha_proto.datasets import MANIFEST, MAX_MANIFEST, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
@@ -28,7 +28,6 @@ from hypha_scheduler.errors import JobFailedError
 _log = logging.getLogger(__name__)
 
 MAX_SLICES: Final = 10_000_000
-MAX_MANIFEST: Final = 256 << 20
 _PAUSE: Final = 0.25
 _MANIFEST_TIMEOUT: Final = 120.0
 
