@@ -269,12 +269,9 @@ def _role_settings(node: NodePlan, training: DemoTraining, python: str) -> str:
 
 
 def worker_settings(node: NodePlan, work: str = "../work") -> str:
-    """Return TOML of a worker's work directory and cache, which are in `work`, and its resources."""
+    """Return TOML of a worker's work directory, which is in `work`, and its resources."""
     return f"""work_dir = {toml(f"{work}/{node.name}")}
 drain_timeout = 0  # all programs end together: nobody waits for the job
-
-[cache]
-path = {toml(f"{work}/{node.name}-cache")}
 
 [resources]
 cpu = 1
