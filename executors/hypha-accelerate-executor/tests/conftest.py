@@ -89,17 +89,18 @@ class FakeWorker:
         out = self.work_dir / body.get("out_dir", "")
         out.mkdir(parents=True, exist_ok=True)
         if body["type"] != "scheduler":
-            return 200, [self._place(path, out, {}) for path in sorted(self.model_dir.iterdir())]
+            return 200, [self._place(path, out / path.name, {}) for path in sorted(self.model_dir.iterdir())]
         epoch, index = divmod(self.handed_out, len(self.slices))
         if epoch >= self.epochs:
             return 410, {"error": "no-more-data", "detail": "every slice was used"}
         self.handed_out += 1
         metadata = {"slice": str(index), "epoch": str(epoch), "dataset": body["dataset"]}
-        return 200, [self._place(self.slices[index], out, metadata)]
+        target = out / f"{self.handed_out}-{self.slices[index].name}"  # one that is assigned again may be in use
+        return 200, [self._place(self.slices[index], target, metadata)]
 
-    def _place(self, path: Path, out: Path, metadata: dict[str, str]) -> Any:
-        shutil.copy(path, out / path.name)
-        name = (out / path.name).relative_to(self.work_dir).as_posix()
+    def _place(self, path: Path, target: Path, metadata: dict[str, str]) -> Any:
+        shutil.copy(path, target)
+        name = target.relative_to(self.work_dir).as_posix()
         return {"path": name, "size": path.stat().st_size, "checksum": "blake3:" + "0" * 64, "metadata": metadata}
 
     def send(self, body: Any) -> tuple[int, Any]:
@@ -205,8 +206,8 @@ class FakeTaskWorker:
         index, out = self.handed_out, self.work_dir / body["out_dir"]
         self.handed_out += 1
         self.steps.append(f"fetch {index}")
-        out.mkdir(parents=True)
-        path = Path(shutil.copy(self.slices[index], out))
+        out.mkdir(parents=True, exist_ok=True)
+        path = Path(shutil.copy(self.slices[index], out / f"{index}-{self.slices[index].name}"))
         metadata = {"slice": str(index), "epoch": "0", "dataset": "rows"}
         name = path.relative_to(self.work_dir).as_posix()
         return 200, [{"path": name, "size": 1, "checksum": "blake3:" + "0" * 64, "metadata": metadata}]

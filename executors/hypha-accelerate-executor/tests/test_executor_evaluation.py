@@ -53,7 +53,7 @@ def serving(worker: Any, files: list[Path]) -> list[Any]:
         asked.append(body)
         out = worker.work_dir / body["out_dir"]
         out.mkdir(exist_ok=True)
-        return 200, [worker._place(path, out, {}) for path in files]
+        return 200, [worker._place(path, out / path.name, {}) for path in files]
 
     worker.answers["/resources/fetch"] = fetch
     return asked

@@ -156,7 +156,7 @@ def test_a_job_with_a_tokenizer_is_evaluated(make_worker: Callable[..., Any], to
         if body["out_dir"] == "evaluation":
             out = worker.work_dir / body["out_dir"]
             out.mkdir()
-            return 200, [worker._place(data, out, {})]
+            return 200, [worker._place(data, out / data.name, {})]
         with fetching:  # the slice is fetched beside the model
             worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
             return worker.fetch(body)  # type: ignore[no-any-return]

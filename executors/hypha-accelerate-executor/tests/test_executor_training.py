@@ -164,7 +164,7 @@ def test_batches_span_slices_and_every_sample_is_reported_once(make_worker: Call
     sizes = [len(safetensors.numpy.load_file(path)["labels"]) for path in worker.slices]
     assert used == {str(index): size for index, size in enumerate(sizes)}
     assert any(len(batch["slices"]) == 2 for batch in batches)
-    assert list((worker.work_dir / "slices").rglob("*.safetensors")) == []
+    assert list((worker.work_dir / "slices").iterdir()) == []  # what is left would be looked at with each file
 
 
 def test_the_same_seed_gives_the_same_bytes(make_worker: Callable[..., Any]) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from hypha.accelerate_executor.bridge.client import Bridge, Fetched
+from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.bridge.redaction import Redaction, hide, secrets_of
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.data.batches import Batches
@@ -142,7 +141,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
         return
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(
-            _slices(bridge, config),
+            lambda: bridge.fetch(config.data, "slices"),
             config.batch_size,
             config.seed or 0,
             preprocessed_columns(config),
@@ -191,15 +190,6 @@ def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:
         raise JobError("the preprocessor's artifact contains no file")
     top = min(paths, key=lambda path: len(path.parts))
     return ModelFiles(model, top if top.is_dir() else top.parent)
-
-
-def _slices(bridge: Bridge, config: TrainConfig) -> Callable[[], list[Fetched]]:
-    """Return a function that fetches the next slice into a new directory.
-
-    A dataset of one slice is assigned again under the same name while the file is still in use.
-    """
-    numbers = itertools.count()
-    return lambda: bridge.fetch(config.data, f"slices/{next(numbers)}")
 
 
 if __name__ == "__main__":

@@ -25,15 +25,13 @@ class SliceQueue:
         self._bridge, self._task = bridge, task
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="send")
-        self._fetched = 0
         self._coming: Future[Fetched | None] | None = None
         self._sent: Future[None] | None = None
 
     def prefetch(self) -> None:
         """Start to fetch a slice once the last part has been received, unless one is being fetched."""
         if self._coming is None:
-            self._coming = self._fetching.submit(self._fetch, f"{SLICES}/{self._fetched}", self._sent)
-            self._fetched += 1
+            self._coming = self._fetching.submit(self._fetch, self._sent)
 
     def take(self) -> Fetched | None:
         """Wait for the next slice; None if there is none.
@@ -71,11 +69,11 @@ class SliceQueue:
         for thread in (self._fetching, self._sending):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, folder: str, before: Future[None] | None) -> Fetched | None:
+    def _fetch(self, before: Future[None] | None) -> Fetched | None:
         if before is not None:
             before.result()
         try:
-            files = self._bridge.fetch_resource(SLICES, folder)
+            files = self._bridge.fetch_resource(SLICES, SLICES)
         except NoMoreData as end:
             logger.info("no further slice: %s", end)
             return None
