@@ -84,9 +84,8 @@ def _out_of_memory(error: Exception) -> int:
 
 
 def log_to_stderr(level: int) -> None:
-    """Log to standard error, which the worker records; the HTTP client logs warnings only."""
+    """Log to standard error, which the worker records."""
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def run_as_process(main: Callable[[], int]) -> NoReturn:

@@ -29,6 +29,8 @@ INTERVAL: Final = 0.25
 processor time that training needs. Shorter near the end, which the scheduler may move as long as it is not reached."""
 _LEFT_SHARE: Final = 0.5
 """Longest pause, as a fraction of the time until the end of the round."""
+_SHORTEST: Final = 0.1
+"""Seconds of a pause near that end, at least; the report of the last batch waits for none."""
 AHEAD: Final = 8
 """Number of batches that may be trained and not counted while the end of the first round is not known."""
 AHEAD_SHARE: Final = 0.5
@@ -281,4 +283,5 @@ class BatchReporter:
         if self._last is None or not self._trained:
             return 0.0
         seconds_per_batch = (time.monotonic() - self._began_at) / self._trained
-        return min(INTERVAL, _LEFT_SHARE * max(0, self._last - self._trained) * seconds_per_batch)
+        left = max(0, self._last - self._trained) * seconds_per_batch
+        return min(INTERVAL, max(_SHORTEST, _LEFT_SHARE * left))
