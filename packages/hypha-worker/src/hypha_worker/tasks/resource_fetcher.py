@@ -149,7 +149,6 @@ class ResourceFetcher:
         async with anyio.create_task_group() as tasks:
             for resource in resources:
                 tasks.start_soon(self._fetch, resource)
-        await self.storage.run(_remove, self.storage.files.staging_folder(RESOURCES))
         return {resource.name: f"{RESOURCES}/{resource.name}" for resource in resources}
 
     async def fetch(
@@ -289,7 +288,7 @@ class ResourceFetcher:
             ResourceError: there is none, or the answer cannot be used.
         """
         name, known = resource.name, resource.location
-        staged = _StagedFiles(self.storage.files.staging_folder(RESOURCES, name), resource.dataset is not None)
+        staged = _StagedFiles(self.storage.files.staging_folder(f"{RESOURCES}-{name}"), resource.dataset is not None)
         failures: tuple[FailedHolder, ...] = ()
         rounds = 0
         while True:
@@ -429,17 +428,17 @@ class _StagedFiles:
                 left.unlink()
 
     def publish(self, job_files: JobFiles, target: PurePosixPath) -> None:
-        """Move the files to their places in the job's folder, all at once."""
-        if len(self.files) == 1 and not self.files[0].path:
-            job_files.publish(self.folder / "0", target)
-            return
-        tree = self.folder / "tree"
-        tree.mkdir(mode=0o700)
-        for index, file in enumerate(self.files):
-            place = tree / file.path
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.replace(self.folder / str(index), place)
-        job_files.publish(tree, target)
+        """Move the files to their places in the job's folder, all at once, and remove what was left of others."""
+        found = self.folder / "0"
+        if len(self.files) != 1 or self.files[0].path:
+            found = self.folder / "tree"
+            found.mkdir(mode=0o700)
+            for index, file in enumerate(self.files):
+                place = found / file.path
+                place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.replace(self.folder / str(index), place)
+        job_files.publish(found, target)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
@@ -472,7 +471,3 @@ def _returned(resource: TaskResource, reason: str) -> WorkReturnedError:
 def _without_token(text: str, resource: TaskResource) -> str:
     token = resource.huggingface.token if resource.huggingface is not None else None
     return text.replace(token, "[token]") if token else text
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
