@@ -21,7 +21,7 @@ import httpx
 import pytest
 from support.doc_snippets import block
 from support.fake_http_server import files, served
-from support.training_bridge import JOB, fail_for_disk, make_context
+from support.training_bridge import ATTEMPT, fail_for_disk, make_context
 
 from hypha.accelerate_executor.training import read_settings
 from hypha_net import transfer
@@ -67,7 +67,7 @@ class Bridge:
         path = self.work_dir.parent / f"{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(JOB, number, OUTER_UPDATE, name, size, digest, self.peers[0].peer_id)
+        header = PushHeader(ATTEMPT, number, OUTER_UPDATE, name, size, digest, self.peers[0].peer_id)
         await transfer.push(peer, self.worker.peer_id, path, header)
 
     def request(self, name: str) -> httpx.Request:

@@ -23,6 +23,7 @@ from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
 from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health
@@ -100,8 +101,7 @@ async def _measure_operator(folder: Path, strategy: Strategy, count: int) -> Cos
         runner = JobRunner(scheduler, strategy, _job(folder), folder / "runs")
         _route(scheduler, runner)
         tasks.start_soon(runner.run)
-        leases = await _placed_leases(runner)
-        cost = await _measure_messages(runner, leases, count)
+        cost = await _measure_messages(runner, await _placed_tasks(runner), count)
         tasks.cancel_scope.cancel()
     return cost
 
@@ -118,34 +118,37 @@ def _route(scheduler: MemoryEndpoint, runner: JobRunner) -> None:
     serve_task_streams(scheduler, find_streams)
 
 
-async def _placed_leases(runner: JobRunner) -> list[tuple[PeerId, uuid.UUID]]:
-    """Wait until every worker runs its task; return peer and lease of those that train."""
+async def _placed_tasks(runner: JobRunner) -> list[tuple[PeerId, AttemptId]]:
+    """Wait until every worker runs its task; return peers and tasks of those that train."""
     path = runner.directory / "journal.jsonl"
     while True:
         records = read_journal(path)
         placed = [lease for record in records if record["record"] == "placed" for lease in record["leases"]]
-        leases = [(PeerId.parse(lease["peer"]), uuid.UUID(lease["lease"])) for lease in placed]
-        if leases and all(runner.runs_on(peer) for peer, _ in leases):
-            return [found for found, lease in zip(leases, placed, strict=True) if lease["role"] == "train"]
+        tasks = [
+            (PeerId.parse(lease["peer"]), AttemptId(runner.job_id, f"task-{number}", 0))
+            for number, lease in enumerate(placed)
+        ]
+        if tasks and all(runner.runs_on(peer) for peer, _ in tasks):
+            return [task for task, lease in zip(tasks, placed, strict=True) if lease["role"] == "train"]
         await anyio.sleep(0.05)
 
 
-async def _measure_messages(runner: JobRunner, leases: Sequence[tuple[PeerId, uuid.UUID]], count: int) -> Cost:
+async def _measure_messages(runner: JobRunner, members: Sequence[tuple[PeerId, AttemptId]], count: int) -> Cost:
     """Let each worker in turn take a slice and report its batches; return the mean time of either."""
     async with anyio.create_task_group() as first:  # a barrier may hold up the first slices
-        for peer, lease in leases:
-            first.start_soon(_take_slice, runner, peer, lease)
+        for peer, task in members:
+            first.start_soon(_take_slice, runner, peer, task)
     slices = reports = 0.0
     batches = SLICE_SAMPLES // BATCH
     for number in range(count // batches):
-        peer, lease = leases[number % len(leases)]
+        peer, task = members[number % len(members)]
         begin = time.perf_counter()
-        index = await _take_slice(runner, peer, lease)
+        index = await _take_slice(runner, peer, task)
         await anyio.lowlevel.checkpoint()  # what the event wakes belongs to its cost
         middle = time.perf_counter()
         progress = BatchDone(batch_size=BATCH, slices={str(index): BATCH})
         for _ in range(batches):
-            request = ProgressRequest(job_id=runner.job_id, progress=progress, lease=lease, id=uuid.uuid4())
+            request = ProgressRequest(task, progress, id=uuid.uuid4())
             if isinstance(await runner.on_report(peer, request), ProgressError):
                 raise AssertionError(f"a report of {peer} was refused")
             await anyio.lowlevel.checkpoint()
@@ -155,8 +158,8 @@ async def _measure_messages(runner: JobRunner, leases: Sequence[tuple[PeerId, uu
     return Cost(report=reports / (rounds * batches), slice=slices / rounds)
 
 
-async def _take_slice(runner: JobRunner, peer: PeerId, lease: uuid.UUID) -> int:
-    answer = await runner.on_data(peer, DataRequest(DATASET, runner.job_id, lease, uuid.uuid4()))
+async def _take_slice(runner: JobRunner, peer: PeerId, task: AttemptId) -> int:
+    answer = await runner.on_data(peer, DataRequest(task, DATASET, uuid.uuid4()))
     if not isinstance(answer, SliceAssigned):
         raise AssertionError(f"{peer} got no slice: {answer}")
     return answer.index
@@ -248,8 +251,7 @@ class FakeWorker:
 
     async def _confirm(self, definition: TaskDefinition) -> None:
         assert self._stream is not None
-        job_id, task, attempt = definition.job_id, definition.task, definition.attempt
-        self._stream.send(TaskReport(job_id=job_id, task=task, attempt=attempt, started=Started()))
+        self._stream.send(TaskReport(attempt=definition.attempt, started=Started()))
 
     async def _release(self, _peer: PeerId, _request: ReleaseLease) -> LeaseReleased:
         return LeaseReleased(known=True)

@@ -220,10 +220,10 @@ class Training(Process):
 
     async def join(self) -> bool:
         """Begin with the round that the scheduler names; return False if there is none."""
-        executor, lease = self.executor, self.task.lease.id
+        executor = self.executor
         while True:
             await self.reach("joining")
-            answer: RoundToJoin = await self.send("JoinRound", JoinRound(JOB_ID, lease))
+            answer: RoundToJoin = await self.send("JoinRound", JoinRound(self.task.id_in(JOB_ID)))
             if answer.reason:
                 return False
             if answer.round is None:
@@ -310,7 +310,7 @@ class Training(Process):
         await self.reach("sending")
         if isinstance(await self.report(SendingUpdate()), Done):
             return None
-        statement = executor.statement(self.task.lease.id)
+        statement = executor.statement(self.task)
         self.network.note_update(self, statement.update)
         known: ContributionKnown = await self.send("StateContribution", statement)
         self.network.seen["accepted" if known.accepted else "rejoin" if known.rejoin else "refused"] += 1
@@ -347,7 +347,7 @@ class Training(Process):
             while not self.outer[self.executor.round]:
                 await self.arrived.wait()
             update, number = self.outer[self.executor.round].pop(0), self.executor.round
-            question = AwaitCommit(JOB_ID, self.task.lease.id, number, update)
+            question = AwaitCommit(self.task.id_in(JOB_ID), number, update)
             status: CommitStatus = await self.send("AwaitCommit", question)
             if status.committed:
                 return status, update
@@ -509,7 +509,7 @@ class ParameterServer(Process):
     async def refuse(self, peer: PeerId, reason: str, *, missing: bool = False) -> None:
         """Tell the scheduler that an update cannot be used."""
         self.refused.add((self.round, peer))
-        message = UpdateRefused(JOB_ID, self.task.lease.id, self.round, peer, reason, missing=missing or None)
+        message = UpdateRefused(self.task.id_in(JOB_ID), self.round, peer, reason, missing or None)
         await self.send("UpdateRefused", message)
 
     def step(self, number: int, used: Sequence[Any]) -> PushHeader:
@@ -519,9 +519,8 @@ class ParameterServer(Process):
         self.network.momenta[digest] = self.momentum
         self.momentum = digest_of(self.momentum, digest)
         samples = sum(member.samples for member in used)
-        return PushHeader(
-            JOB_ID, number, OUTER_UPDATE, "outer", 100, digest, SCHEDULER, samples=samples, term=self.term
-        )
+        about = self.task.id_in(JOB_ID)
+        return PushHeader(about, number, OUTER_UPDATE, "outer", 100, digest, SCHEDULER, samples=samples, term=self.term)
 
     async def hand_in(self, header: PushHeader) -> bool:
         """Push the outer update to the scheduler; return False if it is refused for good."""

@@ -97,8 +97,7 @@ class BackgroundReports:
                     await self.training.resumed.wait()
                 task, batches = self.training.task, tuple(self.kept[:MAX_BATCHES])
                 message = ReportBatches(
-                    job_id=JOB_ID,
-                    lease=task.lease.id,
+                    attempt=task.id_in(JOB_ID),
                     round=self.number,
                     first=self.first,
                     batches=batches,

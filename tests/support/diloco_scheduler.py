@@ -63,6 +63,7 @@ class Context:
     directory: Path = Path("/run")
     job_id: uuid.UUID = JOB_ID
     scheduler: PeerId = SCHEDULER
+    first_attempt: int = 0
 
     def reaches(self, dataset: str) -> bool:
         return True

@@ -15,6 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import AwaitCommit, CommitStatus, Contribution, SampleRange, StateContribution
 from hypha_proto.datasets import SAFETENSORS
@@ -96,6 +97,7 @@ class FakeContext:
     directory: Path = Path("/run")
     job_id: uuid.UUID = JOB_ID
     scheduler: PeerId = SCHEDULER
+    first_attempt: int = 0
     reachable: bool = True
     """Whether a data node is connected."""
     notices: list[tuple[str, object]] = field(default_factory=list)
@@ -228,7 +230,7 @@ class ParameterServer:
         digest = digest_of(self.round, [(str(m.peer), m.samples, m.update) for m in used])
         self.averaged[self.round] = [member.peer for member in used]
         self.stepped = PushHeader(
-            JOB_ID,
+            AttemptId(JOB_ID, "aggregate", 0),
             self.round,
             OUTER_UPDATE,
             "outer",
@@ -285,7 +287,7 @@ class Executor:
         else:
             self.used.append((epoch, index, first, end))
 
-    def statement(self, lease: uuid.UUID, **changes: Any) -> StateContribution:
+    def statement(self, task: TaskRef, **changes: Any) -> StateContribution:
         """Return what it states about its update; `changes` replace fields of the contribution."""
         self.attempts += 1
         update = digest_of(str(self.peer), self.round, self.attempts, self.used)
@@ -303,9 +305,8 @@ class Executor:
             "update": update,
         }
         contribution = Contribution(**(fields | changes))
-        return StateContribution(
-            JOB_ID, lease, contribution.round, contribution.update, samples, contribution, id=uuid.uuid4()
-        )
+        about = task.id_in(JOB_ID)
+        return StateContribution(about, contribution.round, contribution.update, samples, contribution, id=uuid.uuid4())
 
     def begin_round(self, weights: str) -> None:
         """Go on from new weights."""
@@ -396,7 +397,7 @@ class Job:
     def join(self, peer: PeerId) -> RoundToJoin | RetryAfter:
         """Let an executor ask with which round it begins."""
         task = self.leases[peer]
-        answer, effects = self.operator.on_message(task, "JoinRound", JoinRound(JOB_ID, task.lease.id), self.now)
+        answer, effects = self.operator.on_message(task, "JoinRound", JoinRound(task.id_in(JOB_ID)), self.now)
         self.apply(effects)
         if isinstance(answer, RoundToJoin) and answer.round is not None:
             self.executors[peer] = Executor(peer, answer.round, answer.weights or START)
@@ -539,7 +540,7 @@ class Job:
         """Let a worker state its executor's update; return whether it may send it, and otherwise why not."""
         executor, task = self.executors[peer], self.leases[peer]
         self.report(peer, SendingUpdate())
-        statement = message or executor.statement(task.lease.id, **changes)
+        statement = message or executor.statement(task, **changes)
         answer, effects = self.operator.on_message(task, "state", statement, self.now)
         self.apply(effects)
         executor.sent = statement.update
@@ -555,7 +556,7 @@ class Job:
     def refuse(self, peer: PeerId, reason: str = "tensor 'w' holds NaN", *, missing: bool = False) -> None:
         """Let the parameter server refuse the update of a member."""
         task = self.leases[self.server_peer]
-        message = UpdateRefused(JOB_ID, task.lease.id, self.server.round, peer, reason, missing=missing or None)
+        message = UpdateRefused(task.id_in(JOB_ID), self.server.round, peer, reason, missing or None)
         _answer, effects = self.operator.on_message(task, "refused", message, self.now)
         self.apply(effects)
 
@@ -584,7 +585,7 @@ class Job:
         self.apply(self.operator.on_push_complete(task, header, target.path, header.digest, self.now))
 
     def ask_commit(self, peer: PeerId, number: int, update: str) -> CommitStatus | RetryAfter:
-        question = AwaitCommit(JOB_ID, self.leases[peer].lease.id, number, update)
+        question = AwaitCommit(self.leases[peer].id_in(JOB_ID), number, update)
         answer, effects = self.operator.on_message(self.leases[peer], "await", question, self.now)
         self.apply(effects)
         found: CommitStatus | RetryAfter = answer

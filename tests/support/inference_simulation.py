@@ -97,6 +97,7 @@ class FakeContext:
     """Digest of the model's file."""
     job_id: uuid.UUID = field(default_factory=uuid.uuid4)
     scheduler: PeerId = SCHEDULER
+    first_attempt: int = 0
     notices: list[tuple[str, object]] = field(default_factory=list)
     has_data_nodes: bool = True
 
@@ -279,8 +280,8 @@ class Simulation:
 
     def header(self, task: TaskRef, name: str, content: bytes) -> PushHeader:
         return PushHeader(
-            job_id=self.context.job_id, round=0, kind=TASK_RESULT, name=name, size=len(content),
-            digest=f"blake3:{blake3(content).hexdigest()}", scheduler=self.context.scheduler, lease=task.lease.id,
+            attempt=task.id_in(self.context.job_id), round=0, kind=TASK_RESULT, name=name, size=len(content),
+            digest=f"blake3:{blake3(content).hexdigest()}", scheduler=self.context.scheduler,
         )  # fmt: skip
 
     def begin_push(self, task: TaskRef, name: str, content: bytes) -> Callable[[], str | None]:

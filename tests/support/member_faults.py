@@ -21,6 +21,7 @@ from hypha_net import open_endpoint, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.identity import load_identity
 from hypha_net.settings import EndpointSettings
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
 from support.local_network import Job, LocalNetwork
@@ -110,21 +111,21 @@ def cut_last_record(job: Job) -> Record:
 def refusal_of(network: LocalNetwork, job: Job, sender: str, receiver: str, kind: str, term: int) -> str | None:
     """Push an update of the open round under a term, as one node to another; return why it is refused, if it is.
 
-    The sender's identity and lease are its own ones, so that only the term may be wrong.
+    The sender's identity and task are its own ones, so that only the term may be wrong.
     """
     content = b"an update"
     leases = [lease for name in ("placed", "leased") for record in job.records(name) for lease in record["leases"]]
     own = {lease["peer"]: lease["lease"] for lease in leases}[network.peer_id(sender)]
+    started = [record for record in job.records("started") if record["lease"] == own][-1]
     certificates = (network.folders.certificates / f"{sender}-{part}.pem" for part in ("cert", "key", "trust"))
     header = PushHeader(
-        job_id=uuid.UUID(job.directory.name),
+        attempt=AttemptId(uuid.UUID(job.directory.name), started["task"], started["attempt"]),
         round=len(job.records("round")) + 1,
         kind=kind,
         name="update.safetensors",
         size=len(content),
         digest=f"blake3:{blake3(content).hexdigest()}",
         scheduler=PeerId.parse(network.peer_id(job.name)),
-        lease=uuid.UUID(own),
         term=term,
     )
 

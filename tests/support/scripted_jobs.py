@@ -22,6 +22,7 @@ import pytest
 from hypha_net import pubsub, rpc
 from hypha_net.errors import NetError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.datasets import DATA, JSONL, DataRequest, NotFound, SliceAssigned, SliceEntry, UnusableSlice, WireError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -297,11 +298,11 @@ class ScriptedStart:
 
     @property
     def name(self) -> str:
-        return self.definition.task
+        return self.definition.attempt.task
 
     @property
     def attempt(self) -> int:
-        return self.definition.attempt
+        return self.definition.attempt.number
 
 
 @dataclass
@@ -445,28 +446,19 @@ class ScriptedWorker:
         with anyio.move_on_after(5):  # of the virtual clock: the job may end with it
             await self.streams[lease].tell(self.of(lease).definition, **{outcome: ends[outcome]})
 
-    def _lease_of(self, job_id: uuid.UUID) -> uuid.UUID | None:
-        """Return the lease of the task that was started last for a job."""
-        return next((start.lease for start in reversed(self.started) if start.definition.job_id == job_id), None)
+    @property
+    def last(self) -> AttemptId:
+        """The attempt that was started last."""
+        return self.started[-1].definition.attempt
 
     async def report(
-        self,
-        scheduler: PeerId,
-        job_id: uuid.UUID,
-        lease: uuid.UUID | None = None,
-        *,
-        samples: int = 1,
-        id: uuid.UUID | None = None,
+        self, scheduler: PeerId, attempt: AttemptId | None = None, *, samples: int = 1, id: uuid.UUID | None = None
     ) -> ProgressResponse:
-        where = lease or self._lease_of(job_id)
-        message = ProgressRequest(job_id=job_id, progress=BatchDone(batch_size=samples), lease=where, id=id)
+        message = ProgressRequest(attempt or self.last, BatchDone(batch_size=samples), id=id)
         return await rpc.call(self.endpoint, scheduler, REPORT, message, timeout=100.0)
 
-    async def slice(
-        self, scheduler: PeerId, job_id: uuid.UUID, lease: uuid.UUID | None = None
-    ) -> SliceAssigned | NotFound | WireError:
-        where = lease or self._lease_of(job_id)
-        request = DataRequest(dataset=DATASET, job_id=job_id, lease=where, id=uuid.uuid4())
+    async def slice(self, scheduler: PeerId, attempt: AttemptId | None = None) -> SliceAssigned | NotFound | WireError:
+        request = DataRequest(attempt or self.last, DATASET, id=uuid.uuid4())
         return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
 
 

@@ -16,6 +16,7 @@ from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
 from hypha_net.message_channel import MessageChannel, receive_frame, send_frame
 from hypha_net.testing import MemoryEndpoint
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.commands import Command, CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
@@ -141,8 +142,11 @@ class ScriptedTaskScheduler:
 
     def define(self, lease: uuid.UUID, task: str, attempt: int = 0, **fields: Any) -> None:
         """Send a definition."""
-        fields.setdefault("job_id", self.job_id)
-        self.channel(lease).send(TaskDefinition(task=task, attempt=attempt, **fields))
+        self.channel(lease).send(TaskDefinition(attempt=self.name(task, attempt), **fields))
+
+    def name(self, task: str, attempt: int = 0) -> AttemptId:
+        """Return the name of an attempt."""
+        return AttemptId(self.job_id, task, attempt)
 
     def start(
         self,
@@ -163,7 +167,7 @@ class ScriptedTaskScheduler:
 
     def of(self, task: str, attempt: int = 0) -> list[TaskReport]:
         """Return the reports of an attempt."""
-        return [report for report in self.reports if (report.task, report.attempt) == (task, attempt)]
+        return [report for report in self.reports if report.attempt == self.name(task, attempt)]
 
     def kinds(self, task: str, attempt: int = 0) -> list[str]:
         """Return the kinds of the reports of an attempt."""

@@ -91,6 +91,7 @@ class Context:
         self.simulation = simulation
         self.job_id = uuid.UUID(int=7)
         self.directory = directory
+        self.first_attempt = simulation._epoch * 1000
 
     async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
         if not self.simulation.has(holder, output.dataset) or self.simulation.strikes("unreachable"):
@@ -376,14 +377,8 @@ class Simulation:
             end = base.TaskEnded(base.TaskState.FAILED, "asked too often", resource=resource)
             self._end(attempt, end)
             return
-        request = LocateResource(
-            job_id=uuid.UUID(int=7),
-            lease=task.lease.id,
-            task=task.name,
-            attempt=task.attempt,
-            resource=resource,
-            failures=tuple(attempt.failures),
-        )
+        about = task.id_in(uuid.UUID(int=7))
+        request = LocateResource(attempt=about, resource=resource, failures=tuple(attempt.failures))
         attempt.failures = []
         answer, effects = self.operator.on_locate(task, request, self.now)
         self.tell(lambda: effects)

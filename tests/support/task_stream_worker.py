@@ -121,9 +121,7 @@ class TaskStreamWorker:
 
     def report(self, definition: TaskDefinition, **what: Any) -> None:
         """Queue a report on the attempt of a definition."""
-        self.channel.send(
-            TaskReport(job_id=definition.job_id, task=definition.task, attempt=definition.attempt, **what)
-        )
+        self.channel.send(TaskReport(attempt=definition.attempt, **what))
 
     async def tell(self, definition: TaskDefinition, **what: Any) -> None:
         """Report, and wait until the scheduler has handled it."""

@@ -13,6 +13,7 @@ import anyio
 
 from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import Transfer
 from hypha_proto.commands import ChangeServer, CommandAnswer
 from hypha_proto.contributions import (
@@ -56,6 +57,7 @@ from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
 
 JOB, LEASE = uuid.UUID(int=7), uuid.UUID(int=8)
+ATTEMPT = AttemptId(JOB, "train", 0)
 WEIGHTS = f"blake3:{1:064x}"
 NEW_WEIGHTS = f"blake3:{2:064x}"
 RANGES = (SampleRange(epoch=0, slice=3, first=0, end=16), SampleRange(epoch=0, slice=3, first=16, end=30))
@@ -187,7 +189,7 @@ class Rounds:
         size, digest = await transfer.describe(content)
         sender = changes.pop("sender", self.server)
         name = changes.pop("name", f"r{number}")
-        header = PushHeader(JOB, number, kind, name, size, digest, self.context.scheduler, **changes)
+        header = PushHeader(ATTEMPT, number, kind, name, size, digest, self.context.scheduler, **changes)
         await transfer.push(sender, self.worker.peer_id, content, header)
         return digest
 
@@ -238,9 +240,7 @@ def make_context(
     contact = SchedulerContact(worker, scheduler)
     return TaskContext(
         endpoint=worker,
-        job_id=JOB,
-        task="train",
-        attempt=0,
+        attempt=ATTEMPT,
         spec=TaskSpec(executor="train/x", training=config),
         settings={},
         lease=LEASE,
@@ -254,10 +254,7 @@ def make_context(
         control=Control(),
         fetcher=ResourceFetcher(
             contact=contact,
-            job_id=JOB,
-            lease=LEASE,
-            task="train",
-            attempt=0,
+            attempt=ATTEMPT,
             work_dir=work_dir,
             storage=storage,
             traffic=traffic,

@@ -37,6 +37,7 @@ from support.wire_peer import line
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.errors import NetError
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
@@ -73,7 +74,7 @@ def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
         if entry["name"].startswith("WorkerFrame"):
             yield TASKS, fuzz_target.SUBSCRIBE + len(data).to_bytes(4, "little") + data
     push = PushHeader(
-        job_id=uuid.UUID(int=1),
+        attempt=AttemptId(uuid.UUID(int=1), "train", 0),
         round=1,
         kind=PSEUDO_GRADIENT,
         name="x",

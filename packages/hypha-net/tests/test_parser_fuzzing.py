@@ -28,6 +28,7 @@ from hypha_net.errors import TransferError
 from hypha_net.identity import IdentityError, load_identity
 from hypha_net.message_channel import ChannelError, MessageChannel
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import from_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, TaskDefinition, TaskReport, WorkerFrame
@@ -129,7 +130,7 @@ async def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
         data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in chance.choices(frames, k=4))
         channel = MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
         for number in range(6):
-            channel.send(TaskDefinition(job_id=uuid.UUID(int=number), task="t", attempt=0))
+            channel.send(TaskDefinition(attempt=AttemptId(uuid.UUID(int=number), "t", 0)))
         try:
             await channel.run(Received(mutated(data, chance)), 0)
         except ChannelError:

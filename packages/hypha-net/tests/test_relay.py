@@ -33,6 +33,7 @@ from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProt
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
 from hypha_net.settings import RelayLimits
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
@@ -128,7 +129,7 @@ async def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire
         transfer.serve_pushes(two, accept)
         size, digest = await transfer.describe(source)
         header = PushHeader(
-            job_id=uuid.UUID(int=1),
+            attempt=AttemptId(uuid.UUID(int=1), "train", 0),
             round=1,
             kind=PSEUDO_GRADIENT,
             name="source",

@@ -27,6 +27,7 @@ from hypha_net.transfer import retry
 from hypha_net.transfer.framing import MAX_CONCURRENT, receive_message, send_message
 from hypha_net.transfer.io import partial_file
 from hypha_net.transfer.io.stream_copy import CHUNK
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
@@ -77,7 +78,7 @@ async def cut_once(
 async def header_of(path: Path) -> PushHeader:
     size, digest = await transfer.describe(path)
     return PushHeader(
-        job_id=uuid.UUID(int=1),
+        attempt=AttemptId(uuid.UUID(int=1), "train", 0),
         round=1,
         kind=PSEUDO_GRADIENT,
         name=path.name,

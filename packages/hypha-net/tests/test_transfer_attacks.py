@@ -22,6 +22,7 @@ from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
@@ -53,7 +54,7 @@ def _nothing_unexpected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def header(**changed: object) -> bytes:
     """Return the header of a push as bytes; `changed` need not be valid."""
     fields: dict[str, object] = {
-        "job_id": uuid.UUID(int=1).bytes,
+        "attempt": {"job_id": bytes(16), "task": "train", "number": 0},
         "round": 1,
         "kind": PSEUDO_GRADIENT,
         "name": "update",
@@ -67,7 +68,9 @@ def header(**changed: object) -> bytes:
 
 
 def honest() -> PushHeader:
-    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, "update", len(DATA), DIGEST, SCHEDULER)
+    return PushHeader(
+        AttemptId(uuid.UUID(int=1), "train", 0), 1, PSEUDO_GRADIENT, "update", len(DATA), DIGEST, SCHEDULER
+    )
 
 
 class Receiver:
@@ -103,7 +106,7 @@ class Receiver:
 
 async def _push_one(peer: Endpoint, node: Endpoint) -> None:
     size, digest = await transfer.describe(b"well")
-    sent = PushHeader(uuid.uuid4(), 1, "k", "well", size, digest, SCHEDULER)
+    sent = PushHeader(AttemptId(uuid.uuid4(), "train", 0), 1, "k", "well", size, digest, SCHEDULER)
     await transfer.push(peer, node.peer_id, b"well", sent)
 
 

@@ -28,6 +28,7 @@ from hypha_net.testing import Faults, MemoryNetwork, simulate
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_net.transfer.io.partial_file import MIN_RESUMABLE
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH
@@ -47,6 +48,7 @@ CUT_AT = 3 << 20
 LIMIT = 16 << 20
 REQUEST = PullRequest(dataset="d", index=2)
 SCHEDULER = PeerId.from_public_key(bytes(32))
+ATTEMPT = AttemptId(uuid.UUID(int=1), "train", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def digest_of(data: bytes | bytearray) -> str:
 
 
 def header_of(data: bytes, name: str = "update") -> PushHeader:
-    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, name, len(data), digest_of(data), SCHEDULER)
+    return PushHeader(ATTEMPT, 1, PSEUDO_GRADIENT, name, len(data), digest_of(data), SCHEDULER)
 
 
 @dataclass
@@ -292,15 +294,15 @@ async def test_repeated_buffer_push_takes_over_from_one_that_hangs(
         assert offsets[-1] >= MIN_RESUMABLE
 
 
-@pytest.mark.parametrize("differing", ["name", "lease"])
+@pytest.mark.parametrize("differing", ["name", "task"])
 async def test_equal_content_under_different_names_or_of_different_tasks_is_independent(
-    opener: Opener, tmp_path: Path, differing: Literal["name", "lease"]
+    opener: Opener, tmp_path: Path, differing: Literal["name", "task"]
 ) -> None:
     data = content(2 << 20)
     headers = [
         header_of(data, f"{number}")
         if differing == "name"
-        else msgspec.structs.replace(header_of(data), lease=uuid.UUID(int=number))
+        else msgspec.structs.replace(header_of(data), attempt=AttemptId(uuid.UUID(int=1), f"train-{number}", 0))
         for number in range(3)
     ]
     async with opener(3) as (_, a, b):

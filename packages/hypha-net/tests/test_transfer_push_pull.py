@@ -17,6 +17,7 @@ from hypha_net.errors import (
     TransferRefusedError,
     UnsupportedProtocolError,
 )
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
@@ -25,7 +26,7 @@ SCHEDULER = PeerId.from_public_key(bytes(32))
 
 
 def _header(path: Path, size: int, digest: str) -> PushHeader:
-    return PushHeader(uuid.UUID(int=1), 1, PSEUDO_GRADIENT, path.name, size, digest, SCHEDULER)
+    return PushHeader(AttemptId(uuid.UUID(int=1), "train", 0), 1, PSEUDO_GRADIENT, path.name, size, digest, SCHEDULER)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 3_333_333])

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import read_spans, read_transfer
 from hypha_proto.codec import (
     MAX_JSON_DEPTH,
@@ -31,6 +32,7 @@ from hypha_proto.datasets import DATA, Manifest
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
+from hypha_proto.job_membership import JoinRound
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, WHY_NOT
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest, WorkerSpec
 from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
@@ -53,6 +55,7 @@ SPECIAL = {
     "address": st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=8),
     "outcome": st.sampled_from(["finished", "failed", "cancelled"]),
     "code": st.from_regex(r"[a-z][a-z-]{0,23}", fullmatch=True),
+    "task": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}(\[[0-9]{1,10}\])?", fullmatch=True),
 }
 
 
@@ -158,6 +161,15 @@ def test_errors_name_the_field() -> None:
     spec["executor"] = [{"class": "train", "name": "a"}, {"class": "tr"}]  # type: ignore[list-item]
     with pytest.raises(DecodeError, match=r"^spec\.executor\[1\]\.name: is missing$"):
         from_cbor(WorkerRequest, cbor2.dumps({"id": b"\0" * 16, "spec": spec}))
+
+
+@pytest.mark.parametrize("task", ["", "-a", "a" * 65, "a[]", "a[1", "a[12345678901]", "a\n", "a b", "a/b"])
+def test_a_task_has_a_name_of_bounded_length(task: str) -> None:
+    plain = {"attempt": {"job_id": bytes(16), "task": "train.0_x-y[1234567890]", "number": 1}}
+    assert from_cbor(JoinRound, cbor2.dumps(plain)).attempt == AttemptId(uuid.UUID(int=0), "train.0_x-y[1234567890]", 1)
+    plain["attempt"]["task"] = task
+    with pytest.raises(DecodeError, match=r"^attempt: task .* is no name"):
+        from_cbor(JoinRound, cbor2.dumps(plain))
 
 
 RESOURCES = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}

@@ -14,6 +14,7 @@ import cbor2
 import msgspec
 import pytest
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import MAX_BATCHES, REPORT_BATCHES, BatchesCounted, ReportBatches
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json, to_plain
 from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers, TaskCommand
@@ -238,24 +239,24 @@ JOINING_SPEC = TaskSpec(executor="train/diloco-transformer", training=JOINING_TR
 ROWS_SPEC = TaskSpec(executor="train/diloco-transformer", training=ROWS_TRAINING)
 RESUMED_AGGREGATION_SPEC = TaskSpec(executor="aggregate/parameter-server", aggregation=RESUMED_AGGREGATION)
 
-LOCATE = LocateResource(job_id=ID[7], lease=ID[1], task="train[1]", attempt=2, resource="model")
+ATTEMPT = AttemptId(ID[7], "train[1]", 2)
+LOCATE = LocateResource(attempt=ATTEMPT, resource="model")
 REQUESTS: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, ReleaseLease(id=ID[1], reason="job finished")),
     (WHY_NOT, WhyNot(request=REQUEST)),
-    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], lease=ID[1], round=4, peer=PEER, reason="not finite")),
-    (UPDATE_REFUSED, UpdateRefused(job_id=ID[7], lease=ID[1], round=4, peer=PEER, reason="too late", missing=True)),
+    (UPDATE_REFUSED, UpdateRefused(attempt=ATTEMPT, round=4, peer=PEER, reason="not finite")),
+    (UPDATE_REFUSED, UpdateRefused(attempt=ATTEMPT, round=4, peer=PEER, reason="too late", missing=True)),
     (
         REPORT,
-        ProgressRequest(job_id=ID[7], progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5), lease=ID[1]),
+        ProgressRequest(ATTEMPT, progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5)),
     ),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=OuterStepTaken(), lease=ID[1], id=ID[2])),
-    (DATA, DataRequest(dataset="digits", job_id=ID[7], id=ID[2], lease=ID[1])),
+    (REPORT, ProgressRequest(ATTEMPT, progress=OuterStepTaken(), id=ID[2])),
+    (DATA, DataRequest(ATTEMPT, "digits", id=ID[2])),
     (
         DATA,
         DataRequest(
+            attempt=ATTEMPT,
             dataset="digits",
-            job_id=ID[7],
-            lease=ID[1],
             id=ID[2],
             unusable=UnusableSlice(index=3, failures=(ProviderFailure(provider=PEER, reason="wrong digest"),), epoch=1),
         ),
@@ -286,8 +287,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (
         STATE_CONTRIBUTION,
         StateContribution(
-            job_id=ID[7],
-            lease=ID[1],
+            attempt=ATTEMPT,
             round=4,
             update=DIGEST,
             samples=320,
@@ -295,24 +295,22 @@ REQUESTS: list[tuple[Any, Any]] = [
             id=ID[2],
         ),
     ),
-    (STATE_CONTRIBUTION, StateContribution(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
-    (AWAIT_COMMIT, AwaitCommit(job_id=ID[7], lease=ID[1], round=4, update=DIGEST)),
+    (STATE_CONTRIBUTION, StateContribution(attempt=ATTEMPT, round=4, update=DIGEST)),
+    (AWAIT_COMMIT, AwaitCommit(attempt=ATTEMPT, round=4, update=DIGEST)),
     (
         STATE_CONTRIBUTION,
         StateContribution(
-            job_id=ID[7],
-            lease=ID[1],
+            attempt=ATTEMPT,
             round=4,
             update=DIGEST,
             contribution=msgspec.structs.replace(CONTRIBUTION, micro_batch=8),
         ),
     ),
-    (JOIN_ROUND, JoinRound(job_id=ID[7], lease=ID[1])),
+    (JOIN_ROUND, JoinRound(attempt=ATTEMPT)),
     (
         REPORT_BATCHES,
         ReportBatches(
-            job_id=ID[7],
-            lease=ID[1],
+            attempt=ATTEMPT,
             round=4,
             first=20,
             batches=(
@@ -324,7 +322,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (
         REPORT_BATCHES,
         ReportBatches(
-            job_id=ID[7], lease=ID[1], round=4, first=20, batches=(TrainedBatch(batch_size=16, batch_ms=12.5),), last=21
+            attempt=ATTEMPT, round=4, first=20, batches=(TrainedBatch(batch_size=16, batch_ms=12.5),), last=21
         ),
     ),
     (LIST_DATASETS, ListDatasets()),
@@ -333,9 +331,9 @@ REQUESTS: list[tuple[Any, Any]] = [
     (RENEW_LEASE, RenewLease(id=ID[1])),
     (HEALTH_CHECK, HealthRequest()),
     (HEALTH_CHECK, HealthRequest(caller=Caller(process=ID[1], age_ms=5000, address="/ip4/10.0.0.1/tcp/4001"))),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=RoundMetrics(round=2, metrics={"loss": 0.25}), lease=ID[1])),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=SendingUpdate(), lease=ID[1])),
-    (REPORT, ProgressRequest(job_id=ID[7], progress=UpdateMerged(), lease=ID[1])),
+    (REPORT, ProgressRequest(ATTEMPT, progress=RoundMetrics(round=2, metrics={"loss": 0.25}))),
+    (REPORT, ProgressRequest(ATTEMPT, progress=SendingUpdate())),
+    (REPORT, ProgressRequest(ATTEMPT, progress=UpdateMerged())),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -431,7 +429,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (REPORT, Done()),
 ]
 PUSH = PushHeader(
-    job_id=ID[7],
+    attempt=ATTEMPT,
     round=4,
     kind=PSEUDO_GRADIENT,
     name="update.safetensors",
@@ -442,11 +440,11 @@ PUSH = PushHeader(
 )
 HEADERS: list[tuple[str, Any, Any]] = [
     ("PushHeader", PushHeader, PUSH),
-    ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH, lease=ID[1])),
+    ("PushHeader.lease", PushHeader, msgspec.structs.replace(PUSH)),
     (
         "PushHeader.contribution",
         PushHeader,
-        msgspec.structs.replace(PUSH, lease=ID[1], term=2, contribution=CONTRIBUTION),
+        msgspec.structs.replace(PUSH, term=2, contribution=CONTRIBUTION),
     ),
     (
         "PushHeader.delivery",
@@ -535,12 +533,12 @@ CHANGE = ChangeServer(
 
 
 def definition(**what: Any) -> SchedulerFrame:
-    about = TaskDefinition(job_id=ID[7], task="train[1]", attempt=2, **what)
+    about = TaskDefinition(attempt=ATTEMPT, **what)
     return SchedulerFrame(sequence=5, acknowledged=7, definition=about)
 
 
 def report(**what: Any) -> WorkerFrame:
-    about = TaskReport(job_id=ID[7], task="train[1]", attempt=2, **what)
+    about = TaskReport(attempt=ATTEMPT, **what)
     return WorkerFrame(sequence=7, acknowledged=6, report=about)
 
 
@@ -699,8 +697,9 @@ def test_golden_bytes_decode() -> None:
 
 @pytest.mark.parametrize("count", [0, MAX_BATCHES + 1])
 def test_a_report_of_no_batches_or_of_too_many_is_malformed(count: int) -> None:
-    plain = {"round": 1, "first": 0, "batches": [{"batch_size": 16}] * count, "job_id": ID[7].bytes}
-    message = cbor2.dumps({"ReportBatches": plain | {"lease": ID[1].bytes}})
+    plain = {"round": 1, "first": 0, "batches": [{"batch_size": 16}] * count}
+    about = {"job_id": ID[7].bytes, "task": "train", "number": 0}
+    message = cbor2.dumps({"ReportBatches": plain | {"attempt": about}})
     with pytest.raises(DecodeError, match=f"{count} reports; expected 1 to 256"):
         REPORT_BATCHES.decode_request(message)
 

@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution, SampleRange, StateContribution
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import BatchDone, Continue, Done, ScheduleUpdate
@@ -321,7 +322,7 @@ def statement(number: int, ranges: list[SampleRange], update: str) -> StateContr
         round=number, weights=digest, ranges=tuple(ranges), batches=1, batch_size=4, seed=1, optimizer="kept",
         update=digest,
     )  # fmt: skip
-    return StateContribution(uuid.UUID(int=1), uuid.UUID(int=2), number, digest, 4, stated)
+    return StateContribution(AttemptId(uuid.UUID(int=1), "train", 0), number, digest, 4, stated)
 
 
 def test_a_late_update_is_sent_back_without_counting_as_a_fault_and_its_samples_return() -> None:

@@ -24,6 +24,7 @@ from support.diloco_simulation import (
 )
 
 from hypha_net.transfer import PullSource
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import CommitStatus, SampleRange
 from hypha_proto.job_spec import AggregateConfig, PeersReference, SliceAddress, TrainConfig
 from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, UpdateMerged
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.virtual_clock
 
 A, B, C = PEERS[:3]
 WORKERS = (A, B, C)
+STEPPED = AttemptId(JOB_ID, "aggregate", 0)
 
 
 def begin(**changes: Any) -> Job:
@@ -167,7 +169,7 @@ async def test_worker_that_states_its_updates_is_not_waited_for_without_the_stat
 async def test_statement_that_is_repeated_is_accepted_and_recorded_once() -> None:
     job = begin()
     train(job, A)
-    statement = job.executors[A].statement(job.leases[A].lease.id)
+    statement = job.executors[A].statement(job.leases[A])
     assert job.state(A, statement) == job.state(A, statement) == (True, "")
     assert kinds(job).count("contributed") == 1
 
@@ -228,11 +230,9 @@ async def test_ranges_are_used_once() -> None:
 async def test_digest_of_the_file_must_be_the_one_that_is_stated() -> None:
     job = begin()
     train(job, A)
-    message = job.executors[A].statement(job.leases[A].lease.id)
+    message = job.executors[A].statement(job.leases[A])
     assert message.contribution is not None
-    other = type(message)(
-        message.job_id, message.lease, message.round, digest_of("other"), 8, message.contribution, id=None
-    )
+    other = type(message)(message.attempt, message.round, digest_of("other"), 8, message.contribution, id=None)
     accepted, reason = job.state(A, other)
     assert not accepted
     assert "the executor states an update with digest" in reason
@@ -326,7 +326,7 @@ async def test_flood_of_refused_statements_has_few_effects(rounds: Sequence[int]
     task, effects = job.leases[A], []
     for number in range(100):
         stated = job.executors[A].statement(
-            task.lease.id, round=rounds[number % len(rounds)], ranges=FOREIGN, update=digest_of(str(number))
+            task, round=rounds[number % len(rounds)], ranges=FOREIGN, update=digest_of(str(number))
         )
         answer, found = job.operator.on_message(task, "state", stated, job.now)
         assert not answer.accepted
@@ -484,7 +484,7 @@ async def test_older_term_is_refused() -> None:
     train(job, *WORKERS)
     contribute(job, *WORKERS)
     header = job.server.step()
-    old = PushHeader(JOB_ID, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
+    old = PushHeader(STEPPED, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
     assert await job.push(old) == "term 1 is over: the parameter server is of term 2"
     assert await job.push(header) is None
     assert [record["term"] for record in job.rounds] == [1, 2]
@@ -498,14 +498,14 @@ async def test_outer_update_that_comes_again_is_received_and_recorded_once() -> 
     assert await job.push(header) is None
     assert await job.push(header) is None
     assert len(job.rounds) == 1
-    again = PushHeader(JOB_ID, 1, header.kind, "outer", 100, digest_of("other"), SCHEDULER, term=1)
+    again = PushHeader(STEPPED, 1, header.kind, "outer", 100, digest_of("other"), SCHEDULER, term=1)
     assert await job.push(again) == "the outer update of round 1 was already received"
 
 
 async def test_outer_update_of_members_that_were_not_announced_is_refused() -> None:
     job = begin()
     train(job, *WORKERS)
-    header = PushHeader(JOB_ID, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
+    header = PushHeader(STEPPED, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
     assert await job.push(header) == "the members of round 1 were not announced"
 
 
@@ -838,7 +838,7 @@ async def test_parameter_server_without_terms_closes_the_round_by_its_report() -
     train(job, *WORKERS)
     contribute(job, *WORKERS)
     header = job.server.step()
-    plain = PushHeader(JOB_ID, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
+    plain = PushHeader(STEPPED, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
     target, effects = job.operator.on_push_request(job.leases[SERVER], plain, job.now)
     job.apply(effects)
     assert isinstance(target, PushTarget)

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution, SampleRange, StateContribution
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import (
@@ -188,7 +189,7 @@ class Job:
             round=executor.round, weights=digest, ranges=ranges, batches=executor.batches, batch_size=BATCH,
             seed=1, optimizer="reset", update=digest,
         )  # fmt: skip
-        message = StateContribution(uuid.UUID(int=1), uuid.UUID(int=2), executor.round, digest, 0, contribution)
+        message = StateContribution(AttemptId(uuid.UUID(int=1), "train", 0), executor.round, digest, 0, contribution)
         answer, effects = self.state.state_contribution(peer, message, None, self.now)
         self.take(effects)
         assert answer.accepted or answer.rejoin, answer.reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 
 import pytest
 from support.diloco_simulation import BATCH, JOB_ID, PEERS, Job, job_table
@@ -33,9 +32,7 @@ def report(
     job.now += 1.0
     batch = TrainedBatch(batch_size=BATCH, slices={"0": BATCH}, batch_ms=seconds * 1000)
     task = job.leases[peer]
-    message = ReportBatches(
-        job_id=JOB_ID, lease=task.lease.id, round=number, first=first, batches=(batch,) * count, last=last
-    )
+    message = ReportBatches(attempt=task.id_in(JOB_ID), round=number, first=first, batches=(batch,) * count, last=last)
     answer, effects = job.operator.on_message(task, "ReportBatches", message, job.now)
     job.apply(effects)
     assert isinstance(answer, BatchesCounted)
@@ -145,7 +142,7 @@ def test_impossible_numbers_do_no_harm(job: Job) -> None:
     task = job.leases[A]
     for seconds in (math.nan, math.inf, -1.0, 1e300):
         batch = TrainedBatch(batch_size=(1 << 32) - 1, slices={"x": 1, "9" * 30: 7}, batch_ms=seconds, wait_ms=seconds)
-        message = ReportBatches(job_id=JOB_ID, lease=uuid.uuid4(), round=1, first=(1 << 32) - 1, batches=(batch,) * 256)
+        message = ReportBatches(attempt=task.id_in(JOB_ID), round=1, first=(1 << 32) - 1, batches=(batch,) * 256)
         answer, effects = job.operator.on_message(task, "ReportBatches", message, job.now)
         job.apply(effects)
         assert answer.counted == (1 << 32) - 1

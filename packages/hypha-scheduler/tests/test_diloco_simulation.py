@@ -211,7 +211,7 @@ class Chaos:
 
     def choose(self, executor: Executor) -> Fate:
         """Return an update, most often a correct one."""
-        lease = self.job.leases[executor.peer].lease.id
+        task = self.job.leases[executor.peer]
         kind = self.random.choices(
             ["right", "NaN", "vanishes", "foreign ranges", "stale weights", "false digest", "replayed"],
             [80, 4, 4, 3, 3, 3, 3],
@@ -223,13 +223,13 @@ class Chaos:
             changes["weights"] = digest_of("stale")
         elif kind == "replayed":
             changes["round"] = max(1, executor.round - 1)
-        statement = executor.statement(lease, **changes)
+        statement = executor.statement(task, **changes)
         if kind == "stale weights" and executor.round == 1:
             kind = "right"  # nobody knows the digest before the first round
         if kind == "false digest":
             assert statement.contribution is not None
             statement = StateContribution(
-                statement.job_id, lease, statement.round, digest_of("other"), 0, statement.contribution
+                statement.attempt, statement.round, digest_of("other"), 0, statement.contribution
             )
         self.seen[kind] += 1
         self.truth[statement.update] = list(executor.used)

@@ -56,7 +56,7 @@ class Executor:
     async def fetch(self, definition: TaskDefinition) -> int | None:
         assert definition.start is not None
         [dataset] = [entry.slices.dataset for entry in definition.start.resources if entry.slices is not None]
-        request = DataRequest(dataset=dataset, job_id=definition.job_id, lease=self.lease, id=uuid.uuid4())
+        request = DataRequest(definition.attempt, dataset, id=uuid.uuid4())
         answer = await rpc.call(self.worker.endpoint, self.lab.peer, DATA, request, timeout=100.0)
         if not isinstance(answer, SliceAssigned):
             return None
@@ -69,8 +69,8 @@ class Executor:
         path.write_bytes(content)
         size, digest = await describe(path)
         header = PushHeader(
-            job_id=definition.job_id, round=index, kind=TASK_RESULT, name=f"part-{index}.jsonl", size=size,
-            digest=digest, scheduler=self.lab.peer, lease=self.lease, samples=ROWS[index],
+            attempt=definition.attempt, round=index, kind=TASK_RESULT, name=f"part-{index}.jsonl", size=size,
+            digest=digest, scheduler=self.lab.peer, samples=ROWS[index],
         )  # fmt: skip
         return header, path
 

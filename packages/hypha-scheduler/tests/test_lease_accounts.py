@@ -213,7 +213,7 @@ async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(open_job
     async with open_jobs(strategy) as lab:
         operator = await lab.acquire(ScriptedJob(budget=budget))
         began = anyio.current_time()
-        operator.act(*(StartTask(operator.task(lease=number), SPEC) for number in range(3)))
+        operator.act(*(StartTask(operator.task(f"task-{number}", number), SPEC) for number in range(3)))
         lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
         await anyio.sleep(20)
         assert lab.results == []

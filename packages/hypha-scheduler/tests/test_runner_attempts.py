@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
@@ -17,6 +19,7 @@ from hypha_scheduler.strategies.base import Lease, TaskRef
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(2)]
 LEASES = [Lease(uuid.UUID(int=number), PEERS[number % 2], "train", 1.0) for number in range(4)]
+JOB = uuid.UUID(int=9)
 SPEC = TaskSpec(executor="train/any")
 
 
@@ -28,20 +31,19 @@ class AttemptsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.attempts = Attempts()
-        self.started: dict[uuid.UUID, list[TaskRef]] = {lease.id: [] for lease in LEASES}
+        self.started: list[TaskRef] = []
         self.running: dict[uuid.UUID, TaskRef] = {}
-        self.former: dict[uuid.UUID, TaskRef] = {}
 
     @rule(target=tasks, lease=st.sampled_from(LEASES), name=st.sampled_from("ab"), attempt=st.integers(0, 4))
     def start(self, lease: Lease, name: str, attempt: int) -> TaskRef:
         task = TaskRef(name, lease, attempt)
-        newest = max((other.attempt for other in self.started[lease.id] if other.name == name), default=-1)
+        newest = max((other.attempt for other in self.started if other.name == name), default=-1)
         if lease.id in self.running or attempt <= newest:
             with pytest.raises(TaskError, match=f"task {name} cannot start"):
                 self.attempts.start(task, SPEC)
             return task
         assert self.attempts.start(task, SPEC).task == task
-        self.started[lease.id].append(task)
+        self.started.append(task)
         self.running[lease.id] = task
         return task
 
@@ -53,7 +55,7 @@ class AttemptsMachine(RuleBasedStateMachine):
         assert self.attempts.end(task) == running
         if attempt is not None:
             assert attempt.over.is_set()
-            self.former[task.lease.id] = self.running.pop(task.lease.id)
+            del self.running[task.lease.id]
 
     @invariant()
     def lookups_agree(self) -> None:
@@ -61,13 +63,14 @@ class AttemptsMachine(RuleBasedStateMachine):
             running = [task for task in self.running.values() if task.lease.peer == peer]
             assert (self.attempts.any_on(peer) in running) == bool(running)
             assert self.attempts.runs_on(peer) == bool(running)
-            involved = any(task.lease.peer == peer for tasks in self.started.values() for task in tasks)
-            assert self.attempts.involves(peer) == involved
-            for lease in LEASES:
-                is_own = peer == lease.peer
-                assert self.attempts.of_peer(peer, lease.id) == (self.running.get(lease.id) if is_own else None)
-                assert self.attempts.former(peer, lease.id) == (self.former.get(lease.id) if is_own else None)
-            assert self.attempts.of_peer(peer, None) is None
+            assert self.attempts.involves(peer) == any(task.lease.peer == peer for task in self.started)
+            for name, number in itertools.product("ab", range(5)):
+                named = AttemptId(JOB, name, number)
+                newest = [task for task in self.started if task.name == name][-1:]
+                known = [task for task in newest if (task.attempt, task.lease.peer) == (number, peer)]
+                assert [self.attempts.started_at(peer, named)] == (known or [None])
+                runs = [task for task in known if self.running.get(task.lease.id) == task]
+                assert [self.attempts.running_at(peer, named)] == (runs or [None])
         for lease in LEASES:
             found = self.attempts.on(lease.id)
             assert (None if found is None else found.task) == self.running.get(lease.id)

@@ -256,12 +256,12 @@ async def test_report_is_answered_when_its_record_is_on_disk_also_when_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
-        worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
+        worker = lab.worker(operator.leases[0])
         answers: list[Any] = []
         request = uuid.uuid4()
 
         async def report() -> None:
-            answers.append(await worker.report(lab.peer, job_id, id=request))
+            answers.append(await worker.report(lab.peer, id=request))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(report)
@@ -280,9 +280,8 @@ async def test_push_is_granted_and_receipted_when_its_records_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
-        worker, job_id = lab.worker(operator.leases[0]), operator.context.job_id
-        lease, digest = operator.leases[0].id, "blake3:" + "0" * 64
-        header = PushHeader(job_id, 1, "k", "n", 0, digest, lab.peer, lease=lease)
+        worker, digest = lab.worker(operator.leases[0]), "blake3:" + "0" * 64
+        header = PushHeader(worker.last, 1, "k", "n", 0, digest, lab.peer)
         granted: list[Any] = []
         received: list[Any] = []
 
@@ -329,7 +328,7 @@ async def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
         worker = lab.worker(operator.leases[0])
         disk.fails = True
         disk.free.set()
-        assert isinstance(await worker.report(lab.peer, operator.context.job_id), ProgressError)
+        assert isinstance(await worker.report(lab.peer), ProgressError)
         [failure] = await lab.ended()
         assert "No space left on device" in str(failure)
         events = (operator.context.directory / "metrics.jsonl").read_text()

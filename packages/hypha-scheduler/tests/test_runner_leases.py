@@ -390,14 +390,15 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: Ope
         one, two = operator.leases
         assert one.peer == two.peer
         [worker] = lab.workers
-        job_id = operator.context.job_id
-        operator.act(*(StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)))
+        tasks = [operator.task(f"t{n}", n) for n in (0, 1)]
+        operator.act(*(StartTask(task, SPEC) for task in tasks))
         await operator.until("update", 2)
-        for lease, name in ((one, "t0"), (two, "t1")):
-            assert isinstance(await worker.report(lab.peer, job_id, lease.id), Acknowledged)
-            assert operator.told("progress")[-1][0].name == name
-            assert isinstance(await worker.slice(lab.peer, job_id, lease.id), SliceAssigned)
-            assert operator.told("slice")[-1][0].name == name
+        for task in tasks:
+            about = task.id_in(operator.context.job_id)
+            assert isinstance(await worker.report(lab.peer, about), Acknowledged)
+            assert operator.told("progress")[-1][0] == task
+            assert isinstance(await worker.slice(lab.peer, about), SliceAssigned)
+            assert operator.told("slice")[-1][0] == task
         await lab.finish(operator)
 
 

@@ -142,7 +142,7 @@ async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> No
         [adopted] = await second.until("adopted")
         assert set(adopted) == set(tasks[:2])
         assert not second.told("acquired")
-        answer = await lab.worker(tasks[0].lease).report(lab.peer, found.job_id, tasks[0].lease.id)
+        answer = await lab.worker(tasks[0].lease).report(lab.peer, tasks[0].id_in(found.job_id))
         assert answer == Acknowledged()
         await lab.worker(tasks[0].lease).end(tasks[0].lease.id)
         await second.until("update")
@@ -179,7 +179,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
         await stop(lab)
 
         async def report() -> None:
-            answers.append(await lab.worker(reporting.lease).report(lab.peer, job_id, reporting.lease.id))
+            answers.append(await lab.worker(reporting.lease).report(lab.peer, reporting.id_in(job_id)))
 
         async def end() -> None:
             worker, lease = lab.worker(ending.lease), ending.lease.id
@@ -219,7 +219,7 @@ async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
         second = await strategy.operator(1)
         [adopted] = await second.until("adopted")
         assert adopted == (kept,)
-        answer = await lab.worker(forgotten.lease).report(lab.peer, found.job_id, forgotten.lease.id)
+        answer = await lab.worker(forgotten.lease).report(lab.peer, forgotten.id_in(found.job_id))
         assert isinstance(answer, ProgressError)
         lab.endpoint._network.heal(lab.peer, unreachable.lease.peer)
         await second.until("acquired")
@@ -275,7 +275,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs
         await worker.until(lambda: worker.released)
         assert [lease for lease, _ in worker.released] == [task.lease.id]
         assert read_journal(first.context.directory / JOURNAL) == before
-        answer = await worker.report(lab.peer, first.context.job_id, task.lease.id)
+        answer = await worker.report(lab.peer, task.id_in(first.context.job_id))
         assert isinstance(answer, ProgressError)
 
 
@@ -302,7 +302,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
 
         async def report() -> None:
             try:
-                answers.append(await lab.worker(task.lease).report(lab.peer, first.context.job_id, task.lease.id))
+                answers.append(await lab.worker(task.lease).report(lab.peer, task.id_in(first.context.job_id)))
             except NetError as error:
                 answers.append(error)
 

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import pytest
 from support.mutation import mutated
 from support.scripted_jobs import (
@@ -32,6 +33,7 @@ from hypha_net import rpc
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError
 from hypha_net.message_channel import MAX_PENDING, receive_frame
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE
 from hypha_proto.protocols import TASKS
@@ -54,6 +56,7 @@ from hypha_proto.tasks import (
     Ready,
     ResultSource,
     Started,
+    Stop,
     StoredFile,
     StoredOutput,
     Subscribe,
@@ -137,7 +140,7 @@ async def test_attempts_follow_one_another_over_one_stream(open_jobs: OpenJobs) 
     async with open_jobs(ScriptedStrategy(ConstantOperator), streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator)
-        assert begin == TaskDefinition(job_id=operator.context.job_id, task="task", attempt=0, start=SPEC)
+        assert begin == TaskDefinition(attempt=AttemptId(operator.context.job_id, "task", 0), start=SPEC)
         await worker.tell(begin, ready=Ready())
         await worker.tell(begin, progress=TaskProgress(fraction=0.5, message="half\nway", metrics={"loss": 1.0}))
         progress = TaskProgressed(TaskProgress(fraction=0.5, message="half way", metrics={"loss": 1.0}))
@@ -249,14 +252,14 @@ async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         await lab.finish(operator)
 
 
-async def test_attempts_at_a_task_grow_on_a_lease(open_jobs: OpenJobs) -> None:
+async def test_attempts_at_a_task_grow(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=3)
         await worker.finish(begin)
         operator.act(StartTask(operator.task(attempt=2), SPEC))
         [error] = await lab.ended()
-        assert "attempt 3 ran on its lease before; attempts at a task grow" in str(error)
+        assert "attempt 3 was started before; attempts at a task grow" in str(error)
 
 
 async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: OpenJobs) -> None:
@@ -315,7 +318,7 @@ async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
         stop = StopTask(operator.task(), "enough", keep_lease=True)
         operator.act(stop, stop)  # a second one does no harm
         heard = await worker.until("stop")
-        assert (heard.task, heard.attempt, heard.stop is not None and heard.stop.reason) == ("task", 0, "enough")
+        assert (heard.attempt, heard.stop) == (begin.attempt, Stop("enough"))
         await worker.tell(begin, cancelled=TaskCancelled(reason="enough"))
         assert operator.told("update")[-1] == (operator.task(), TaskEnded(TaskState.CANCELLED, "enough"))
         operator.act(StartTask(operator.task(attempt=1), SPEC))
@@ -415,9 +418,9 @@ async def test_reports_of_other_attempts_are_refused_and_counted(
         operator = await lab.start()
         worker, begin = await start(lab, operator, attempt=1)
         before = len(operator.heard)
-        about = {"job_id": begin.job_id, "task": "task", "attempt": 1}
-        for false in ({"attempt": 0}, {"attempt": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
-            worker.channel.send(TaskReport(**{**about, **false}, finished=TaskFinished(outputs=())))  # type: ignore[arg-type]
+        for false in ({"number": 0}, {"number": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
+            attempt = msgspec.structs.replace(begin.attempt, **false)
+            worker.channel.send(TaskReport(attempt=attempt, finished=TaskFinished(outputs=())))
         await worker.channel.wait_until_handled()
         assert recorded.total(REFUSED) == 4
         assert len(operator.heard) == before
@@ -620,8 +623,8 @@ async def test_a_job_survives_whatever_its_worker_sends(open_jobs: OpenJobs, cap
         received = attempt = 0
         for _ in range(400):
             stream = await worker.endpoint.open_stream(lab.peer, [TASKS])
-            about = {"job_id": begin.job_id, "task": "task", "attempt": attempt}
-            reports = TaskReport(**about, started=Started()), TaskReport(**about, **chance.choice(whats))
+            about = msgspec.structs.replace(begin.attempt, number=attempt)
+            reports = TaskReport(attempt=about, started=Started()), TaskReport(attempt=about, **chance.choice(whats))
             begins = False
             try:
                 answer = await subscribe(stream, Subscribe(lease=worker.lease, next=received))
@@ -677,9 +680,11 @@ INPUTS = TaskSpec(
 )
 
 
-async def locate(worker: TaskStreamWorker, begin: TaskDefinition, resource: str, **changes: Any) -> ResourceLocation:
-    about = {"job_id": begin.job_id, "lease": worker.lease, "task": begin.task, "attempt": begin.attempt}
-    question = LocateResource(**{**about, "resource": resource, **changes})
+async def locate(
+    worker: TaskStreamWorker, begin: TaskDefinition, resource: str, failures: Any = (), **changes: Any
+) -> ResourceLocation:
+    attempt = msgspec.structs.replace(begin.attempt, **changes)
+    question = LocateResource(attempt=attempt, resource=resource, failures=failures)
     return await rpc.call(worker.endpoint, worker.scheduler, LOCATE_RESOURCE, question)
 
 
@@ -720,9 +725,8 @@ async def test_workers_hear_where_resources_are(open_jobs: OpenJobs, recorded: A
             (await locate(worker, begin, "other"), "does not use the dataset 'other'"),
             (await locate(worker, begin, "page"), "the source of resource 'page' says where it is"),
             (await locate(worker, begin, "x"), "the task has no resource 'x'"),
-            (await locate(worker, begin, "model", attempt=1), "this attempt at the task does not run on this lease"),
-            (await locate(worker, begin, "model", task="x"), "this attempt at the task does not run on this lease"),
-            (await locate(worker, begin, "model", lease=uuid.uuid4()), "this attempt at the task does not run"),
+            (await locate(worker, begin, "model", number=1), "this attempt at the task does not run on this peer"),
+            (await locate(worker, begin, "model", task="x"), "this attempt at the task does not run on this peer"),
             (await locate(worker, begin, "model", job_id=uuid.uuid4()), "this scheduler runs no job"),
         ):
             assert gone.gone is not None
@@ -731,7 +735,7 @@ async def test_workers_hear_where_resources_are(open_jobs: OpenJobs, recorded: A
         other = next(found for found in lab.workers if found.endpoint is not worker.endpoint)
         thief = TaskStreamWorker(other.endpoint, lab.peer, worker.lease, lab.tasks)
         assert (await locate(thief, begin, "model")).gone is not None
-        assert recorded.total("hypha.scheduler.resource_questions.refused") == 4
+        assert recorded.total("hypha.scheduler.resource_questions.refused") == 3
         await worker.finish(begin)
         assert (await locate(worker, begin, "model")).gone is not None
         assert len(operator.told("locate")) == 1

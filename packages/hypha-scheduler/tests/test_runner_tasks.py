@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(ope
     async with open_jobs() as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
-        lease, job_id = operator.leases[0].id, operator.context.job_id
+        lease = operator.leases[0].id
         await worker.end(lease)
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED, exit_code=0)
         await start_task(lab, operator, attempt=1)
@@ -73,7 +74,8 @@ async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(ope
         heard = len(operator.heard)
         await worker.streams[lease].tell(worker.started[0].definition, failed=TaskFailed(reason="late"))
         assert len(operator.heard) == heard
-        assert isinstance(await worker.report(lab.peer, job_id, lease), Acknowledged)
+        assert isinstance(await worker.report(lab.peer, worker.started[0].definition.attempt), ProgressError)
+        assert isinstance(await worker.report(lab.peer), Acknowledged)
         assert operator.told("progress")[-1][0].attempt == 1
         await worker.end(lease, "failed")
         assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FAILED, exit_code=1))
@@ -88,7 +90,7 @@ async def test_stopped_task_leaves_its_lease_for_the_next_one(open_jobs: OpenJob
         lease = operator.leases[0].id
         operator.act(StopTask(operator.task(), "enough", keep_lease=True))
         assert (await operator.until("update", 2))[-1][1].state is TaskState.CANCELLED
-        assert [(sent.stop, sent.attempt) for sent in worker.stopped] == [(Stop(reason="enough"), 0)]
+        assert [(sent.stop, sent.attempt.number) for sent in worker.stopped] == [(Stop(reason="enough"), 0)]
         await start_task(lab, operator, attempt=1)
         operator.act(StopTask(operator.task(), "late", keep_lease=True))  # of the attempt that is over
         operator.act(StopTask(operator.task(), "late"))
@@ -234,8 +236,8 @@ async def test_own_methods_reach_the_operator_from_its_tasks_only(
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
         for job_id in (operator.context.job_id, uuid.uuid4()):
-            lease = operator.leases[0].id
-            about = UpdateRefused(job_id=job_id, lease=lease, round=1, peer=worker.endpoint.peer_id, reason="r")
+            attempt = operator.task().id_in(job_id)
+            about = UpdateRefused(attempt=attempt, round=1, peer=worker.endpoint.peer_id, reason="r")
             for sender in (worker, stranger):
                 assert await rpc.call(sender.endpoint, lab.peer, UPDATE_REFUSED, about) == RefusalKnown()
         assert heard == [operator.task()]
@@ -256,8 +258,7 @@ async def test_messages_that_wait_do_not_wake_each_other(open_jobs: OpenJobs) ->
     async with open_jobs(strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
-        lease, peer = operator.leases[0].id, worker.endpoint.peer_id
-        about = UpdateRefused(job_id=operator.context.job_id, lease=lease, round=1, peer=peer, reason="r")
+        about = UpdateRefused(attempt=worker.last, round=1, peer=worker.endpoint.peer_id, reason="r")
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(rpc.call, worker.endpoint, lab.peer, UPDATE_REFUSED, about)
@@ -270,31 +271,32 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open
     async with open_jobs(strategy) as lab:
         operator = await lab.acquire()
         [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
-        lease, job_id = operator.leases[0].id, operator.context.job_id
+        first, job_id = operator.task(), operator.context.job_id
+        others = (replace(first, name="other"), replace(first, attempt=1))
 
         async def speak() -> int:
             before = len(operator.heard)
             for worker in (mine, stranger):
-                for named in (lease, uuid.uuid4()):
-                    assert isinstance(await worker.report(lab.peer, job_id, named), ProgressError)
-                    assert isinstance(await worker.slice(lab.peer, job_id, named), NotFound)
-                    header = PushHeader(job_id, 1, "k", "n", 0, "blake3:" + "0" * 64, lab.peer, lease=named)
+                for named in (task.id_in(job_id) for task in (first, *others)):
+                    assert isinstance(await worker.report(lab.peer, named), ProgressError)
+                    assert isinstance(await worker.slice(lab.peer, named), NotFound)
+                    header = PushHeader(named, 1, "k", "n", 0, "blake3:" + "0" * 64, lab.peer)
                     assert "no task of this job runs there" in str(
                         await lab.service._push(worker.endpoint.peer_id, header)
                     )
             return len(operator.heard) - before
 
-        assert await speak() == 0  # a lease without a task
+        assert await speak() == 0  # no task has started
         await start_task(lab, operator)
-        assert isinstance(await mine.report(lab.peer, job_id, lease), Acknowledged)
-        assert isinstance(await mine.report(lab.peer, job_id), Acknowledged)
-        assert isinstance(await mine.report(lab.peer, job_id, uuid.uuid4()), ProgressError)
-        assert isinstance(await stranger.report(lab.peer, job_id, lease), ProgressError)
-        assigned = await mine.slice(lab.peer, job_id)
+        assert isinstance(await mine.report(lab.peer), Acknowledged)
+        for other in others:
+            assert isinstance(await mine.report(lab.peer, other.id_in(job_id)), ProgressError)
+        assert isinstance(await stranger.report(lab.peer, mine.last), ProgressError)
+        assigned = await mine.slice(lab.peer)
         assert isinstance(assigned, SliceAssigned)
         assert assigned.format == "jsonl"
-        assert len(operator.told("progress")) == 2
-        await mine.end(lease)
+        assert len(operator.told("progress")) == 1
+        await mine.end(first.lease.id)
         assert await speak() == 0  # a task that has ended
         await lab.finish(operator)
 
@@ -313,11 +315,10 @@ async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: O
     async with open_jobs(strategy) as lab:
         operator = await lab.start()
         worker = await start_task(lab, operator)
-        job_id = operator.context.job_id
         answers: list[Any] = []
 
         async def ask() -> None:
-            answers.append(await worker.slice(lab.peer, job_id))
+            answers.append(await worker.slice(lab.peer))
 
         async with anyio.create_task_group() as tasks:
             began = anyio.current_time()
@@ -331,12 +332,12 @@ async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: O
             assert (assigned.epoch, assigned.index) == (3, 5)
         operator.answer = RetryAfter(-1.0)
         before, began = len(operator.told("slice")), anyio.current_time()
-        waited = await worker.slice(lab.peer, job_id)  # not asked for ever, and not in a busy loop
+        waited = await worker.slice(lab.peer)  # not asked for ever, and not in a busy loop
         assert waited == WireError(message=NO_FREE_SLICE)  # the worker knows that it may ask again
         assert anyio.current_time() - began == pytest.approx(30.0, abs=1.0)
         assert len(operator.told("slice")) - before < 1000
         operator.answer = SliceRefusedError("too many slices")
-        refused = await worker.slice(lab.peer, job_id)
+        refused = await worker.slice(lab.peer)
         assert isinstance(refused, WireError)
         assert refused.message == "too many slices"
         operator.answer = RetryAfter(100.0)
@@ -361,7 +362,7 @@ async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -
         answers: list[Any] = []
 
         async def ask() -> None:
-            answers.append(await worker.slice(lab.peer, operator.context.job_id))
+            answers.append(await worker.slice(lab.peer))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(MAX_WAITING + 5):
@@ -426,10 +427,11 @@ async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs:
         await operator.until("update", 2)
         [worker] = lab.workers
         source = tmp_path / "source"
-        for number, lease in enumerate(operator.leases):
+        for number in (0, 1):
             source.write_bytes(b"content %d" % number)
             size, digest = await transfer.describe(source)
-            header = PushHeader(job_id, 1, "k", "file", size, digest, lab.peer, lease=lease.id)
+            named = operator.task(f"t{number}", number).id_in(job_id)
+            header = PushHeader(named, 1, "k", "file", size, digest, lab.peer)
             await transfer.push(worker.endpoint, lab.peer, source, header)
             assert operator.told("pushed")[number] == (operator.task(f"t{number}", number), b"content %d" % number)
         target = await lab.service._push(worker.endpoint.peer_id, header)
@@ -472,7 +474,7 @@ BUGS = {
 
 
 async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, what: str) -> None:
-    job_id, lease = operator.context.job_id, operator.leases[0].id
+    lease = operator.leases[0].id
     match what:
         case "refresh":
             operator.refresh()
@@ -480,14 +482,14 @@ async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, wha
             operator.deadline = anyio.current_time() + 1
             operator.refresh()
         case "report":
-            assert isinstance(await worker.report(lab.peer, job_id), ProgressError)
+            assert isinstance(await worker.report(lab.peer), ProgressError)
         case "slice":
-            assert isinstance(await worker.slice(lab.peer, job_id), NotFound)
+            assert isinstance(await worker.slice(lab.peer), NotFound)
         case "end":
             await worker.end(lease)
         case "push":
             digest = "blake3:" + "0" * 64
-            header = PushHeader(job_id, 1, "k", "n", 0, digest, lab.peer, lease=lease)
+            header = PushHeader(worker.last, 1, "k", "n", 0, digest, lab.peer)
             assert await lab.service._push(worker.endpoint.peer_id, header) == Refusal(reason="the job is over")
         case "finish":
             operator.act(EndJob())
@@ -563,7 +565,7 @@ async def test_slice_that_does_not_exist_fails_the_job(open_jobs: OpenJobs, answ
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
         operator.next_slice = lambda *_: answer
-        assert isinstance(await worker.slice(lab.peer, operator.context.job_id), NotFound)
+        assert isinstance(await worker.slice(lab.peer), NotFound)
         await check_other_job_goes_on(lab, other)
 
 

@@ -19,6 +19,7 @@ import anyio
 import anyio.abc
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.fake_hf_hub import hub_server
 from support.scripted_jobs import ScriptedStart, ScriptedStream
 
@@ -256,8 +257,7 @@ class Worker:
         return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
 
     async def report(self, peer: PeerId, start: ScriptedStart, progress: Progress) -> ProgressResponse:
-        job_id = start.definition.job_id
-        message = ProgressRequest(job_id=job_id, progress=progress, lease=start.lease, id=uuid.uuid4())
+        message = ProgressRequest(start.definition.attempt, progress, id=uuid.uuid4())
         self.batches += isinstance(progress, BatchDone)
         answer = await rpc.call(self.endpoint, peer, REPORT, message)
         if self.repeats_messages:
@@ -312,7 +312,7 @@ class Worker:
                         left -= 1
                 await self.report(peer, start, SendingUpdate())
                 update = f"blake3:{number:064x}"
-                message = StateContribution(start.definition.job_id, start.lease, number, update, id=uuid.uuid4())
+                message = StateContribution(start.definition.attempt, number, update, id=uuid.uuid4())
                 await rpc.call(self.endpoint, peer, STATE_CONTRIBUTION, message)
                 await self.shared.step(number).wait()
                 await self.report(peer, start, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
@@ -336,8 +336,7 @@ class Worker:
         if batches * 8 % SLICE_SAMPLES == 0:
             report: UnusableSlice | None = None
             while True:
-                job_id, lease = start.definition.job_id, start.lease
-                request = DataRequest("digits", job_id, id=uuid.uuid4(), lease=lease, unusable=report)
+                request = DataRequest(start.definition.attempt, "digits", id=uuid.uuid4(), unusable=report)
                 answer = await rpc.call(self.endpoint, peer, DATA, request)
                 if self.repeats_messages:
                     assert await rpc.call(self.endpoint, peer, DATA, request) == answer
@@ -371,8 +370,8 @@ class Worker:
         delta = np.full((2, 2), message.round, np.float32)
         write_update(path, {"w": (2, 2)}, [("w", delta)], UpdateMetadata(round=message.round))
         size, digest = await transfer.describe(path)
-        job_id, lease = self.start.definition.job_id, self.start.lease
-        header = PushHeader(job_id, message.round, OUTER_UPDATE, path.name, size, digest, peer, lease=lease, term=1)
+        attempt = self.start.definition.attempt
+        header = PushHeader(attempt, message.round, OUTER_UPDATE, path.name, size, digest, peer, term=1)
         if message.round != self.skipped_round:
             with suppress(TransferRefusedError):
                 await self.push_until_there_is_room(peer, path, header)
@@ -937,8 +936,8 @@ async def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_pat
             assert training.start is not None
             for index in (*range(SLICES), 10**6):
                 report = UnusableSlice(index=index, failures=(), epoch=77)
-                job_id, lease = training.start.definition.job_id, training.start.lease
-                request = DataRequest("digits", job_id, lease, id=uuid.uuid4(), unusable=report)
+                attempt = training.start.definition.attempt
+                request = DataRequest(attempt, "digits", id=uuid.uuid4(), unusable=report)
                 await rpc.call(training.endpoint, scheduler, DATA, request)
 
         workers[0].tasks.start_soon(lie)
@@ -979,23 +978,19 @@ async def test_refused_reports_are_logged_once_with_their_reason_which_is_answer
             async def report_nonsense() -> None:
                 while workers[0].batches < 3:
                     await anyio.sleep(0.01)
-                [(lease, scheduler)] = [(lease, peer) for lease, peer in workers[0].leases.items()]
+                [scheduler] = workers[0].leases.values()
                 assert workers[0].start is not None
-                known = workers[0].start.definition.job_id
-                for job_id, its in (
-                    (uuid.UUID(int=7), lease),
-                    (known, uuid.UUID(int=8)),
-                    (known, lease),
-                    (known, lease),
-                ):
-                    message = ProgressRequest(job_id=job_id, progress=OuterStepTaken(), lease=its)
+                known = workers[0].start.definition.attempt
+                unknown = replace(known, job_id=uuid.UUID(int=7)), replace(known, number=8)
+                for attempt in (*unknown, known, known):
+                    message = ProgressRequest(attempt, OuterStepTaken())
                     answers.append(await rpc.call(workers[0].endpoint, scheduler, REPORT, message))
 
             workers[0].tasks.start_soon(report_nonsense)
             await service.run_job(job(model))
     reasons = [answer.reason or "" for answer in answers if isinstance(answer, ProgressError)]
     assert "runs no job 00000000-" in reasons[0]
-    assert "under this lease" in reasons[1]
+    assert "does not run on this peer" in reasons[1]
     assert reasons[2] == reasons[3] == "only the parameter server takes outer steps"
     logged = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(logged) == 3  # the last one is a repetition

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Model, PeersReference, SchedulerReference, TrainConfig
 from hypha_proto.progress import (
@@ -42,7 +43,8 @@ def training(samples: int = 40, batch_size: int = 16) -> Training:
 
 
 def header(kind: str) -> PushHeader:
-    return PushHeader(uuid.UUID(int=7), 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64, HERE)
+    attempt = AttemptId(uuid.UUID(int=7), "fast", 0)
+    return PushHeader(attempt, 1, kind, "update-1.safetensors", 10, "blake3:" + "0" * 64, HERE)
 
 
 def train_config(optimizer: InnerOptimizerTable) -> TrainConfig:

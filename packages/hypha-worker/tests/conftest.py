@@ -28,6 +28,7 @@ from hypha_net import pubsub, rpc, transfer
 from hypha_net.node.health import serve_health
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
@@ -155,6 +156,11 @@ class Scheduler:
         """The job of all its tasks."""
         return self.tasks.job_id
 
+    @property
+    def sender(self) -> AttemptId:
+        """The task of another worker that sends files."""
+        return self.tasks.name("sender")
+
     def listen(self) -> None:
         """Serve a scheduler's protocols."""
         rpc.serve(self.endpoint, OFFER, self._offer)
@@ -179,9 +185,9 @@ class Scheduler:
             about = getattr(report, kind)
             self.ends.append(
                 End(
-                    self._leases.get((report.task, report.attempt), uuid.UUID(int=0)),
-                    report.task,
-                    report.attempt,
+                    self._leases.get((report.attempt.task, report.attempt.number), uuid.UUID(int=0)),
+                    report.attempt.task,
+                    report.attempt.number,
                     kind,
                     getattr(about, "reason", ""),
                     0 if report.finished is not None else getattr(about, "exit_code", None),

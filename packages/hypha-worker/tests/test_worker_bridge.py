@@ -28,7 +28,7 @@ import msgspec
 import pytest
 import uvicorn
 from blake3 import blake3
-from support.training_bridge import JOB, fail_for_disk, make_bridge, make_context
+from support.training_bridge import ATTEMPT, fail_for_disk, make_bridge, make_context
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import first_leaf_error
@@ -98,7 +98,7 @@ class BridgeUnderTest:
         path = self.work_dir.parent / f"pushed-{uuid.uuid4()}"
         path.write_bytes(content)
         size, digest = await transfer.describe(path)
-        header = PushHeader(JOB, number, kind, name, size, digest, scheduler=self.server.peer_id)
+        header = PushHeader(ATTEMPT, number, kind, name, size, digest, scheduler=self.server.peer_id)
         await transfer.push(sender, self.worker.peer_id, path, header)
 
     @property

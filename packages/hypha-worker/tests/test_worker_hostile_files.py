@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training_bridge import JOB, make_bridge, make_context
+from support.training_bridge import ATTEMPT, make_bridge, make_context
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import Transfer
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
@@ -102,7 +103,7 @@ class Job:
     async def _push(self) -> None:
         worker = self.backend.context.endpoint.peer_id
         header = PushHeader(
-            JOB,
+            ATTEMPT,
             1,
             OUTER_UPDATE,
             uuid.uuid4().hex,
@@ -281,7 +282,7 @@ async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_pa
     work_dir, outside, store = tmp_path / "job", tmp_path / "outside", OutputStore(tmp_path / "store")
     work_dir.mkdir()
     outside.mkdir()
-    owner = OutputOwner(PEER, uuid.uuid4(), uuid.uuid4())
+    owner = OutputOwner(PEER, AttemptId(uuid.uuid4(), "t", 0), uuid.uuid4())
     outcomes: Counter[str] = Counter()
 
     async def take(storage: JobStorage) -> None:
@@ -290,7 +291,7 @@ async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_pa
         except OutputError:
             outcomes["refused"] += 1
         else:
-            [held] = store.find_owned(PEER, owner.job_id, ())
+            [held] = store.find_owned(PEER, owner.attempt.job_id, ())
             outcomes.update(held.file_path(index).read_bytes().decode() for index in range(len(output.files)))
             await store.remove([held])
 

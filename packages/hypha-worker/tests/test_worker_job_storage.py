@@ -134,8 +134,8 @@ async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored
 async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None:
     path = lab.folder / f"{uuid.uuid4()}"
     path.write_bytes(os.urandom(size))
-    scheduler, job_id = lab.scheduler.endpoint.peer_id, lab.scheduler.job_id
-    header = PushHeader(job_id, number, kind, "update", *await transfer.describe(path), scheduler=scheduler)
+    scheduler, sender_id = lab.scheduler.endpoint.peer_id, lab.scheduler.sender
+    header = PushHeader(sender_id, number, kind, "update", *await transfer.describe(path), scheduler=scheduler)
     await transfer.push(sender, lab.peer, path, header)
 
 
@@ -162,7 +162,7 @@ async def test_a_job_that_asked_for_no_storage_gets_the_default(in_lab: InLab) -
         with path.open("wb") as file:
             file.truncate(64 << 20)
         digest = f"blake3:{'0' * 64}"
-        header = PushHeader(lab.scheduler.job_id, 1, PSEUDO_GRADIENT, "update", 64 << 20, digest, scheduler)
+        header = PushHeader(lab.scheduler.sender, 1, PSEUDO_GRADIENT, "update", 64 << 20, digest, scheduler)
         with pytest.raises(TransferRefusedError, match="0 of 1000000 bytes are used"):
             await transfer.push(lab.data, lab.peer, path, header)
 

@@ -134,7 +134,7 @@ async def aggregate(lab: Any, receiver: Any) -> None:
     path = lab.folder / "update"
     write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
     size, digest = await transfer.describe(path)
-    header = PushHeader(lab.scheduler.job_id, 1, PSEUDO_GRADIENT, "u", size, digest, lab.scheduler.endpoint.peer_id)
+    header = PushHeader(lab.scheduler.sender, 1, PSEUDO_GRADIENT, "u", size, digest, lab.scheduler.endpoint.peer_id)
     await transfer.push(lab.server, lab.peer, path, header)
     members = (Member(peer=lab.server.peer_id, samples=1),)
     message = SetMembers(round=1, members=members, deadline_ms=10_000)
@@ -216,14 +216,14 @@ async def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Any, re
         assert not (await rpc.call(scheduler, lab.peer, PUSH_OUTPUT, push)).accepted
         await rpc.call(scheduler, lab.peer, RELEASE_OUTPUTS, ReleaseOutputs(job_id=job_id, datasets=(dataset,)))
         digest = f"blake3:{blake3(b'x').hexdigest()}"
-        header = PushHeader(job_id, 0, "x", "0", 1, digest, scheduler.peer_id, delivery=uuid.uuid4())
+        header = PushHeader(tasks.name("t"), 0, "x", "0", 1, digest, scheduler.peer_id, delivery=uuid.uuid4())
         with pytest.raises(TransferRefusedError):
             await transfer.push(lab.server, lab.peer, b"x", header)
         tasks.start(lease, "u", resources=(pages[1],))
         assert (await tasks.end("u")).failed is not None
         tasks.start(lease, "v", "time.sleep(60)")
         tasks.start(lease, "v")
-        tasks.start(lease, "../v")
+        tasks.start(lease, "x", timeout_ms=0)
         tasks.start(lease, "w")
         tasks.define(lease, "v", stop=Stop("enough"))
         assert (await tasks.end("v")).cancelled is not None

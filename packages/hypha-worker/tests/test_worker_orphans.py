@@ -137,7 +137,7 @@ class Job(Execution):
 
     async def next_slice(self) -> SliceAssigned:
         context = self.context
-        request = DataRequest(dataset="digits", job_id=context.job_id, id=uuid.uuid4(), lease=context.lease)
+        request = DataRequest(context.attempt, "digits", id=uuid.uuid4())
         return await request_slice(context.contact, request)
 
 
@@ -661,9 +661,7 @@ async def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(
 
     async def finish_round(job: Job) -> None:
         context = job.context
-        commits = RoundClient(
-            context.endpoint, context.scheduler, context.job_id, context.lease, contact=context.contact
-        )
+        commits = RoundClient(context.endpoint, context.scheduler, context.attempt, contact=context.contact)
         await anyio.sleep(12.0)
         answers.append(await commits.state_contribution(1, digest, 8, None))
         answers.append(await commits.wait(1, digest))
@@ -715,5 +713,5 @@ async def push_update(endpoint: MemoryEndpoint, server: PeerId, tasks: ScriptedT
     write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
     size, digest = await transfer.describe(path)
     scheduler = tasks.endpoint.peer_id
-    header = PushHeader(tasks.job_id, 1, PSEUDO_GRADIENT, "u", size, digest, samples=1, scheduler=scheduler)
+    header = PushHeader(tasks.name("t"), 1, PSEUDO_GRADIENT, "u", size, digest, samples=1, scheduler=scheduler)
     await transfer.push(endpoint, server, path, header)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hypha_net import transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
@@ -62,7 +63,7 @@ class TermLab:
         """Push an update as a trainer; return its digest."""
         size, digest = await transfer.describe(path)
         fields = {
-            "job_id": self.lab.scheduler.job_id,
+            "attempt": self.lab.scheduler.sender,
             "round": number,
             "kind": PSEUDO_GRADIENT,
             "name": "update",
@@ -190,8 +191,8 @@ async def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term:
             sender, header, _ = receiver.files[0]
             assert sender == lab.lab.peer
             assert (header.kind, header.round, header.term) == (OUTER_UPDATE, 1, TERM)
-            assert header.job_id == lab.lab.scheduler.job_id
-        assert {report.lease for report in lab.lab.scheduler.reports} == {lab.lease}
+            assert header.attempt.job_id == lab.lab.scheduler.job_id
+        assert {report.attempt for report in lab.lab.scheduler.reports} == {header.attempt}
 
 
 async def end_with_a_round_of_both(lab: TermLab) -> None:
@@ -417,7 +418,7 @@ async def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_te
             (junk, 1, {}, "of no known kind"),
             (good, 7, {}, "too far ahead"),
             (good, 1, {"codec": "zip"}, "codec"),
-            (good, 1, {"job_id": uuid.uuid4()}, ""),
+            (good, 1, {"attempt": AttemptId(uuid.uuid4(), "sender", 0)}, ""),
             (good, 1, {"kind": OUTER_UPDATE}, ""),
         ):
             with pytest.raises(TransferRefusedError):

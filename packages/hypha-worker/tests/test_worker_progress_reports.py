@@ -12,6 +12,7 @@ import pytest
 
 from hypha_net import rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import (
@@ -31,7 +32,7 @@ from hypha_worker.errors import BridgeError
 
 pytestmark = pytest.mark.virtual_clock
 
-JOB, LEASE = uuid.UUID(int=1), uuid.UUID(int=2)
+ATTEMPT = AttemptId(uuid.UUID(int=1), "train-1", 0)
 
 
 def trained(first: int, count: int, number: int = 4) -> TrainedBatches:
@@ -77,7 +78,7 @@ async def open_scene(*, waits: bool = True, takes_batches: bool = True) -> Async
     async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
         await worker.connect_peer(scheduler.peer_id)
         contact = SchedulerContact(worker, scheduler.peer_id, may_wait=lambda: waits)
-        reports = ProgressReports(JOB, LEASE, contact, takes_batches=takes_batches)
+        reports = ProgressReports(ATTEMPT, contact, takes_batches=takes_batches)
         yield Scene(network, worker, scheduler, contact, reports)
 
 
@@ -88,7 +89,7 @@ async def test_several_batches_travel_in_one_message(waits: bool) -> None:
         scene.take_several()
         assert await scene.reports.report_batches(trained(6, 3)) == BatchesCounted(counted=9, last=12)
         batches = trained(6, 3).batches
-        assert scene.several == [ReportBatches(job_id=JOB, lease=LEASE, round=4, first=6, batches=batches)]
+        assert scene.several == [ReportBatches(attempt=ATTEMPT, round=4, first=6, batches=batches)]
         assert scene.single == []
 
 

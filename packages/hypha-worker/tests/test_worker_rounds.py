@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import httpx
 import pytest
-from support.training_bridge import JOB, LEASE, NEW_WEIGHTS, RANGES, WEIGHTS, make_config, open_rounds
+from support.training_bridge import ATTEMPT, NEW_WEIGHTS, RANGES, WEIGHTS, make_config, open_rounds
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -71,7 +71,7 @@ async def test_an_update_is_stated_to_the_scheduler_before_it_is_pushed(in_round
         statement, header = rounds.history
         assert isinstance(statement, StateContribution)
         assert isinstance(header, PushHeader)
-        assert (statement.job_id, statement.lease, statement.round, statement.samples) == (JOB, LEASE, 1, 30)
+        assert (statement.attempt, statement.round, statement.samples) == (ATTEMPT, 1, 30)
         assert statement.update == sent.checksum == header.digest
         assert statement.contribution == header.contribution
         assert statement.contribution is not None
@@ -270,7 +270,7 @@ async def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: In
         assert (rounds.work_dir / claimed.path).read_bytes() == b"outer"
         assert rounds.waiting_files() == 0
         question = rounds.got(AwaitCommit)[0]
-        assert (question.job_id, question.lease, question.round, question.update) == (JOB, LEASE, 1, digest)
+        assert (question.attempt, question.round, question.update) == (ATTEMPT, 1, digest)
 
 
 async def test_an_outer_update_that_is_never_committed_is_deleted(
@@ -461,7 +461,7 @@ async def test_a_jobs_process_gets_committed_outer_updates_only(in_lab: Any) -> 
         await lab.start(LISTENS.replace("WEIGHTS", NEW_WEIGHTS), lab.train_spec(term=1))
         size, digest = await transfer.describe(b"outer")
         scheduler = lab.scheduler.endpoint.peer_id
-        header = PushHeader(lab.scheduler.job_id, 1, OUTER_UPDATE, "u", size, digest, scheduler, term=1)
+        header = PushHeader(lab.scheduler.sender, 1, OUTER_UPDATE, "u", size, digest, scheduler, term=1)
         await transfer.push(lab.server, lab.peer, b"outer", header)
         end = await lab.scheduler.ended()
         assert end.outcome == "finished", end

@@ -11,6 +11,7 @@ from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net.endpoint import Endpoint
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import REPORT, Acknowledged, ProgressError, ProgressRequest, ProgressResponse, SendingUpdate
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -26,7 +27,7 @@ def answer_with(endpoint: Endpoint, answer: ProgressResponse) -> None:
 async def test_a_scheduler_that_is_started_again_gets_the_report_when_it_has_taken_up_the_job(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "acme")
     identity = authority.identity("scheduler")
-    report = ProgressRequest(job_id=uuid.uuid4(), progress=SendingUpdate(), lease=uuid.uuid4(), id=uuid.uuid4())
+    report = ProgressRequest(AttemptId(uuid.uuid4(), "train-1", 0), SendingUpdate(), id=uuid.uuid4())
     answers: list[ProgressResponse] = []
     settings = EndpointSettings(relay_circuit=False)
     async with open_endpoint(authority.identity("worker"), settings) as worker, anyio.create_task_group() as tasks:

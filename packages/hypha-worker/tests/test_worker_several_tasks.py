@@ -15,6 +15,7 @@ from support.scripted_task_scheduler import ScriptedTaskScheduler
 from hypha_net import transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
     Adam,
@@ -66,7 +67,7 @@ class FakeExecution(Execution):
         return self._kind
 
     async def run(self) -> None:
-        self._lab.started[self.context.scheduler, self.context.task] = self
+        self._lab.started[self.context.scheduler, self.context.attempt.task] = self
         await anyio.sleep_forever()
 
     async def accept_push(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
@@ -119,7 +120,9 @@ class Lab:
         """Push a file for a task of the job; return why it was refused, empty if it was not."""
         content, scheduler = b"%d" % number, self.schedulers[which].endpoint.peer_id
         size, digest = await transfer.describe(content)
-        header = PushHeader(JOB, number, kind, "u", size, digest, samples=1, scheduler=scheduler)
+        header = PushHeader(
+            AttemptId(JOB, "sender", 0), number, kind, "u", size, digest, samples=1, scheduler=scheduler
+        )
         try:
             await transfer.push(sender, self.worker.peer_id, content, header)
         except TransferRefusedError as error:
@@ -191,11 +194,11 @@ async def test_tasks_that_accept_no_push_run_side_by_side_and_end_separately(in_
         for task, lease in leases.items():
             assert await lab.start(task, train(lab), lease=lease) == "started"
         assert len({run.context.work_dir for run in lab.started.values()}) == 3
-        assert {run.context.task: run.context.lease for run in lab.started.values()} == leases
+        assert {run.context.attempt.task: run.context.lease for run in lab.started.values()} == leases
         assert "no job here accepts" in await lab.push(lab.peers[0], 1)
         lab.schedulers[0].define(leases["b"], "b", stop=Stop("enough"))
         assert (await lab.schedulers[0].end("b")).cancelled is not None
-        assert {run.definition.task for run in lab.tasks.running} == {"a", "c"}
+        assert {run.attempt.task for run in lab.tasks.running} == {"a", "c"}
 
 
 async def test_pushes_of_different_senders_reach_the_task_that_names_them(in_lab: InLab) -> None:

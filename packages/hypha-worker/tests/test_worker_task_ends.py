@@ -72,7 +72,7 @@ async def push_result(lab: Any, sender: Any, number: int, content: bytes) -> Non
     path = lab.folder / f"outer-{number}"
     path.write_bytes(content)
     size, digest = await transfer.describe(path)
-    about, scheduler = lab.scheduler.job_id, lab.scheduler.endpoint.peer_id
+    about, scheduler = lab.scheduler.sender, lab.scheduler.endpoint.peer_id
     header = PushHeader(about, number, OUTER_UPDATE, "../outer.safetensors", size, digest, scheduler=scheduler)
     await transfer.push(sender, lab.peer, path, header)
 
@@ -108,7 +108,7 @@ async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_recei
         await serve_slices(lab, 1)
 
         def answer(report: ProgressRequest) -> ProgressResponse:
-            assert report.job_id == lab.scheduler.job_id
+            assert report.attempt.job_id == lab.scheduler.job_id
             return ScheduleUpdate(counter=0) if isinstance(report.progress, BatchDone) else Done()
 
         lab.scheduler.answer = answer
@@ -122,13 +122,9 @@ async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_recei
         assert lab.scheduler.statuses == ["started", "ready", "finished"]
         [(sender, header, content)] = pushed.files
         assert (sender, content) == (lab.peer, b"gradient")
-        assert (header.kind, header.round, header.samples, header.job_id) == (
-            PSEUDO_GRADIENT,
-            1,
-            24,
-            lab.scheduler.job_id,
-        )
-        assert lab.scheduler.reports[0].lease == lease
+        attempt = lab.scheduler.reports[0].attempt
+        assert attempt == lab.scheduler.tasks.name(end.task, end.attempt)
+        assert (header.kind, header.round, header.samples, header.attempt) == (PSEUDO_GRADIENT, 1, 24, attempt)
         assert lab.left_behind() == []
 
 
@@ -164,7 +160,7 @@ async def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab
         path = lab.folder / "chunk-0.bin"
         path.write_bytes(b"chunk")
         size, digest = await transfer.describe(path)
-        header = PushHeader(lab.scheduler.job_id, 1, OTHER_FILE, path.name, size, digest, scheduler=sender.peer_id)
+        header = PushHeader(lab.scheduler.sender, 1, OTHER_FILE, path.name, size, digest, scheduler=sender.peer_id)
         with pytest.raises(transfer.TransferRefusedError, match="in none of the references"):
             await transfer.push(lab.data, lab.peer, path, header)
         await transfer.push(sender, lab.peer, path, header)
@@ -199,9 +195,11 @@ async def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
         assert {(end.lease, end.attempt, end.outcome) for end in scheduler.ends} == {
             (lease, attempt, "finished") for lease in leases for attempt in (0, 1)
         }, scheduler.ends
-        sent = {(header.lease, content) for _, header, content in pushed.files}
+        sent = {(header.attempt, content) for _, header, content in pushed.files}
         assert sent == {
-            (lease, b"%d" % (seed + more)) for lease, seed in zip(leases, (10, 20), strict=True) for more in (0, 1)
+            (scheduler.tasks.name(f"variant-{seed}", more), b"%d" % (seed + more))
+            for seed in (10, 20)
+            for more in (0, 1)
         }
         assert lab.left_behind() == []
         assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases stay"

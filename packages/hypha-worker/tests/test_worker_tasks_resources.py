@@ -21,6 +21,7 @@ from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_proto.offers import ExecutorDescriptor
@@ -177,7 +178,7 @@ async def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, ma
             assert found == {"r": FOUND, "single": "same"}
             assert report.finished is not None
             assert report.finished.bytes_received == 17
-            assert {question.lease for question in tasks.questions} == {second}
+            assert {question.attempt for question in tasks.questions} == {tasks.name("t")}
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -410,7 +411,7 @@ async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_l
 
         async def push(peer: MemoryEndpoint, content: bytes = b"right", **changes: Any) -> str:
             fields = {
-                "job_id": tasks.job_id,
+                "attempt": tasks.name("maker"),
                 "kind": TASK_RESOURCE,
                 "name": "0",
                 "delivery": delivery,
@@ -425,8 +426,9 @@ async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_l
             return ""
 
         assert "not announced as a sender" in await push(lab.server)
-        assert "no task here expects" in await push(lab.data, delivery=uuid.uuid4(), job_id=uuid.uuid4())
-        assert "not part of this delivery" in await push(lab.data, job_id=uuid.uuid4())
+        other = AttemptId(uuid.uuid4(), "maker", 0)
+        assert "no task here expects" in await push(lab.data, delivery=uuid.uuid4(), attempt=other)
+        assert "not part of this delivery" in await push(lab.data, attempt=other)
         assert "not part of this delivery" in await push(lab.data, kind="outer-update")
         assert "not wanted" in await push(lab.data, name="1")
         assert "not wanted" in await push(lab.data, name="-1")

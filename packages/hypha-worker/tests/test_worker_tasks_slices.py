@@ -70,9 +70,7 @@ assert all(entry[0].endswith(".jsonl") for entry in found), found
         tasks.start(lease, "t", code, resources=(SLICES,))
         report = await tasks.end("t")
         assert report.finished is not None, report
-        assert {(request.dataset, request.job_id, request.lease) for request in requests} == {
-            ("rows", tasks.job_id, lease)
-        }
+        assert {(request.dataset, request.attempt) for request in requests} == {("rows", tasks.name("t"))}
         assert len(requests) == 4
         assert report.finished.bytes_received == 12
 
@@ -113,7 +111,7 @@ async def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTas
         [(_, header, content)] = receiver.files
         assert header is not None
         assert (header.kind, header.name, header.round, header.samples) == (TASK_RESULT, "part-3.jsonl", 3, 1)
-        assert (header.job_id, header.lease, content) == (tasks.job_id, lease, b"{}")
+        assert (header.attempt, content) == (tasks.name("t"), b"{}")
         assert report.finished.bytes_sent == 2
 
 

@@ -111,7 +111,7 @@ async def test_an_outer_update_that_finds_no_room_gives_the_work_back(
         path.write_bytes(b"update")
         size, digest = await transfer.describe(path)
         scheduler = lab.scheduler.endpoint.peer_id
-        header = PushHeader(lab.scheduler.job_id, 1, OUTER_UPDATE, "u", size, digest, scheduler)
+        header = PushHeader(lab.scheduler.sender, 1, OUTER_UPDATE, "u", size, digest, scheduler)
         with pytest.raises(transfer.TransferRefusedError, match="no room"):
             await transfer.push(lab.server, lab.peer, path, header)
         end = await lab.scheduler.until(lambda: lab.scheduler.ends and lab.scheduler.ends[-1])

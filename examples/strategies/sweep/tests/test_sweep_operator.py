@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from hypha_net.transfer import PullSource
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.offers import ExecutorDescriptor
@@ -75,6 +76,7 @@ class Context:
         self.job_id = uuid.uuid4()
         self.directory = Path("/runs/job")
         self.scheduler = PeerId.from_public_key(bytes(32))
+        self.first_attempt = 0
 
 
 def sweep(results: Mapping[str, Any] | None = None, **changes: Any) -> SweepOperator:
@@ -97,9 +99,7 @@ def choose(operator: SweepOperator, number: int = 9, attempt: int = 0) -> StartT
 
 def locate(operator: SweepOperator, task: TaskRef) -> list[dict[str, Any]]:
     """Return the results that the task of the choice reads."""
-    request = LocateResource(
-        job_id=operator.context.job_id, lease=task.lease.id, task=task.name, attempt=0, resource="variants"
-    )
+    request = LocateResource(attempt=task.id_in(operator.context.job_id), resource="variants")
     answer, effects = operator.on_locate(task, request, 8.0)
     assert effects == ()
     assert answer.pull is not None
@@ -120,7 +120,8 @@ def starts(effects: Effects) -> list[StartTask]:
 
 def header(operator: SweepOperator, kind: str = PSEUDO_GRADIENT) -> PushHeader:
     digest, context = "blake3:" + "0" * 64, operator.context
-    return PushHeader(context.job_id, 1, kind, "update-1.safetensors", 10, digest, context.scheduler)
+    attempt = AttemptId(context.job_id, "fast", 0)
+    return PushHeader(attempt, 1, kind, "update-1.safetensors", 10, digest, context.scheduler)
 
 
 def train(operator: SweepOperator, task: TaskRef, loss: float | None) -> Effects:

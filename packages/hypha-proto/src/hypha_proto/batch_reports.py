@@ -7,11 +7,11 @@ batches that it has counted, and executors send others again.
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Final
 
 import msgspec
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.progress import BatchDone, TrainedBatch
 from hypha_proto.protocols import BATCH_REPORTS, RpcMethod
 from hypha_proto.wire_schema import OMIT, U32, Message
@@ -40,8 +40,7 @@ class TrainedBatches(Message, frozen=True):
 class ReportBatches(TrainedBatches, frozen=True, kw_only=True):
     """Report of a training worker to its scheduler."""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
 
 
 class BatchesCounted(Message, frozen=True):

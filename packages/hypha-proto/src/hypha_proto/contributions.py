@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.protocols import ROUND, RpcMethod
 from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
 
@@ -57,8 +58,7 @@ class Contribution(Message, frozen=True):
 class StateContribution(Message, frozen=True):
     """Statement of a worker to its scheduler that an executor is about to send an update."""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     round: U32
     update: Digest
     """Digest of the update file, computed by the worker."""
@@ -85,8 +85,7 @@ class ContributionKnown(Message, frozen=True):
 class AwaitCommit(Message, frozen=True):
     """Request of a worker: has the scheduler committed a round with this outer update?"""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     round: U32
     update: Digest
     """Digest of the outer update that the worker has received."""

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import API, RpcMethod
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype, Unit
@@ -44,10 +45,8 @@ class UnusableSlice(Message, frozen=True):
 class DataRequest(Message, frozen=True):
     """Request of a worker to its scheduler for another slice."""
 
+    attempt: AttemptId
     dataset: str
-    job_id: uuid.UUID
-    lease: uuid.UUID
-    """Lease of the task that asks; distinguishes several tasks of a job on one peer."""
     id: uuid.UUID
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
     traceparent: Annotated[str | None, OMIT] = None

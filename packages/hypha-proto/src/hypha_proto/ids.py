@@ -20,6 +20,8 @@ _PREFIX: Final = bytes.fromhex("0024080112 20".replace(" ", ""))
 _RAW_LENGTH: Final = len(_PREFIX) + 32
 _TEXT_LIMIT: Final = 64
 _MAX_NAME: Final = 64
+NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+"""Names of tasks, resources and outputs."""
 _SHOWN: Final = 6
 """Last characters of an id that are shown with a name."""
 

@@ -5,9 +5,9 @@ The scheduler says in which round a worker begins; it announces changes by `comm
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.protocols import MEMBERSHIP, RpcMethod
 from hypha_proto.wire_schema import OMIT, U32, Digest, Message
 
@@ -18,8 +18,7 @@ class JoinRound(Message, frozen=True):
     What the executor trained in the open round before, and did not send, is discarded.
     """
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     traceparent: Annotated[str | None, OMIT] = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.protocols import PROGRESS, RpcMethod
 from hypha_proto.wire_schema import EXTERNAL, F32, OMIT, U32, Message, Unit
 
@@ -69,10 +70,8 @@ ProgressValue = Annotated[Progress, EXTERNAL]
 class ProgressRequest(Message, frozen=True):
     """Progress report from the peer that runs a task of the job."""
 
-    job_id: uuid.UUID
+    attempt: AttemptId
     progress: ProgressValue
-    lease: uuid.UUID
-    """Lease of the task; distinguishes several tasks of a job on one peer."""
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import AGGREGATE, RpcMethod
 from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
@@ -23,9 +23,8 @@ class Member(Message, frozen=True):
 class UpdateRefused(Message, frozen=True):
     """Report of the parameter server to the scheduler that it cannot use a member's update."""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
-    """Lease of the parameter server."""
+    attempt: AttemptId
+    """Attempt of the parameter server."""
     round: U32
     peer: PeerId
     """The member."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import TASK_RESOURCES, RpcMethod
 from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
@@ -24,12 +25,9 @@ class FailedHolder(Message, frozen=True):
 
 
 class LocateResource(Message, frozen=True, kw_only=True):
-    """Request of a worker: where is this resource of the task that runs on a lease?"""
+    """Request of a worker: where is this resource of a task that it runs?"""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
-    task: str
-    attempt: U32
+    attempt: AttemptId
     resource: str
     """Name of the resource in the task's definition; its source is a result or a dataset."""
     failures: tuple[FailedHolder, ...] = ()

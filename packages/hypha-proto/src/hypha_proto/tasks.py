@@ -14,6 +14,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import AggregateConfig, HuggingFaceReference, TrainConfig
@@ -32,8 +33,6 @@ MAX_ENTRIES: Final = 100
 """Largest number of resources, and of outputs, of a task."""
 MAX_FILENAMES: Final = 1000
 """Largest number of file names in a source."""
-NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-"""Names of tasks, resources and outputs."""
 RESOURCES: Final = "resources"
 """Folder of the work directory that holds the resources."""
 
@@ -179,10 +178,8 @@ class DrainTask(Message, frozen=True):
 class TaskDefinition(Message, frozen=True, kw_only=True):
     """Definition for one attempt at a task: exactly one of `start`, `stop`, `drain` and `command`."""
 
-    job_id: uuid.UUID
-    task: str
-    attempt: U32
-    """Number of the attempt at this task. On one lease, definitions of an older attempt than the newest are refused."""
+    attempt: AttemptId
+    """On one lease, definitions of an older attempt at a task than the newest are refused."""
     start: Annotated[TaskSpec | None, OMIT] = None
     stop: Annotated[Stop | None, OMIT] = None
     drain: Annotated[DrainTask | None, OMIT] = None
@@ -272,9 +269,7 @@ class TaskCancelled(Message, frozen=True, kw_only=True):
 class TaskReport(Message, frozen=True, kw_only=True):
     """What has happened to one attempt at a task: exactly one of the optional fields."""
 
-    job_id: uuid.UUID
-    task: str
-    attempt: U32
+    attempt: AttemptId
     started: Annotated[Started | None, OMIT] = None
     ready: Annotated[Ready | None, OMIT] = None
     progress: Annotated[TaskProgress | None, OMIT] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Final
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype
@@ -61,7 +62,8 @@ class Refusal(Newtype, frozen=True, tag="Refused"):
 class PushHeader(Message, frozen=True):
     """Description of a pushed file."""
 
-    job_id: uuid.UUID
+    attempt: AttemptId
+    """Attempt that sends the file, or has made it."""
     round: U32
     kind: str
     """`PSEUDO_GRADIENT`, `OUTER_UPDATE`, `OTHER_FILE`, `TASK_RESOURCE`, or one that this version does not know."""
@@ -77,8 +79,6 @@ class PushHeader(Message, frozen=True):
     samples: U64 = 0
     """Number of samples that a pseudo-gradient was computed from."""
     traceparent: Annotated[str | None, OMIT] = None
-    lease: Annotated[uuid.UUID | None, OMIT] = None
-    """Lease of the task that sends the file; distinguishes several tasks of a job on one peer."""
     delivery: Annotated[uuid.UUID | None, OMIT] = None
     """Delivery of a task's resource that the file belongs to (`task_resources.AwaitPush`)."""
     term: Annotated[U32 | None, OMIT] = None

@@ -433,7 +433,7 @@ class SchedulerService:
                 rpc.serve(self._endpoint, method.method, self._unless_stopping(partial(self._message, method)))
 
     async def _message(self, method: StrategyMethod, peer: PeerId, message: Any) -> Any:
-        run = await self._find_job(message.job_id)
+        run = await self._find_job(message.attempt.job_id)
         return method.unknown_job if run is None else await run.on_message(peer, method, message)
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
@@ -443,7 +443,7 @@ class SchedulerService:
         return OfferReceived()
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
-        run = await self._find_job(request.job_id)
+        run = await self._find_job(request.attempt.job_id)
         answer = NotFound() if run is None else await run.on_data(peer, request)
         is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
         if not isinstance(answer, SliceAssigned) and not is_over:
@@ -454,9 +454,9 @@ class SchedulerService:
         return answer
 
     async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
-        run = await self._find_job(request.job_id)
+        run = await self._find_job(request.attempt.job_id)
         unknown = ProgressError(
-            reason=f"this scheduler runs no job {request.job_id}: it has ended, or began before a restart"
+            reason=f"this scheduler runs no job {request.attempt.job_id}: it has ended, or began before a restart"
         )
         answer = unknown if run is None else await run.on_report(peer, request)
         if isinstance(answer, ProgressError):
@@ -496,9 +496,9 @@ class SchedulerService:
         return run.task_streams
 
     async def _locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
-        run = await self._find_job(request.job_id)
+        run = await self._find_job(request.attempt.job_id)
         if run is None:
-            return ResourceLocation(gone=Gone(reason=f"this scheduler runs no job {request.job_id}"))
+            return ResourceLocation(gone=Gone(reason=f"this scheduler runs no job {request.attempt.job_id}"))
         return await run.on_locate(peer, request)
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
@@ -508,5 +508,5 @@ class SchedulerService:
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     async def _push(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
-        run = await self._find_job(header.job_id)
+        run = await self._find_job(header.attempt.job_id)
         return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)

@@ -53,10 +53,10 @@ class SweepOperator(base.Operator):
     results: dict[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        self.waiting = [(name, 0) for name in self.job.variants if name not in self.results] or [(CHOICE, 0)]
+        first = self.context.first_attempt
+        self.waiting = [(name, first) for name in self.job.variants if name not in self.results] or [(CHOICE, first)]
         self.leases: dict[uuid.UUID, base.Lease] = {}
         self.running: dict[base.TaskRef, training.Training] = {}
-        self.best: Mapping[str, Any] = {}
         self.model = self.context.directory / "model"
 
     @property
@@ -107,7 +107,7 @@ class SweepOperator(base.Operator):
             return (base.RunInBackground(partial(self.apply, update.outputs[0], task.lease.peer), "model"),)
         elif not failure and not attempt.is_complete:
             failure = f"{update.state.value} without an update and a finite loss"
-        if failure and task.attempt + 1 < ATTEMPTS:
+        if failure and task.attempt + 1 < self.context.first_attempt + ATTEMPTS:
             self.waiting.append((task.name, task.attempt + 1))
             return self.start_tasks(now)
         if task.name == CHOICE:
@@ -118,7 +118,7 @@ class SweepOperator(base.Operator):
         loss = None if failure else attempt.loss
         self.results[name] = {"name": name, "loss": loss, "update": attempt.update, "failure": failure}
         effects = (base.WriteJournal("variant", self.results[name]), base.EmitEvent("variant", self.results[name]))
-        self.waiting = [(CHOICE, 0)] if self.role == "choose" else self.waiting
+        self.waiting = [(CHOICE, self.context.first_attempt)] if self.role == "choose" else self.waiting
         if self.role == "choose" and all(result["failure"] for result in self.results.values()):
             return (*effects, base.EndJob(failure=f"every variant failed: {list(self.results.values())}"))
         return effects
@@ -173,7 +173,7 @@ class SweepOperator(base.Operator):
         return result
 
     def on_effect_result(self, tag: str, outcome: Any, now: float) -> base.Effects:
-        self.best = {} if isinstance(outcome, Exception) else outcome
+        self.best: Mapping[str, Any] = {} if isinstance(outcome, Exception) else outcome
         return (base.EndJob(failure=None if self.best else str(outcome)),)
 
     def summary(self, traffic: Mapping[Any, Any]) -> Mapping[str, object]:

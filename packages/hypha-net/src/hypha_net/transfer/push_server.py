@@ -129,7 +129,7 @@ def _slot_key(target: FilePushTarget, peer: PeerId, header: PushHeader) -> SlotK
     """
     if target.slot is not None:
         return peer, target.slot
-    what = (header.job_id, header.lease, header.round, header.kind[:200], header.name[:200], header.digest)
+    what = (header.attempt, header.round, header.kind[:200], header.name[:200], header.digest)
     return peer, "\0".join((str(target.path.parent), *map(str, what)))
 
 

@@ -1,4 +1,4 @@
-"""The attempts at tasks of one job: which runs on which lease, how far it is, and which ended last. No I/O.
+"""The attempts at tasks of one job: which runs on which lease, how far it is, and which is the newest. No I/O.
 
 Whatever a peer says is looked up here first, so that an operator hears only of its running attempts.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
@@ -57,25 +58,22 @@ class Attempts:
 
     _running: dict[uuid.UUID, Attempt] = field(default_factory=dict)
     """By lease."""
-    _newest: defaultdict[uuid.UUID, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Newest attempt at each task, by lease."""
+    _newest: dict[str, TaskRef] = field(default_factory=dict)
+    """Newest attempt at each task, which may have ended."""
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
-    """Leases with a running attempt, by peer."""
-    _involved: set[PeerId] = field(default_factory=set)
-    _former: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
-    """Attempt that ended last, by lease."""
+    """Leases with a running attempt, by peer; none of a peer on which all have ended."""
 
     def start(self, task: TaskRef, spec: TaskSpec) -> Attempt:
         """Add an attempt that is about to start.
 
         Raises:
-            TaskError: another one runs on the lease, or this one is not newer than all before it there.
+            TaskError: another one runs on the lease, or this one is not newer than all others at its task.
         """
         if (other := self._running.get(task.lease.id)) is not None:
             raise TaskError(f"task {task.name} cannot start: {other.task.name} runs on its lease")
-        newest = self._newest[task.lease.id].get(task.name, -1)
-        if task.attempt <= newest:
-            why = f"attempt {newest} ran on its lease before; attempts at a task grow"
+        newest = self._newest.get(task.name)
+        if newest is not None and task.attempt <= newest.attempt:
+            why = f"attempt {newest.attempt} was started before; attempts at a task grow"
             raise TaskError(f"task {task.name} cannot start as attempt {task.attempt}: {why}")
         return self._add(Attempt(task, spec))
 
@@ -85,10 +83,9 @@ class Attempts:
 
     def _add(self, attempt: Attempt) -> Attempt:
         task = attempt.task
-        self._newest[task.lease.id][task.name] = task.attempt
+        self._newest[task.name] = task
         self._running[task.lease.id] = attempt
         self._peers[task.lease.peer].add(task.lease.id)
-        self._involved.add(task.lease.peer)
         return attempt
 
     def end(self, task: TaskRef) -> bool:
@@ -98,7 +95,6 @@ class Attempts:
             return False
         del self._running[task.lease.id]
         self._peers[task.lease.peer].discard(task.lease.id)
-        self._former[task.lease.id] = task
         attempt.end()
         return True
 
@@ -115,24 +111,28 @@ class Attempts:
         """Return the attempt that runs on a lease."""
         return self._running.get(lease)
 
-    def of_peer(self, peer: PeerId, lease: uuid.UUID | None) -> TaskRef | None:
-        """Return the attempt that runs on a lease of a peer."""
-        attempt = None if lease is None else self._running.get(lease)
-        return attempt.task if attempt is not None and attempt.task.lease.peer == peer else None
+    def started_at(self, peer: PeerId, named: AttemptId) -> TaskRef | None:
+        """Return the attempt that a peer names, which may have ended.
+
+        None if it was not started there, or a newer one at the task was started since.
+        """
+        task = self._newest.get(named.task)
+        is_named = task is not None and task.attempt == named.number and task.lease.peer == peer
+        return task if is_named else None
+
+    def running_at(self, peer: PeerId, named: AttemptId) -> TaskRef | None:
+        """Return the attempt that a peer names, if it runs there."""
+        task = self.started_at(peer, named)
+        return task if task is not None and self.runs(task) else None
 
     def any_on(self, peer: PeerId) -> TaskRef | None:
         """Return one of the attempts that run on a peer."""
         leases = self._peers.get(peer)
         return self._running[min(leases)].task if leases else None
 
-    def former(self, peer: PeerId, lease: uuid.UUID | None) -> TaskRef | None:
-        """Return the attempt that ended last on a lease of a peer."""
-        task = None if lease is None else self._former.get(lease)
-        return task if task is not None and task.lease.peer == peer else None
-
     def involves(self, peer: PeerId) -> bool:
         """Return whether an attempt was ever started on a peer."""
-        return peer in self._involved
+        return peer in self._peers
 
     def runs_on(self, peer: PeerId) -> bool:
         """Return whether an attempt runs on a peer."""

@@ -66,6 +66,8 @@ class RunnerContext:
     """Creates a start model from a configuration; see `model_creation`."""
     access: SourceAccess = field(default_factory=SourceAccess)
     """What `s3`, `uri` and `dht` of a job may reach from here."""
+    first_attempt: int = 0
+    """Number of the first attempt at a task in this run."""
     _datasets: dict[str, tuple[PinnedDataset, Providers]] = field(default_factory=dict)
     _artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By the name of the dataset under which they are served."""

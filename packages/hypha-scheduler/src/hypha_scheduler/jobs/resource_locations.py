@@ -86,14 +86,7 @@ def with_bounded_failures(request: LocateResource) -> LocateResource:
         )
         for failure in request.failures[:MAX_PROVIDERS]
     )
-    return LocateResource(
-        job_id=request.job_id,
-        lease=request.lease,
-        task=request.task,
-        attempt=request.attempt,
-        resource=request.resource,
-        failures=failures,
-    )
+    return LocateResource(attempt=request.attempt, resource=request.resource, failures=failures)
 
 
 def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:

@@ -137,13 +137,15 @@ _MAX_ANSWER_WAIT: Final = 20.0
 MAX_WAITING: Final = 32
 """Requests of one peer that wait at a time; further ones are told at once to ask again."""
 _DEFAULT_AUCTION: Final = AuctionSettings()
+_ATTEMPTS_PER_RUN: Final = 1 << 16
+"""Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 _NO_TASK: Final = "no task of this job runs there"
 _JOB_OVER: Final = "the job is over"
 _NOT_YET: Final = "the job takes no files now"
 _REFUSED_QUESTIONS: Final = instrumentation.Counter(
     "hypha.scheduler.resource_questions.refused",
     "{question}",
-    "Questions of workers about resources of attempts that do not run on their leases.",
+    "Questions of workers about resources of attempts that they do not run.",
 )
 _EXPECTED: Final = (JobFailedError, OSError, NetError)
 """Errors of a strategy that are not errors in its code."""
@@ -425,9 +427,10 @@ class JobRunner:
     def _prepare(self) -> None:
         epoch = time.time() - anyio.current_time()
         self._accounts = LeaseAccounts(self.directory, lambda: epoch + anyio.current_time())
+        runs = sum(record.get("record") in ("accepted", "resumed") for record in self._earlier)
         self._context = RunnerContext(
             self._endpoint, self._job, self.job_id, self.directory, self._tasks, self._on_notice, self._model_command,
-            self._access,
+            self._access, runs * _ATTEMPTS_PER_RUN,
         )  # fmt: skip
         self._effects = EffectQueue(
             self._events.journal, self._carry_out, self._on_file_error, self._on_disk_full, self._on_room
@@ -880,7 +883,7 @@ class JobRunner:
         deadline = anyio.current_time() + _MAX_WAIT
         unusable = request.unusable
         while True:
-            task = self._attempts.of_peer(peer, request.lease)
+            task = self._attempts.running_at(peer, request.attempt)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
@@ -936,9 +939,9 @@ class JobRunner:
 
     async def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
         """Handle a progress report of an executor."""
-        task = self._attempts.of_peer(peer, request.lease)
+        task = self._attempts.running_at(peer, request.attempt)
         if task is None:
-            return ProgressError(reason="no task of the job runs on this peer under this lease")
+            return ProgressError(reason="this attempt at a task of the job does not run on this peer")
         told = self._progress_responses.get(peer, request.id) or self._report(task, request)
         if told is None or not await self._effects.wait(told[1]):
             await self._leave_unanswered()
@@ -991,16 +994,16 @@ class JobRunner:
 
     async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
         """Handle a worker's question where a resource of its task is."""
-        attempt = self._attempts.on(request.lease)
-        task = self._attempts.of_peer(peer, request.lease)
-        if attempt is None or task is None or (task.name, task.attempt) != (request.task, request.attempt):
+        task = self._attempts.running_at(peer, request.attempt)
+        attempt = None if task is None else self._attempts.get(task)
+        if attempt is None:
             _REFUSED_QUESTIONS.add()
-            return gone("this attempt at the task does not run on this lease")
+            return gone("this attempt at the task does not run on this peer")
         known = () if attempt.spec is None else attempt.spec.resources
         resource = next((entry for entry in known if entry.name == request.resource), None)
         if resource is None:
             return gone(f"the task has no resource {request.resource[:80]!r}")
-        return await self._locate(task, resource, with_bounded_failures(request))
+        return await self._locate(attempt.task, resource, with_bounded_failures(request))
 
     async def _locate(self, task: TaskRef, resource: TaskResource, request: LocateResource) -> ResourceLocation:
         if resource.dataset is not None:
@@ -1012,9 +1015,9 @@ class JobRunner:
         return gone(_JOB_OVER) if found is None else found
 
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
-        """Handle a message of the strategy's own RPC methods; a field `lease` names the task that sends it."""
+        """Handle a message of the strategy's own RPC methods."""
         deadline, name = anyio.current_time() + _MAX_ANSWER_WAIT, method.method.name
-        while (task := self._attempts.of_peer(peer, getattr(message, "lease", None))) is not None:
+        while (task := self._attempts.running_at(peer, message.attempt)) is not None:
             answer = await self._ask_and_wait(partial(self._ask_message, task, name, message))
             if answer is None:
                 await self._leave_unanswered()
@@ -1062,11 +1065,11 @@ class JobRunner:
         """Handle a file that a task is about to push."""
         deadline = anyio.current_time() + _MAX_ANSWER_WAIT
         while True:
-            running = self._attempts.of_peer(peer, header.lease)
-            task = running or self._attempts.former(peer, header.lease)
+            task = self._attempts.started_at(peer, header.attempt)
             if task is None or self._operator is None:
                 return Refusal(reason=_NO_TASK)
-            ask = self._operator.on_late_push if running is None else self._operator.on_push_request
+            is_running = self._attempts.runs(task)
+            ask = self._operator.on_push_request if is_running else self._operator.on_late_push
             target = await self._ask_and_wait(partial(ask, task, header, anyio.current_time()))
             if not isinstance(target, RetryAfter):
                 break

@@ -170,14 +170,13 @@ class TaskStreams:
         return self._leases[lease]
 
     def _send(self, task: TaskRef, **what: Any) -> None:
-        definition = TaskDefinition(job_id=self.job_id, task=task.name, attempt=task.attempt, **what)
-        self._lease(task.lease.id).channel.send(definition)
+        self._lease(task.lease.id).channel.send(TaskDefinition(attempt=task.id_in(self.job_id), **what))
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
     async def _handle(self, lease: uuid.UUID, report: TaskReport) -> None:
         attempt = self.attempts.on(lease)
-        if attempt is None or not self._is_about(report, attempt.task):
+        if attempt is None or report.attempt != attempt.task.id_in(self.job_id):
             self._count_refusal(lease, report, _OTHER_ATTEMPT)
             return
         if report.answered is not None:
@@ -191,9 +190,6 @@ class TaskStreams:
             await self.observer.on_task_news(attempt.task, news, traffic_of(report))
         elif news is not None and not (isinstance(news, TaskStarted) and attempt.confirmed.is_set()):
             await self._notice(attempt, news)
-
-    def _is_about(self, report: TaskReport, task: TaskRef) -> bool:
-        return (report.job_id, report.task, report.attempt) == (self.job_id, task.name, task.attempt)
 
     async def _notice(self, attempt: Attempt, news: TaskNews) -> None:
         if not attempt.confirmed.is_set():
@@ -216,7 +212,7 @@ class TaskStreams:
         suppressed = self._refusals.suppressed_count((lease, reason))
         if suppressed is not None:
             more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            about = f"attempt {report.attempt} at task {report.task[:80]!r} on lease {lease}"
+            about = f"attempt {report.attempt.number} at task {report.attempt.task} on lease {lease}"
             _log.warning("report on %s refused: %s%s", about, reason, more)
 
     # ---------------------------------------------------------------------------------------------------------- streams

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from hypha_net.transfer import PullSource
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command
 from hypha_proto.datasets import MANIFEST, UnusableSlice
 from hypha_proto.ids import PeerId
@@ -92,7 +93,11 @@ class TaskRef:
     name: str
     lease: Lease
     attempt: int = 0
-    """Chosen by the operator; grows with each start of the task on one lease."""
+    """Chosen by the operator; grows with each start of the task, from `JobContext.first_attempt` on."""
+
+    def id_in(self, job_id: uuid.UUID) -> AttemptId:
+        """Return what messages about it call it."""
+        return AttemptId(job_id, self.name, self.attempt)
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -338,6 +343,11 @@ class JobContext(Protocol):
         """This scheduler."""
         ...
 
+    @property
+    def first_attempt(self) -> int:
+        """Number of the first attempt at a task in this run: larger than those of earlier runs of the job."""
+        ...
+
     def reaches(self, dataset: str) -> bool:
         """Return whether a data node of an opened dataset is connected; tasks wait for one meanwhile."""
         ...
@@ -538,7 +548,7 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StrategyMethod:
-    """RPC method of a strategy. Each request has a field ``job_id``; ``lease`` may name the task that sends it."""
+    """RPC method of a strategy. The field ``attempt`` of each request, an `AttemptId`, names the task that sends it."""
 
     method: RpcMethod[Any, Any]
     unknown_job: Any

@@ -163,14 +163,13 @@ class BridgeBackend:
         number = (wanted.round or 0) if training is None else training.round_of(wanted, kind)
         size, digest = await transfer.describe(file)
         header = PushHeader(
-            job_id=context.job_id,
+            attempt=context.attempt,
             round=number,
             kind=kind,
             name=PurePosixPath(wanted.path).name,
             size=size,
             digest=digest,
             samples=wanted.samples or 0,
-            lease=context.lease,
             scheduler=context.scheduler,
         )
         if training is None:

@@ -15,6 +15,7 @@ import msgspec
 
 from hypha_net import rpc
 from hypha_net.errors import NetError
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches, report_of
 from hypha_proto.progress import (
     REPORT,
@@ -48,8 +49,7 @@ _MAX_COUNT: Final = (1 << 32) - 1
 class ProgressReports:
     """Reports of one executor to its scheduler."""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     contact: SchedulerContact
     takes_batches: bool = False
     """Whether the strategy takes several batches in one message."""
@@ -97,7 +97,7 @@ class ProgressReports:
 
     async def _report_at_once(self, trained: TrainedBatches) -> BatchesCounted:
         """Raises `NetError`."""
-        message = ReportBatches(job_id=self.job_id, lease=self.lease, **msgspec.structs.asdict(trained))
+        message = ReportBatches(attempt=self.attempt, **msgspec.structs.asdict(trained))
         if not self.contact.may_wait():
             return await self.contact.call(REPORT_BATCHES, message, is_refusal=lambda answer: bool(answer.reason))
         answer = await self._try(REPORT_BATCHES, message)
@@ -145,4 +145,4 @@ class ProgressReports:
         return msgspec.structs.replace(batch, slices={index: min(counts[index], _MAX_COUNT) for index in counts})
 
     def _request(self, progress: Progress) -> ProgressRequest:
-        return ProgressRequest(job_id=self.job_id, progress=progress, lease=self.lease, id=uuid.uuid4())
+        return ProgressRequest(self.attempt, progress, id=uuid.uuid4())

@@ -17,6 +17,7 @@ import anyio
 from hypha_net import backoff, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import MessageTooLargeError, NetError
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
     MAX_RANGES,
@@ -53,8 +54,7 @@ class RoundClient:
 
     endpoint: Endpoint
     scheduler: PeerId
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     contact: SchedulerContact
     """Knows whether the scheduler, if it was started again, has taken up the job."""
 
@@ -75,8 +75,7 @@ class RoundClient:
             BridgeError: the contribution is too large.
         """
         statement = StateContribution(
-            job_id=self.job_id,
-            lease=self.lease,
+            attempt=self.attempt,
             round=round_number,
             update=update,
             samples=samples,
@@ -87,12 +86,12 @@ class RoundClient:
 
     async def wait(self, round_number: int, update: str) -> CommitStatus:
         """Wait until the scheduler has committed an outer update, or never will; return its answer."""
-        question = AwaitCommit(job_id=self.job_id, lease=self.lease, round=round_number, update=update)
+        question = AwaitCommit(self.attempt, round_number, update)
         return await self._ask_until(AWAIT_COMMIT, question, lambda answer: answer.committed or bool(answer.reason))
 
     async def join(self) -> RoundToJoin:
         """Wait until the scheduler says with which round the executor begins, or that it never will."""
-        question = JoinRound(job_id=self.job_id, lease=self.lease)
+        question = JoinRound(self.attempt)
         return await self._ask_until(
             JOIN_ROUND, question, lambda answer: answer.round is not None or bool(answer.reason)
         )
@@ -120,7 +119,7 @@ class RoundClient:
             except NetError as error:
                 why = str(error)
             pause = backoff.jittered(PAUSES, failures)
-            _log.info("%s of job %s is repeated in %.1f s: %s", method.variant, self.job_id, pause, why)
+            _log.info("%s of job %s is repeated in %.1f s: %s", method.variant, self.attempt.job_id, pause, why)
             await anyio.sleep(pause)
             failures += 1
 

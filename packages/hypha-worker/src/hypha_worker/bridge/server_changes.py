@@ -40,7 +40,7 @@ class ServerChanges:
         if (reason := self._server.reason_against(command.server, command.term)) is not None:
             return CommandAnswer(number=number, accepted=False, reason=reason)
         if self._server.replace(command.server, command.term):
-            job = self._training.context.job_id
+            job = self._training.context.attempt.job_id
             _log.info("parameter server of job %s is %s, term %d", job, command.server, command.term)
             self._training.queue.change_senders(self._server.senders, command.term)
             self._next = command
@@ -76,7 +76,7 @@ class ServerChanges:
                 failures += 1
                 continue
             header = PushHeader(
-                job_id=self._training.context.job_id,
+                attempt=self._training.context.attempt,
                 round=number,
                 kind=OUTER_UPDATE,
                 name=f"outer-{number}.safetensors",

@@ -74,7 +74,7 @@ class TrainingBridge:
         self._config = config
         self._files = context.fetcher.files
         self.server = CurrentServer(config)
-        self._commits = RoundClient(context.endpoint, context.scheduler, context.job_id, context.lease, context.contact)
+        self._commits = RoundClient(context.endpoint, context.scheduler, context.attempt, context.contact)
         self.queue = DeliveryQueue(
             work_dir=context.work_dir,
             senders=reference_peers([config.results]),
@@ -86,7 +86,7 @@ class TrainingBridge:
         )
         self.updates = UpdateSender(self._files, self.server, waits=self._joins)
         takes_batches = self.server.term is not None  # other strategies answer each batch
-        self._reports = ProgressReports(context.job_id, context.lease, context.contact, takes_batches=takes_batches)
+        self._reports = ProgressReports(context.attempt, context.contact, takes_batches=takes_batches)
         self.changes = ServerChanges(self)
         self._has_joined = False
         """Whether the executor has asked with which round it begins."""
@@ -117,7 +117,7 @@ class TrainingBridge:
 
     @property
     def _about(self) -> instrumentation.Attributes:
-        return {"hypha.job.id": str(self._context.job_id), "hypha.lease.id": str(self._context.lease)}
+        return {"hypha.job.id": str(self._context.attempt.job_id), "hypha.lease.id": str(self._context.lease)}
 
     async def run(self) -> None:
         """Ask for commits, and follow changes of the parameter server, until cancelled."""

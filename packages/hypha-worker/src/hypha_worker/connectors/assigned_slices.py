@@ -13,6 +13,7 @@ import anyio
 from msgspec.structs import replace
 
 from hypha_net import instrumentation
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
 from hypha_proto.job_spec import SliceAddress
@@ -39,7 +40,7 @@ _SLICE_SECONDS: Final = instrumentation.Histogram(
 
 @dataclass(slots=True)
 class AssignmentOrder:
-    """Requests slices of one lease one after the other, and numbers what is assigned.
+    """Requests slices of one attempt one after the other, and numbers what is assigned.
 
     The slices themselves are pulled at the same time.
     """
@@ -60,17 +61,16 @@ class AssignmentOrder:
 
 @dataclass(frozen=True, slots=True)
 class AssignedSlices:
-    """Fetches the slices that one lease is assigned."""
+    """Fetches the slices that one attempt is assigned."""
 
-    job_id: uuid.UUID
-    lease: uuid.UUID
+    attempt: AttemptId
     files: PeerFiles
     contact: SchedulerContact
     """Waits for the scheduler as long as the job may run on without it."""
     timeout: float = 10.0
     """Seconds that one attempt at asking for a slice may take."""
     order: AssignmentOrder | None = None
-    """That of all fetches of the lease; None states no number of an assignment."""
+    """That of all fetches of the attempt; None states no number of an assignment."""
 
     async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], PurePosixPath]) -> FetchedFile:
         """Fetch the next slice.
@@ -87,9 +87,7 @@ class AssignedSlices:
         unusable: UnusableSlice | None = None
         detail = ""
         for _ in range(MAX_UNUSABLE):
-            request = DataRequest(
-                dataset=dataset, job_id=self.job_id, id=uuid.uuid4(), lease=self.lease, unusable=unusable
-            )
+            request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), unusable=unusable)
             assigned, numbered = await self._request(request)
             try:
                 fetched = await self._pull(dataset, assigned, name_file(assigned), numbered)

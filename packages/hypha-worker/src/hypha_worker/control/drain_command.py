@@ -80,8 +80,8 @@ def parse_timeout(arguments: Mapping[str, Any]) -> float | None:
 
 def _describe(run: TaskRun) -> dict[str, str]:
     return {
-        "job_id": str(run.definition.job_id),
-        "task": run.definition.task,
+        "job_id": str(run.attempt.job_id),
+        "task": run.attempt.task,
         "executor": run.spec.executor,
         "lease": str(run.lease.id),
         "scheduler": str(run.lease.scheduler),

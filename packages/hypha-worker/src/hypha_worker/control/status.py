@@ -108,7 +108,7 @@ def _describe_lease(lease: Lease, now: float) -> dict[str, Any]:
 
 
 def _describe_task(run: TaskRun, since_epoch: float) -> dict[str, Any]:
-    about, lease = run.definition, run.lease
+    about, lease = run.attempt, run.lease
     return {
         "job": str(about.job_id),
         "task": about.task,

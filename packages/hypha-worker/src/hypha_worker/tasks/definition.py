@@ -13,25 +13,21 @@ from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_proto.ids import NAME
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
     MAX_ENTRIES,
     MAX_FILENAMES,
     MAX_SETTINGS,
-    NAME,
     RESOURCES,
     OutputPath,
     PeersSource,
-    TaskDefinition,
     TaskResource,
     TaskSpec,
     is_inside,
 )
 from hypha_worker.errors import ExecutionError
 
-MAX_TASK_NAME: Final = 80
-"""Characters of a task's name; definitions with a longer one are not answered."""
-_TASK: Final = re.compile(NAME + r"(\[[0-9]{1,10}\])?")
 _SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "s3", "dht", "slices")
 
 
@@ -39,19 +35,16 @@ class DefinitionError(ExecutionError):
     """A definition cannot be used; the message names the field, its value and what is allowed."""
 
 
-def check_start(definition: TaskDefinition, spec: TaskSpec, executors: Iterable[ExecutorDescriptor]) -> dict[str, Any]:
+def check_start(spec: TaskSpec, executors: Iterable[ExecutorDescriptor]) -> dict[str, Any]:
     """Check what a task is started with; return its settings.
 
     Args:
-        definition: the definition that holds `spec`.
         spec: what to run.
         executors: the executors that the task's lease was requested for.
 
     Raises:
         DefinitionError: a field cannot be used.
     """
-    if not _TASK.fullmatch(definition.task):
-        raise DefinitionError(f"task {definition.task[:80]!r} is no name: use letters, digits and _.-, then [number]")
     if ExecutorDescriptor.parse(spec.executor) not in executors:
         raise DefinitionError(f"executor {spec.executor[:80]!r} is none of those that the lease was requested for")
     if spec.timeout_ms == 0:

@@ -83,8 +83,8 @@ class Delivery:
     def _reason_to_refuse(self, peer: PeerId, header: PushHeader, index: int) -> str | None:
         if peer not in self.senders:
             return f"{peer} is not announced as a sender of this delivery"
-        if header.kind != TASK_RESOURCE or header.job_id != self.job_id:
-            return f"a push of kind {header.kind[:40]!r} of job {header.job_id} is not part of this delivery"
+        if header.kind != TASK_RESOURCE or header.attempt.job_id != self.job_id:
+            return f"a push of kind {header.kind[:40]!r} of job {header.attempt.job_id} is not part of this delivery"
         if index not in self.missing:
             return f"file {header.name[:80]!r} is not wanted, or is here already"
         file = self.files[index]
@@ -180,7 +180,7 @@ class Deliveries:
         assert header.delivery is not None
         with anyio.move_on_after(ANNOUNCE_WAIT):
             while header.delivery not in self._expected:
-                if header.job_id not in self._locating:
+                if header.attempt.job_id not in self._locating:
                     return None
                 await self._changed.wait()
         return self._expected.get(header.delivery)

@@ -16,6 +16,7 @@ import anyio
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import FilePushTarget
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
@@ -60,9 +61,7 @@ class TaskContext:
     """One attempt at a task, as an executor gets it."""
 
     endpoint: Endpoint
-    job_id: uuid.UUID
-    task: str
-    attempt: int
+    attempt: AttemptId
     spec: TaskSpec
     settings: Mapping[str, Any]
     """Settings of the executor, as the definition has them."""

@@ -21,7 +21,7 @@ from hypha_proto.tasks import TaskCancelled, TaskDefinition, TaskFailed, TaskRep
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
 from hypha_worker.leasing.retention import Retention
-from hypha_worker.tasks.definition import MAX_TASK_NAME, DefinitionError, check_start
+from hypha_worker.tasks.definition import DefinitionError, check_start
 from hypha_worker.tasks.subscription import Subscription
 from hypha_worker.tasks.task_run import TaskHost, TaskRun, one_line
 
@@ -103,16 +103,14 @@ class LeaseSession:
             self.running.cancel(reason)
 
     async def _handle(self, definition: TaskDefinition) -> None:
-        if len(definition.task) > MAX_TASK_NAME:  # it is neither remembered nor repeated in a report: both take memory
-            self._refuse("malformed", definition, f"its task's name has more than {MAX_TASK_NAME} characters")
-            return
-        newest = self._newest.get(definition.task, -1)
-        is_new = definition.attempt > newest
-        if definition.attempt < newest or (not is_new and definition.start is not None):
+        task, number = definition.attempt.task, definition.attempt.number
+        newest = self._newest.get(task, -1)
+        is_new = number > newest
+        if number < newest or (not is_new and definition.start is not None):
             self._refuse("stale", definition, f"attempt {newest} is the newest")
             return
         if is_new:
-            self._newest[definition.task] = definition.attempt
+            self._newest[task] = number
             if len(self._newest) > MAX_TASKS:
                 self._newest.popitem(last=False)
         parts = (definition.start, definition.stop, definition.drain, definition.command)
@@ -143,7 +141,7 @@ class LeaseSession:
         """Let the attempt carry out a command, and answer it."""
         run = self._find(definition)
         if run is None:
-            reason = f"attempt {definition.attempt} at it does not run on this lease"
+            reason = f"attempt {definition.attempt.number} at it does not run on this lease"
             answer = CommandAnswer(number=command.number, accepted=False, reason=reason)
         else:
             answer = run.handle(command)
@@ -152,9 +150,7 @@ class LeaseSession:
     def _find(self, definition: TaskDefinition) -> TaskRun | None:
         """Return the attempt that a definition is about, if it runs."""
         run = self.running
-        if run is None or (run.definition.task, run.definition.attempt) != (definition.task, definition.attempt):
-            return None
-        return run
+        return run if run is not None and run.attempt == definition.attempt else None
 
     def _start(self, definition: TaskDefinition) -> None:
         spec, lease = definition.start, self.lease
@@ -162,7 +158,7 @@ class LeaseSession:
         try:
             settings = self._check(definition)
             sent = self._subscription.wait_until_handled
-            run = TaskRun(self._host, lease, definition, spec, settings, self._send, sent, self._retention)
+            run = TaskRun(self._host, lease, definition.attempt, spec, settings, self._send, sent, self._retention)
             self._attach(run)
         except ExecutionError as error:
             self._refuse("malformed", definition, str(error))
@@ -181,7 +177,7 @@ class LeaseSession:
         lease, grace = self.lease, (run.spec.orphan_grace_ms or 0) / 1000
         try:
             self._check_beside(run)
-            now, job_id = self._host.clock(), run.definition.job_id
+            now, job_id = self._host.clock(), run.attempt.job_id
             self._host.lease_manager.attach_job(lease.id, lease.scheduler, now, grace, job_id)
         except (ExecutionError, LeaseError) as error:
             instrumentation.end_span(run.span, error)
@@ -191,9 +187,9 @@ class LeaseSession:
         """Check that an attempt can begin; return its settings."""
         spec = definition.start
         assert spec is not None
-        if definition.job_id != self._subscription.job_id:
-            raise DefinitionError(f"job {definition.job_id} is not the one that holds this lease")
-        settings = check_start(definition, spec, self.lease.executors)
+        if definition.attempt.job_id != self._subscription.job_id:
+            raise DefinitionError(f"job {definition.attempt.job_id} is not the one that holds this lease")
+        settings = check_start(spec, self.lease.executors)
         if spec.executor not in self._host.executors:
             raise DefinitionError(f"no executor {spec.executor[:80]} is configured here")
         if self._end.is_set():
@@ -215,7 +211,7 @@ class LeaseSession:
         try:
             self._subscription.send(report)
         except ChannelError as error:
-            _log.error("a report of task %s on lease %s is lost: %s", report.task, self.lease.id, error)
+            _log.error("a report of task %s on lease %s is lost: %s", report.attempt.task, self.lease.id, error)
 
     def _report_failed(self, about: TaskDefinition, reason: str) -> None:
         self._report(about, failed=TaskFailed(reason=one_line(reason)))
@@ -224,7 +220,7 @@ class LeaseSession:
         self._report(about, cancelled=TaskCancelled(reason=one_line(reason)))
 
     def _report(self, about: TaskDefinition, **fields: Any) -> None:
-        self._send(TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, **fields))
+        self._send(TaskReport(attempt=about.attempt, **fields))
 
     def _refuse(self, why: str, definition: TaskDefinition, reason: str) -> None:
         """Count a refused definition, and log it, each kind once a minute."""
@@ -232,5 +228,5 @@ class LeaseSession:
         suppressed = self._refusals.suppressed_count(why)
         if suppressed is not None:
             more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            task = f"task {definition.task[:80]!r}, attempt {definition.attempt}"
+            task = f"task {definition.attempt.task}, attempt {definition.attempt.number}"
             _log.warning("definition of %s by %s refused: %s%s", task, self.lease.scheduler, one_line(reason), more)

@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_net.transfer import PullSource
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import MAX_OUTPUT_FILES, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
@@ -43,7 +44,7 @@ class OutputOwner:
     """Whose outputs they are."""
 
     scheduler: PeerId
-    job_id: uuid.UUID
+    attempt: AttemptId
     lease: uuid.UUID
 
 
@@ -144,9 +145,8 @@ class OutputStore:
     def find_owned(self, scheduler: PeerId, job_id: uuid.UUID, datasets: Iterable[str]) -> list[HeldOutput]:
         """Return the outputs of a scheduler's job; only those named, if any is."""
         wanted = frozenset(datasets)
-        mine = [
-            held for held in self._held.values() if (held.owner.scheduler, held.owner.job_id) == (scheduler, job_id)
-        ]
+        owned = [held for held in self._held.values() if held.owner.scheduler == scheduler]
+        mine = [held for held in owned if held.owner.attempt.job_id == job_id]
         return [held for held in mine if not wanted or held.output.dataset in wanted]
 
     async def remove(self, outputs: Iterable[HeldOutput]) -> int:

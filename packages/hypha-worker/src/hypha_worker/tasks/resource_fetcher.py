@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -29,6 +28,7 @@ from hypha_net.errors import (
     UnsupportedProtocolError,
     first_leaf_error,
 )
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SliceAddress, UriReference
@@ -110,10 +110,7 @@ class ResourceFetcher:
     """Fetches what one attempt at a task needs: its resources, references of its executor, and slices."""
 
     contact: SchedulerContact
-    job_id: uuid.UUID
-    lease: uuid.UUID
-    task: str
-    attempt: int
+    attempt: AttemptId
     work_dir: Path
     storage: JobStorage
     traffic: JobTraffic
@@ -205,7 +202,7 @@ class ResourceFetcher:
             BridgeError: there is none, or it cannot be fetched.
         """
         number = next(self._slice_numbers)
-        slices = AssignedSlices(self.job_id, self.lease, self.files, self.contact, timeout, order)
+        slices = AssignedSlices(self.attempt, self.files, self.contact, timeout, order)
         return await slices.fetch(
             dataset, lambda assigned: folder / (name or slice_file_name(dataset, assigned, number))
         )
@@ -302,32 +299,25 @@ class ResourceFetcher:
                 break
             except _HolderFailures as error:
                 failures = error.failures
-                _log.warning("resource %s of task %s: %s; asking the scheduler again", name, self.task, error)
+                _log.warning("resource %s of task %s: %s; asking the scheduler again", name, self.attempt.task, error)
             await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
             rounds += 1
         await self.storage.run(staged.publish, self.storage.files, target)
 
     async def _locate(self, name: str, failures: tuple[FailedHolder, ...]) -> ResourceLocation:
         """Ask until the scheduler answers: the task ends with its lease."""
-        question = LocateResource(
-            job_id=self.job_id,
-            lease=self.lease,
-            task=self.task,
-            attempt=self.attempt,
-            resource=name,
-            failures=failures,
-        )
+        question = LocateResource(attempt=self.attempt, resource=name, failures=failures)
         rounds = 0
         while True:
             try:
-                with self.deliveries.locating(self.job_id):
+                with self.deliveries.locating(self.attempt.job_id):
                     return await call_with_retries(
                         self.endpoint, self.contact.scheduler, LOCATE_RESOURCE, question, timeout=30.0
                     )
             except UnsupportedProtocolError:
                 raise
             except NetError as error:
-                _log.info("where resource %s of task %s is cannot be asked: %s", name, self.task, error)
+                _log.info("where resource %s of task %s is cannot be asked: %s", name, self.attempt.task, error)
             await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
             rounds += 1
 
@@ -348,7 +338,8 @@ class ResourceFetcher:
 
     async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
         staged.complete.clear()
-        with self.deliveries.expecting(announced, self.job_id, staged.folder, self.storage, self.traffic) as delivery:
+        job, folder = self.attempt.job_id, staged.folder
+        with self.deliveries.expecting(announced, job, folder, self.storage, self.traffic) as delivery:
             try:
                 await delivery.wait()
             except DeliveryStalledError as error:

@@ -160,7 +160,7 @@ class TaskManager:
         elif len(found := self._receivers(peer, header)) == 1:
             return await found[0].accept_push(peer, header)
         else:
-            about = f"of job {header.job_id}"
+            about = f"of job {header.attempt.job_id}"
             target = Refusal(reason=f"a push {about} matches {len(found)} tasks" if found else f"{NO_JOB} {about}")
         if isinstance(target, Refusal):
             _log.warning("push of %s from %s refused: %s", header.kind[:40], peer, target.reason)
@@ -168,7 +168,7 @@ class TaskManager:
 
     def _receivers(self, peer: PeerId, header: PushHeader) -> list[TaskRun]:
         """Return the tasks that a push may be for; a single one that does not accept it refuses it with the reason."""
-        runs = self._runs_of(header.job_id, header.scheduler)
+        runs = self._runs_of(header.attempt.job_id, header.scheduler)
         runs = [run for run in runs if run.execution.accepted_push_kind == header.kind] or runs
         return runs if len(runs) == 1 else [run for run in runs if peer in run.execution.senders]
 
@@ -178,9 +178,7 @@ class TaskManager:
         Those that are being ended do not count: another one may run in their place already.
         """
         job = (job_id, scheduler)
-        return [
-            run for run in self.running if (run.definition.job_id, run.lease.scheduler) == job and not run.is_ending
-        ]
+        return [run for run in self.running if (run.attempt.job_id, run.lease.scheduler) == job and not run.is_ending]
 
     def _check_beside(self, run: TaskRun) -> None:
         """Check that no push for another task of the same job could be meant for this one.
@@ -191,10 +189,10 @@ class TaskManager:
         Raises:
             LeaseError: it could, so that the task must run elsewhere, or later.
         """
-        for other in self._runs_of(run.definition.job_id, run.lease.scheduler):
+        for other in self._runs_of(run.attempt.job_id, run.lease.scheduler):
             kind, senders = run.execution.accepted_push_kind, run.execution.senders & other.execution.senders
             is_ambiguous = bool(senders) and kind == other.execution.accepted_push_kind
-            if not is_ambiguous and other.definition.task != run.definition.task:
+            if not is_ambiguous and other.attempt.task != run.attempt.task:
                 continue
             if other.lease.state is not LeaseState.ORPHANED:
                 if not is_ambiguous:
@@ -245,7 +243,7 @@ class TaskManager:
         """Push one file; retry also after a refusal, because the receiver may not know of the delivery yet."""
         stored = held.output.files[file.index]
         header = PushHeader(
-            job_id=message.job_id,
+            attempt=held.owner.attempt,
             round=0,
             kind=TASK_RESOURCE,
             name=file.name,

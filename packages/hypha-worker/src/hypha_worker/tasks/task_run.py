@@ -23,6 +23,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import first_leaf_error
 from hypha_net.redaction import redact_urls
 from hypha_net.transfer import FilePushTarget
+from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.ids import PeerId
 from hypha_proto.resources import GIGABYTE
@@ -33,7 +34,6 @@ from hypha_proto.tasks import (
     Started,
     StoredOutput,
     TaskCancelled,
-    TaskDefinition,
     TaskFailed,
     TaskFinished,
     TaskProgress,
@@ -100,7 +100,7 @@ class TaskRun:
 
     host: TaskHost
     lease: Lease
-    definition: TaskDefinition
+    attempt: AttemptId
     spec: TaskSpec
     settings: Mapping[str, Any]
     send: Report
@@ -123,8 +123,8 @@ class TaskRun:
 
     def __post_init__(self) -> None:
         about = {
-            "hypha.job.id": str(self.definition.job_id),
-            "hypha.task": self.definition.task,
+            "hypha.job.id": str(self.attempt.job_id),
+            "hypha.task": self.attempt.task,
             "hypha.lease.id": str(self.lease.id),
         }
         self.span = instrumentation.start_span("execute task", about, parent=self.spec.traceparent)
@@ -136,7 +136,7 @@ class TaskRun:
             raise
 
     def __str__(self) -> str:
-        return f"task {self.definition.task} (job {self.definition.job_id!s:.8}, attempt {self.definition.attempt})"
+        return f"task {self.attempt.task} (job {self.attempt.job_id!s:.8}, attempt {self.attempt.number})"
 
     @property
     def is_ending(self) -> bool:
@@ -151,10 +151,10 @@ class TaskRun:
     @property
     def owner(self) -> OutputOwner:
         """Whose outputs it makes."""
-        return OutputOwner(self.lease.scheduler, self.definition.job_id, self.lease.id)
+        return OutputOwner(self.lease.scheduler, self.attempt, self.lease.id)
 
     def _make_context(self) -> TaskContext:
-        host, lease, about = self.host, self.lease, self.definition
+        host, lease = self.host, self.lease
         work_dir = host.work_dir / f"hypha-{uuid.uuid4()}"
         limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
         cache = cache_of(host.cache, lease.scheduler)
@@ -164,9 +164,7 @@ class TaskRun:
         contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
         return TaskContext(
             endpoint=host.endpoint,
-            job_id=about.job_id,
-            task=about.task,
-            attempt=about.attempt,
+            attempt=self.attempt,
             spec=self.spec,
             settings=self.settings,
             lease=lease.id,
@@ -182,10 +180,7 @@ class TaskRun:
             keep_resources=partial(self.retention.keep, lease.id),
             fetcher=ResourceFetcher(
                 contact=contact,
-                job_id=about.job_id,
-                lease=lease.id,
-                task=about.task,
-                attempt=about.attempt,
+                attempt=self.attempt,
                 work_dir=work_dir,
                 storage=storage,
                 traffic=traffic,
@@ -390,8 +385,7 @@ class TaskRun:
         return self.execution.trace
 
     def _make_report(self, **fields: Any) -> TaskReport:
-        about = self.definition
-        return TaskReport(job_id=about.job_id, task=about.task, attempt=about.attempt, **fields)
+        return TaskReport(attempt=self.attempt, **fields)
 
     def _report(self, **fields: Any) -> None:
         self.send(self._make_report(**fields))

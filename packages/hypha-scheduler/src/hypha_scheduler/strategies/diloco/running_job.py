@@ -61,6 +61,8 @@ class RunningJob:
     barrier: StartBarrier
     slots: Slots
     worker_list: WorkerList
+    first_attempt: int
+    """Number of the first attempt at a new worker's task."""
     graph: DependencyGraph = field(default_factory=DependencyGraph)
     tasks: dict[str, TaskRef] = field(default_factory=dict)
     """By their names in `graph`."""
@@ -99,7 +101,7 @@ class RunningJob:
         slot = self.slots.add(lease.peer)
         self.training.micro_batches.pop(lease.peer, None)  # of an earlier lease, which had other memory
         self.note_worker(lease.peer, lease.id)
-        self._add(TaskRef(f"train-{slot.member + 1}", lease))
+        self._add(TaskRef(f"train-{slot.member + 1}", lease, self.first_attempt))
         return slot.member
 
     def restart_worker(self, task: TaskRef) -> None:
@@ -274,6 +276,7 @@ class JobBuilder:
             StartBarrier(0, now),
             slots,
             WorkerList(task, term, frozenset(workers)),
+            self.context.first_attempt,
         )
         running.graph.provide(START_MODEL)
         return running

@@ -129,7 +129,7 @@ class InferenceOperator(Operator):
         self._is_resumed = restored.identity is not None
         self._parts = dict(restored.parts)
         self._ledger = PartLedger.restored(data.files.rows, restored.parts)
-        self._workers = InferenceWorkers()
+        self._workers = InferenceWorkers(context.first_attempt)
         self._tally = Tally(began=0.0)
         for index, part in restored.parts.items():
             self._tally.restore(restored.worker_of[index], part.counts)

@@ -24,8 +24,8 @@ class InferenceWorker:
     lease: Lease
     name: str
     """Name of its task, which differs for each lease."""
+    next_attempt: int
     task: TaskRef | None = None
-    attempts: int = 0
     failures: int = 0
     """Attempts in a row that failed without a committed part."""
     refused: int = 0
@@ -59,8 +59,8 @@ class InferenceWorker:
 
     def begin(self) -> TaskRef:
         """Return the next attempt at its task, which runs from now on."""
-        self.task = TaskRef(self.name, self.lease, self.attempts)
-        self.attempts += 1
+        self.task = TaskRef(self.name, self.lease, self.next_attempt)
+        self.next_attempt += 1
         self.got_slice = self.told_none = False
         self.waits_since = None
         self.intervals.clear()
@@ -76,6 +76,8 @@ class InferenceWorker:
 class InferenceWorkers:
     """All leases of one job."""
 
+    first_attempt: int
+    """Number of the first attempt at a task."""
     _by_lease: dict[uuid.UUID, InferenceWorker] = field(default_factory=dict)
     _count: int = 0
     """Leases so far; numbers the tasks."""
@@ -90,7 +92,7 @@ class InferenceWorkers:
         """Add new leases."""
         for lease in leases:
             self._count += 1
-            self._by_lease[lease.id] = InferenceWorker(lease, f"inference-{self._count}")
+            self._by_lease[lease.id] = InferenceWorker(lease, f"inference-{self._count}", self.first_attempt)
 
     def remove(self, lease: Lease) -> InferenceWorker | None:
         """Remove a lease that is no longer held."""

@@ -26,9 +26,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import NAME, PeerId
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, NAME, RESOURCES
+from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, RESOURCES
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import SERVE, Budget, JobTable, PriceTable, Table, token_warning
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url

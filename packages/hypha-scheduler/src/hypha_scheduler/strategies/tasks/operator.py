@@ -49,8 +49,6 @@ MAX_LOSSES: Final = 10
 """Attempts at an instance that may end with their lease; also the times that an output may be lost."""
 MAX_FAILURES_OF_WORKER: Final = 3
 """Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
-ATTEMPTS_PER_RUN: Final = 1 << 16
-"""Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 BACKSTOP: Final = 30.0
 """Seconds after its timeout at which an attempt is stopped whose worker has not ended it."""
 RETRY: Final = 1.0
@@ -108,7 +106,8 @@ class TasksOperator(base.Operator):
 
     graph: TaskGraph
     context: base.JobContext
-    earlier: records.Earlier = field(default_factory=lambda: records.Earlier(0, ()))
+    earlier: Sequence[Mapping[str, Any]] = ()
+    """What earlier runs of the job have recorded."""
     definition: str | None = None
     """Digest of the tasks as their owner has defined them; that of `graph` if None. URLs in `graph` may be signed."""
     instances: Instances = field(init=False)
@@ -139,8 +138,7 @@ class TasksOperator(base.Operator):
     _others: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        first = self.earlier.runs * ATTEMPTS_PER_RUN + 1
-        self.instances = Instances(self.graph, self._on_ready, first)
+        self.instances = Instances(self.graph, self._on_ready, self.context.first_attempt + 1)
         self.placement = Placement(self.graph, self.instances, self._input_holders, self.avoidance)
         self.collection = Collection(self.context, self.ledger)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
@@ -168,7 +166,7 @@ class TasksOperator(base.Operator):
         Raises:
             JobFailedError: a record is malformed.
         """
-        for record in self.earlier.records:
+        for record in self.earlier:
             try:
                 self._replay_record(record)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -200,7 +198,7 @@ class TasksOperator(base.Operator):
 
     def on_start(self, now: float) -> Effects:
         """Begin the job, or go on with it."""
-        self._records.append(records.begun(self.definition or self.graph.digest(), self.earlier.runs))
+        self._records.append(records.begun(self.definition or self.graph.digest()))
         return self._settle(now)
 
     def role_requests(self) -> Sequence[RoleRequest]:

@@ -7,7 +7,6 @@ failed, that an output is lost, that one was brought to the scheduler. Written a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from hypha_proto.ids import PeerId, check_digest
@@ -23,17 +22,8 @@ OUTPUT_FETCHED: Final = "output_fetched"
 _OWN: Final = frozenset({TASKS, TASK_FINISHED, TASK_FAILED, OUTPUT_LOST, OUTPUT_FETCHED})
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier runs of the job have recorded."""
-
-    runs: int
-    """Number of earlier runs."""
-    records: Sequence[Mapping[str, Any]]
-
-
-def read(journal: Iterable[Mapping[str, Any]], definition: str) -> Earlier:
-    """Return the records of this strategy.
+def read(journal: Iterable[Mapping[str, Any]], definition: str) -> Sequence[Mapping[str, Any]]:
+    """Return what earlier runs of the job have recorded.
 
     Raises:
         JobFailedError: the journal is of another list of tasks.
@@ -42,12 +32,12 @@ def read(journal: Iterable[Mapping[str, Any]], definition: str) -> Earlier:
     runs = [record for record in own if record["record"] == TASKS]
     if any(record.get("definition") != definition for record in runs) or (own and not runs):
         raise JobFailedError("the journal is of another list of tasks; submit this one as a new job")
-    return Earlier(len(runs), [record for record in own if record["record"] != TASKS])
+    return [record for record in own if record["record"] != TASKS]
 
 
-def begun(definition: str, run: int) -> WriteJournal:
-    """Record that a run of the job begins; `run` counts from 0."""
-    return WriteJournal(TASKS, {"definition": definition, "run": run})
+def begun(definition: str) -> WriteJournal:
+    """Record that a run of the job begins."""
+    return WriteJournal(TASKS, {"definition": definition})
 
 
 def finished(task: str, attempts: int, worker: PeerId, seconds: float, outputs: Iterable[StoredOutput]) -> WriteJournal:

@@ -141,7 +141,7 @@ class ParameterServer(Execution):
     async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """See `Execution.accept_push`."""
         if self._is_over:
-            return Refusal(reason=f"{NO_JOB} of job {self._context.job_id}: it is over")
+            return Refusal(reason=f"{NO_JOB} of job {self._context.attempt.job_id}: it is over")
         self._count += 1
         if header.term is not None and header.term != self._config.term:  # it may be sent again under this term
             reason = f"term: {header.term} is not {self._config.term}, the term of this parameter server"
@@ -286,10 +286,7 @@ class ParameterServer(Execution):
         self._refused.set()
 
     def _refusal(self, peer: PeerId, number: int, reason: str, *, missing: bool = False) -> UpdateRefused:
-        context = self._context
-        return UpdateRefused(
-            job_id=context.job_id, lease=context.lease, round=number, peer=peer, reason=reason, missing=missing
-        )
+        return UpdateRefused(self._context.attempt, number, peer, reason, missing)
 
     def _set_members(self, message: SetMembers) -> str | None:
         """Set the members of a round; return why that cannot be, None if it is done."""
@@ -482,13 +479,12 @@ class ParameterServer(Execution):
         """
         size, digest = await transfer.describe(result)
         header = PushHeader(
-            job_id=self._context.job_id,
+            attempt=self._context.attempt,
             round=done.round,
             kind=OUTER_UPDATE,
             name=result.name,
             size=size,
             digest=digest,
-            lease=self._context.lease,
             scheduler=self._context.scheduler,
             term=self._config.term,
             samples=int(sum(weight for _, _, weight in done.updates)),
@@ -561,9 +557,7 @@ class ParameterServer(Execution):
     async def _report_step(self, done: CompleteRound) -> bool:
         """Report an outer step to the scheduler; return whether it was the last."""
         context = self._context
-        request = ProgressRequest(
-            job_id=context.job_id, progress=OuterStepTaken(), lease=context.lease, id=uuid.uuid4()
-        )
+        request = ProgressRequest(context.attempt, OuterStepTaken(), id=uuid.uuid4())
         answer = await context.contact.call(
             REPORT, request, is_refusal=lambda answer: isinstance(answer, ProgressError)
         )

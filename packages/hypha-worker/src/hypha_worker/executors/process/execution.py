@@ -163,15 +163,15 @@ class ProcessExecution(Execution):
 
 def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
     """Return where a task's process runs; its lines name job and task."""
-    job = str(context.job_id)
+    job, task = context.attempt.job_id, context.attempt.task
     return ProcessPlace(
         work_dir=context.work_dir,
         allocation=context.allocation,
         storage=context.storage.limit,
         scope=context.scope,
-        log_name=f"{job:.8}/{context.task}",
-        attributes={"hypha.job.id": job, "hypha.lease.id": str(context.lease)},
-        log=None if logs is None else logs.new_log(context.job_id, context.task, context.scheduler),
+        log_name=f"{job!s:.8}/{task}",
+        attributes={"hypha.job.id": str(job), "hypha.lease.id": str(context.lease)},
+        log=None if logs is None else logs.new_log(job, task, context.scheduler),
         traceparent=context.traceparent,
         keep_resources=context.keep_resources,
     )
@@ -185,9 +185,9 @@ def task_json(context: TaskContext) -> dict[str, Any]:
     else:
         settings = to_plain(TrainConfig, without_secrets(spec.training))
     return {
-        "job_id": str(context.job_id),
-        "task": context.task,
-        "attempt": context.attempt,
+        "job_id": str(context.attempt.job_id),
+        "task": context.attempt.task,
+        "attempt": context.attempt.number,
         "executor": spec.executor,
         "scheduler": str(context.scheduler),
         "index": spec.index,
