@@ -42,6 +42,7 @@ from hypha_proto.round_membership import UPDATE_REFUSED
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
 from hypha_proto.wire_schema import MAX_PRICE, FloatKind, IntRange, Mark, Message
+from hypha_proto.worker_status import OfferedExecutor
 
 CONVERSATIONS: list[RpcMethod[Any, Any]] = [
     OFFER, RENEW_LEASE, DATA, HEALTH_CHECK, REPORT, RELEASE_LEASE, WHY_NOT, UPDATE_REFUSED,
@@ -170,6 +171,11 @@ def test_a_task_has_a_name_of_bounded_length(task: str) -> None:
     plain["attempt"]["task"] = task
     with pytest.raises(DecodeError, match=r"^attempt: task .* is no name"):
         from_cbor(JoinRound, cbor2.dumps(plain))
+
+
+def test_a_runtime_is_a_name() -> None:
+    with pytest.raises(DecodeError, match=r"runtime '\\x1b\[2J' is no name"):
+        from_cbor(OfferedExecutor, cbor2.dumps({"class": "train", "name": "a", "runtime": "\x1b[2J"}))
 
 
 RESOURCES = {"gpu": 0.0, "cpu": 1.0, "storage": 0.0, "memory": 0.0}

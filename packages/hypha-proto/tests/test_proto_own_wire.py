@@ -178,7 +178,7 @@ from hypha_proto.transfer import (
     Receipt,
     Refusal,
 )
-from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
+from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor, WorkerStatus
 
 GOLDEN = Path(__file__).parent / "own_wire.jsonl"
 ID = [uuid.UUID(int=(0x0123456789ABCDEF << 64) + i) for i in range(9)]
@@ -364,7 +364,7 @@ RESPONSES: list[tuple[Any, Any]] = [
             total=Resources(cpu=8.0, memory=32.0),
             free=Resources(cpu=6.0, memory=24.0),
             price=100.0,
-            executors=(ExecutorDescriptor("train", "diloco-transformer"),),
+            executors=(OfferedExecutor("train", "diloco-transformer", "process"),),
             tasks=1,
             rejections=(Rejection(code="paused", text="its owner has paused this worker"),),
         ),

@@ -16,9 +16,9 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
 from hypha_proto.ids import PeerId, describe_peer
 from hypha_proto.leases import Rejection
-from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor
+from hypha_proto.offers import WORKER_REQUESTS
 from hypha_proto.resources import Resources
-from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
+from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor, WorkerStatus
 from hypha_scheduler.cli import main
 from hypha_scheduler.submission.node_directory import NodeDirectory
 from hypha_scheduler.submission.server import SubmissionServer, socket_path
@@ -27,7 +27,7 @@ STATUS = WorkerStatus(
     total=Resources(cpu=8.0, memory=32.0),
     free=Resources(cpu=6.0),
     price=50.0,
-    executors=(ExecutorDescriptor("train", "diloco"), ExecutorDescriptor("train", "\x1b[2J")),
+    executors=(OfferedExecutor("train", "diloco", "process"), OfferedExecutor("train", "\x1b[2J", "other")),
     tasks=2,
     rejections=(Rejection(code="paused", text="its owner has paused it"),),
 )
@@ -77,7 +77,7 @@ async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
             assert lines[1].endswith(", price 50/h, running tasks: 2")
             assert lines[2:] == [
                 "    free: cpu 6 of 8 cores, memory 0 of 32 GB",
-                r"    executors: train/diloco, train/\x1b[2J",
+                r"    executors: train/diloco (process), train/\x1b[2J (other)",
                 "    no offers: its owner has paused it",
                 "datasets:",
                 "  digits  8 slices, data nodes: 2, 2 different manifests",

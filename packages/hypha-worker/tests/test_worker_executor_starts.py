@@ -15,6 +15,7 @@ from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.worker_status import OfferedExecutor
 from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
 from hypha_worker.service import open_worker
 
@@ -23,7 +24,7 @@ USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsy
 
 def test_failures_in_a_row_take_an_executor_out_for_a_time(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    starts = ExecutorStarts("train/x", clock=lambda: now)
+    starts = ExecutorStarts(OfferedExecutor("train", "x", "process"), clock=lambda: now)
     for _ in range(MAX_FAILURES - 1):
         starts.note_failure("no module")
     starts.note_success()

@@ -17,7 +17,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker
+from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import KEPT_REQUESTS, LOG_INTERVAL, RequestHistory
 from hypha_worker.cli import main
@@ -116,7 +116,7 @@ async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_g
             site.lab.scheduler.endpoint, site.node.endpoint.peer_id, DESCRIBE_WORKER, DescribeWorker()
         )
         assert (told.tasks, told.price, [each.code for each in told.rejections]) == (1, 50.0, ["paused"])
-        assert ExecutorDescriptor("train", "script") in told.executors
+        assert OfferedExecutor("train", "script", "process") in told.executors
         assert told.free.cpu == told.total.cpu - 1.0
         await pubsub.publish(site.lab.scheduler.endpoint, WORKER_REQUESTS, site.lab.scheduler.request(cpu=1.0))
         while "its owner has paused" not in str((await status(site))["requests"][0]["reasons"]):

@@ -5,8 +5,10 @@ Uses the extension ``/hypha-worker/0.1.0``, which workers answer.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
+from hypha_proto.ids import NAME
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.protocols import WORKER, RpcMethod
@@ -15,6 +17,17 @@ from hypha_proto.wire_schema import U32, Message, Price
 
 MAX_EXECUTORS: Final = 256
 """Maximum number of executors that a worker names."""
+
+
+class OfferedExecutor(ExecutorDescriptor, frozen=True):
+    """Executor that a worker offers."""
+
+    runtime: str
+    """What runs its tasks, by the name in the worker's configuration: ``process`` or ``parameter-server``."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(NAME, self.runtime):
+            raise ValueError(f"runtime {self.runtime[:80]!r} is no name: use 1 to 64 letters, digits and _.-")
 
 
 class DescribeWorker(Message, frozen=True):
@@ -29,8 +42,8 @@ class WorkerStatus(Message, frozen=True):
     """Part of `total` that no lease holds."""
     price: Price
     """The least bid that gets an offer, in tokens per lease-hour."""
-    executors: tuple[ExecutorDescriptor, ...]
-    """Executors that it offers, at most `MAX_EXECUTORS`."""
+    executors: tuple[OfferedExecutor, ...]
+    """At most `MAX_EXECUTORS`."""
     tasks: U32
     """Attempts at tasks that run, of all schedulers."""
     rejections: tuple[Rejection, ...] = ()

@@ -17,6 +17,7 @@ from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import GIGABYTE, Resources
 from hypha_proto.wire_schema import MAX_PRICE
+from hypha_proto.worker_status import OfferedExecutor
 from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy, Strategy
 from hypha_worker.content_cache import ContentCache
@@ -275,6 +276,11 @@ class ExecutorSection(Section):
     def kind(self) -> str:
         """Its class and name, by which tasks ask for it: ``shell/render``."""
         return f"{self.job_class}/{self.name}"
+
+    @property
+    def offered(self) -> OfferedExecutor:
+        """What is said of it to schedulers."""
+        return OfferedExecutor(self.job_class, self.name, self.runtime)
 
     @property
     def descriptors(self) -> tuple[ExecutorDescriptor, ...]:

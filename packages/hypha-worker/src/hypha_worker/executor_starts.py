@@ -14,6 +14,8 @@ from typing import Final
 
 import anyio
 
+from hypha_proto.worker_status import OfferedExecutor
+
 _log = logging.getLogger(__name__)
 
 MAX_FAILURES: Final = 3
@@ -32,8 +34,7 @@ async def _find_nothing() -> None:
 class ExecutorStarts:
     """The check and the latest starts of one executor."""
 
-    executor: str
-    """Its class and name, ``train/diloco-transformer``."""
+    executor: OfferedExecutor
     clock: Callable[[], float] = anyio.current_time
     find_fault: Callable[[], Awaitable[str | None]] = _find_nothing
     """Checks the executor: returns why it cannot start here, or None."""

@@ -51,7 +51,6 @@ from hypha_proto.worker_status import DESCRIBE_WORKER, MAX_EXECUTORS, DescribeWo
 from hypha_worker.accounts.book import AccountBook
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.bidding.rejection import start_reasons
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.config import WorkerConfig
@@ -349,7 +348,7 @@ def make_starts(config: WorkerConfig, host: HostSettings) -> Mapping[str, Execut
     for executor in config.executors:
         find_fault = find_runtime(executor.runtime).find_fault
         check = partial(find_fault, executor.settings, host, config.work_dir.absolute())
-        made.setdefault(executor.kind, ExecutorStarts(executor.kind, find_fault=check))
+        made.setdefault(executor.kind, ExecutorStarts(executor.offered, find_fault=check))
     return made
 
 
@@ -510,12 +509,11 @@ class Worker:
 
     async def describe(self, scheduler: PeerId, _message: DescribeWorker) -> WorkerStatus:
         """Return what this worker has, and why it would make no offer for a request that asks for nothing."""
-        capabilities, starts = self.arbiter.capabilities, self.arbiter.starts
-        offered = [each for each in capabilities.executors if each.kind and not any(start_reasons(starts, (each,)))]
+        offered = {starts.executor for starts in self.arbiter.starts.values() if starts.exclusion is None}
         nothing = WorkerRequest(uuid.UUID(int=0), WorkerSpec(Resources(), ()), MAX_PRICE, 0)
         received = ReceivedRequest(scheduler, nothing, anyio.current_time())
         return WorkerStatus(
-            total=capabilities.capacity.resources,
+            total=self.arbiter.capabilities.capacity.resources,
             free=self.lease_manager.free.resources,
             price=self.arbiter.policy.least_bid,
             executors=tuple(sorted(offered, key=str)[:MAX_EXECUTORS]),

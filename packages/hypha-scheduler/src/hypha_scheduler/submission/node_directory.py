@@ -123,5 +123,5 @@ class NodeDirectory:
 
 def _fill(entry: WorkerEntry, status: WorkerStatus) -> None:
     entry.total, entry.free, entry.price, entry.tasks = status.total, status.free, status.price, status.tasks
-    entry.executors = tuple(map(str, status.executors))
+    entry.executors = tuple(f"{executor} ({executor.runtime})" for executor in status.executors)
     entry.reasons = tuple(rejection.text[:_MAX_TEXT] for rejection in status.rejections)

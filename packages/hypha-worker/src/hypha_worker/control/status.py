@@ -81,7 +81,7 @@ def describe_worker(view: WorkerView) -> dict[str, Any]:
             for address, peer in view.endpoint.gateways().items()
         ],
         "excluded": [
-            {"executor": starts.executor, "reason": starts.exclusion}
+            {"executor": str(starts.executor), "reason": starts.exclusion}
             for starts in view.starts
             if starts.exclusion is not None
         ],
