@@ -1,4 +1,4 @@
-"""Opening files beneath a folder, by `openat2` and without it, and a job's files: published, written, taken, given."""
+"""Opening files beneath a folder, and a job's files: published, written, taken, given."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from typing import Any
 import anyio
 import pytest
 
-from hypha_worker import openat
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.errors import BridgeError
 from hypha_worker.job_files import JobEndedError, JobFiles
 from hypha_worker.job_storage import JobStorage
-from hypha_worker.openat import IrregularFileError, LinkInPathError, open_by_openat2, open_by_parts
+from hypha_worker.openat import IrregularFileError, LinkInPathError
 
 SWAP = """
 import os, sys
@@ -36,17 +35,8 @@ while os.getppid() == int(sys.argv[2]):
 """
 
 
-@pytest.fixture(params=[open_by_openat2, open_by_parts], ids=["openat2", "by parts"])
-def opener(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let everything be opened in one of the two ways."""
-    if request.param is open_by_openat2 and openat.find_opener() is not open_by_openat2:
-        pytest.skip("this system has no openat2")
-    monkeypatch.setattr(openat, "find_opener", lambda: request.param)
-    return request.param
-
-
 @pytest.fixture
-def files(tmp_path: Path, opener: Any) -> Iterator[JobFiles]:
+def files(tmp_path: Path) -> Iterator[JobFiles]:
     made = JobFiles(tmp_path / "hypha-1")
     made.create()
     (tmp_path / "outside").mkdir()
@@ -235,7 +225,7 @@ def test_a_deep_tree_is_walked_level_by_level(files: JobFiles, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("replaced", ["file", "folder", "FIFO"])
-def test_a_shared_file_that_is_replaced_after_its_check_is_refused(tmp_path: Path, opener: Any, replaced: str) -> None:
+def test_a_shared_file_that_is_replaced_after_its_check_is_refused(tmp_path: Path, replaced: str) -> None:
     """Of a shared file system, whose files another program may change."""
     root = tmp_path / "root"
     (root / "a").mkdir(parents=True)

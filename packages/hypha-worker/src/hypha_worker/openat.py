@@ -1,14 +1,12 @@
 """Opening files and folders beneath an open folder, never through a symbolic link.
 
-A job may replace any part of a path between a check and its use. Here a path is resolved once, by the kernel
-(`openat2(2)` with ``RESOLVE_BENEATH``) or part by part with ``O_NOFOLLOW``, and everything else goes by descriptor.
+A job may replace any part of a path between a check and its use. Here a path is resolved once, part by part with
+``O_NOFOLLOW``, and everything else goes by descriptor.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +16,6 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-_OPENAT2: Final = 437
-"""Number of the system call, the same on all architectures that Linux has got since it exists (5.6)."""
-_RESOLVE: Final = 0x02 | 0x04 | 0x08
-"""``RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH``."""
-_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG})
 _FOLDER: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH: Final = getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder also where it may be searched and not read."""
@@ -57,44 +50,6 @@ class IrregularFileError(OSError):
         self.kind = kind
 
 
-class _OpenHow(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-OpenFolder = Callable[[int, str, int], int]
-"""Opens the folder at a relative path beneath an open one, with an access mode; raises `OSError`."""
-
-
-def open_by_openat2(folder: int, path: str, access: int) -> int:
-    """Open a folder with one system call; the kernel resolves the path."""
-    how = _OpenHow(access | os.O_DIRECTORY | os.O_CLOEXEC, 0, _RESOLVE)
-    number = _libc().syscall(_OPENAT2, folder, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
-    if number < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), path)
-    return int(number)
-
-
-def open_by_parts(folder: int, path: str, access: int) -> int:
-    """Open a folder part by part, for systems without `openat2` and for paths that are too long for it."""
-    parts = PurePosixPath(path).parts
-    if ".." in parts or path.startswith("/"):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
-    current = os.open(".", access | _FOLDER, dir_fd=folder)
-    for index, part in enumerate(parts):
-        try:
-            inner = os.open(part, (access if index == len(parts) - 1 else _SEARCH) | _FOLDER, dir_fd=current)
-        except NotADirectoryError as error:
-            _raise_if_link(current, part, path)
-            raise NotADirectoryError(error.errno, error.strerror, path) from None
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-        finally:
-            os.close(current)
-        current = inner
-    return current
-
-
 def _raise_if_link(folder: int, name: str, path: str) -> None:
     try:
         mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -102,28 +57,6 @@ def _raise_if_link(folder: int, name: str, path: str) -> None:
         return
     if stat.S_ISLNK(mode):
         raise LinkInPathError(path)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-@functools.cache
-def find_opener() -> OpenFolder:
-    """Return `open_by_openat2` where the system has it, tried once, else `open_by_parts`."""
-    if os.uname().sysname != "Linux":
-        return open_by_parts
-    root = os.open("/", _SEARCH | _FOLDER)
-    try:
-        os.close(open_by_openat2(root, ".", _SEARCH))
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        return open_by_parts
-    finally:
-        os.close(root)
-    return open_by_openat2
 
 
 @contextmanager
@@ -141,18 +74,26 @@ def open_folder(root: int, path: str, access: int = _SEARCH) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _open_folder(root: int, path: str, access: int) -> int:
-    try:
+def _open_folder(folder: int, path: str, access: int) -> int:
+    """Open the folder at a relative path beneath an open one. Raises `OSError`, as `open_folder` does."""
+    parts = PurePosixPath(path).parts
+    if ".." in parts or path.startswith("/"):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
+    current = os.open(".", access | _FOLDER, dir_fd=folder)
+    for index, part in enumerate(parts):
         try:
-            return find_opener()(root, path, access)
+            inner = os.open(part, (access if index == len(parts) - 1 else _SEARCH) | _FOLDER, dir_fd=current)
+        except NotADirectoryError as error:
+            _raise_if_link(current, part, path)
+            raise NotADirectoryError(error.errno, error.strerror, path) from None
         except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.EAGAIN):  # a long path, a race in the kernel
-                raise
-        return open_by_parts(root, path, access)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise LinkInPathError(path) from None
-        raise
+            if error.errno == errno.ELOOP:  # what other systems than Linux say of a link
+                raise LinkInPathError(path) from None
+            raise OSError(error.errno, error.strerror, path) from None
+        finally:
+            os.close(current)
+        current = inner
+    return current
 
 
 @contextmanager
@@ -360,7 +301,7 @@ class _Tree:
             return
         os.close(outer)
         try:
-            self._replace(open_by_parts(self._top, self._prefix, os.O_RDONLY))
+            self._replace(_open_folder(self._top, self._prefix, os.O_RDONLY))
         except OSError:  # it is gone, and so is what was left to do in it
             self._levels[-1].folders.clear()
 
