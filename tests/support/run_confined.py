@@ -17,8 +17,10 @@ from hypha_proto.resources import Resources
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.stack import make_stack
 from hypha_worker.executors.process.fork_server_client import ForkServer
-from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
+from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.logs.run_log import LogFolder
 
 
 async def run(options: dict[str, Any]) -> dict[str, Any]:
@@ -29,15 +31,16 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     job = work_dir / "hypha-job"
     job.mkdir(mode=0o700, exist_ok=True)
     (job / "given").write_text("by the worker")
-    settings = ProcessSettings(
+    settings = ExecutorSettings(
         cmd=sys.executable,
         args=("-I", "-S", "-c", options["script"], *options["args"]),
         env=options["env"],
         network=options["network"],
         readable=tuple(map(Path, options["readable"])),
         writable=tuple(map(Path, options["writable"])),
-        stack=stack,
-        fork_server=ForkServer(),
+    )
+    host = HostSettings(
+        job, has_devices=False, logs=LogFolder(job, max_size=1 << 20, keep=1), stack=stack, fork_server=ForkServer()
     )
     place = ProcessPlace(
         work_dir=job,
@@ -46,7 +49,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
         scope=anyio.CancelScope(),
         log_name="run",
     )
-    runner = ProcessRunner(settings, place)
+    runner = ProcessRunner(settings, host, place)
     error = None
     with socket.socket(socket.AF_UNIX) as bridge:
         (job / "bridge.sock").unlink(missing_ok=True)

@@ -6,7 +6,6 @@ import errno
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -16,8 +15,10 @@ from hypha_proto.resources import Resources
 from hypha_worker.errors import ExecutionError, ExecutorExitError
 from hypha_worker.executors.isolation.layers import Confinement, Finding, Launch
 from hypha_worker.executors.isolation.stack import IsolationStack
-from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
+from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.logs.run_log import LogFolder
 
 
 class LimitingLayer:
@@ -53,27 +54,26 @@ class LimitingLayer:
         pass
 
 
-def run(settings: ProcessSettings, folder: Path) -> None:
+def run(settings: ExecutorSettings, folder: Path, *layers: LimitingLayer) -> None:
     """Run an executor in a folder."""
+    host = HostSettings(
+        folder, has_devices=False, logs=LogFolder(folder, max_size=1 << 20, keep=1), stack=IsolationStack(layers)
+    )
 
     async def main() -> None:
         allocation, scope = Allocation(Resources(cpu=1.0)), anyio.CancelScope()
         place = ProcessPlace(folder, allocation, storage=1 << 20, scope=scope, log_name="run")
         values = {"{SOCKET_PATH}": str(folder / "bridge.sock"), "{WORK_DIR}": str(folder)}
         with anyio.fail_after(20):
-            await ProcessRunner(settings, place).run(values)
+            await ProcessRunner(settings, host, place).run(values)
 
     anyio.run(main, backend="trio")
 
 
 def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path) -> None:
-    settings = ProcessSettings(
-        cmd=sys.executable,
-        args=("-I", "-S", "-c", "import os; os.kill(os.getpid(), 9)"),
-        stack=IsolationStack([LimitingLayer()]),
-    )
+    settings = ExecutorSettings(sys.executable, ("-I", "-S", "-c", "import os; os.kill(os.getpid(), 9)"))
     with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has"):
-        run(settings, tmp_path)
+        run(settings, tmp_path, LimitingLayer())
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path
     ],
 )
 def test_ends_that_may_be_a_failed_start(tmp_path: Path, end: str, is_failed_start: bool) -> None:
-    settings = ProcessSettings(cmd=sys.executable, args=("-I", "-S", "-c", f"import os, sys; {end}"))
+    settings = ExecutorSettings(cmd=sys.executable, args=("-I", "-S", "-c", f"import os, sys; {end}"))
     with pytest.raises(ExecutionError) as found:
         run(settings, tmp_path)
     assert isinstance(found.value, ExecutorExitError) == is_failed_start
 
 
 def test_an_exit_that_a_layer_explains_is_no_failed_start(tmp_path: Path) -> None:
-    settings = ProcessSettings(cmd=sys.executable, args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
+    settings = ExecutorSettings(cmd=sys.executable, args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
     with pytest.raises(ExecutorExitError):
         run(settings, tmp_path)
     with pytest.raises(ExecutionError, match="more memory") as found:
-        run(replace(settings, stack=IsolationStack([LimitingLayer()])), tmp_path)
+        run(settings, tmp_path, LimitingLayer())
     assert not isinstance(found.value, ExecutorExitError)
 
 
@@ -118,13 +118,13 @@ def test_memory_is_named_if_the_kernel_has_ended_processes_for_it(
     monkeypatch.setattr("hypha_worker.executors.process.process_runner._VMSTAT", counters)
     args = ("-I", "-S", "-c", KILL_ITSELF, str(counters), counted)
     with pytest.raises(ExecutionError, match=reason):
-        run(ProcessSettings(cmd=sys.executable, args=args), tmp_path)
+        run(ExecutorSettings(cmd=sys.executable, args=args), tmp_path)
 
 
 def test_a_writable_folder_that_cannot_be_created_is_named_with_its_key(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    settings = ProcessSettings(cmd=sys.executable, writable=(file / "cache",))
+    settings = ExecutorSettings(cmd=sys.executable, writable=(file / "cache",))
     with pytest.raises(ExecutionError, match=r"executors\.writable: .*/file/cache cannot be created: Not a directory;"):
         run(settings, tmp_path)
 
@@ -140,6 +140,5 @@ class FullLayer(LimitingLayer):
 
 
 def test_a_layer_that_cannot_be_prepared_is_named(tmp_path: Path) -> None:
-    settings = ProcessSettings(cmd=sys.executable, stack=IsolationStack([FullLayer()]))
     with pytest.raises(ExecutionError, match=r"the layer .* cannot be prepared: .*No space left on device"):
-        run(settings, tmp_path)
+        run(ExecutorSettings(sys.executable), tmp_path, FullLayer())

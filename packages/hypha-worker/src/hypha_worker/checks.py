@@ -11,7 +11,6 @@ import anyio
 
 from hypha_net.node.checks import Check, check_folder, failed, ok, warning
 from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
-from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.executors.isolation.assessment import assess
 from hypha_worker.executors.isolation.stack import make_stack
 from hypha_worker.executors.runtimes import HostSettings, find_runtime
@@ -97,7 +96,6 @@ def check_start(number: int, executor: ExecutorSection, config: WorkerConfig) ->
     with tempfile.TemporaryDirectory(prefix="hypha-probe-") as name:
         folder = Path(name)
         host = HostSettings(
-            AccessPolicy(),
             folder,
             has_devices=False,
             logs=config.log_folder(),

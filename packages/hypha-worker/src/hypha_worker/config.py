@@ -258,7 +258,7 @@ class ExecutorSection(Section):
     def settings(self) -> ExecutorSettings:
         """The keys that its runtime interprets."""
         return ExecutorSettings(
-            self.cmd,
+            self.cmd or "",
             tuple(self.args),
             self.env,
             tuple(self.check),

@@ -203,7 +203,8 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         await anyio.to_thread.run_sync(book.open)
         stack.callback(book.close)
         fork_server = stack.enter_context(closing(ForkServer()))
-        settings = _host_settings(config, sockets, logs, isolation, fork_server)
+        has_devices = bool(config.resources.devices) or config.resources.gpu > 0
+        settings = HostSettings(sockets, has_devices, logs, isolation, fork_server)
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
@@ -315,20 +316,6 @@ def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
     """End what the runs of a killed worker have left."""
     end_left_processes(work_dir)
     isolation.sweep()
-
-
-def _host_settings(
-    config: WorkerConfig, sockets: Path, logs: LogFolder, stack: IsolationStack, fork_server: ForkServer
-) -> HostSettings:
-    has_devices = bool(config.resources.devices) or config.resources.gpu > 0
-    return HostSettings(
-        make_access_policy(config),
-        sockets,
-        has_devices=has_devices,
-        logs=logs,
-        stack=stack,
-        fork_server=fork_server,
-    )
 
 
 def _starts_by_descriptor(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from hypha_worker.connectors.access_policy import AccessPolicy
     from hypha_worker.executor_starts import ExecutorStarts
     from hypha_worker.executors.isolation.stack import IsolationStack
     from hypha_worker.executors.process.fork_server_client import ForkServer
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """Keys of one table ``[[executors]]`` that its runtime interprets."""
+    """Keys of one table ``[[executors]]`` that its runtime interprets; `config` describes them."""
 
-    cmd: str | None = None
+    cmd: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     check: tuple[str, ...] = ()
@@ -41,7 +40,6 @@ class ExecutorSettings:
 class HostSettings:
     """What all executors of a worker share."""
 
-    access: AccessPolicy
     socket_folder: Path
     """Where sockets are created; its path is short."""
     has_devices: bool

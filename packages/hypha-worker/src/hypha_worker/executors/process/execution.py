@@ -34,7 +34,8 @@ from hypha_worker.errors import (
 )
 from hypha_worker.executors.process.environment import make_placeholders
 from hypha_worker.executors.process.idleness import IDLE_LIMIT, wait_until_idle
-from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
+from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.definition import with_paths
 from hypha_worker.tasks.execution import Execution, ExecutionTrace, TaskContext
@@ -44,18 +45,19 @@ from hypha_worker.tasks.references import without_secrets
 class ProcessExecution(Execution):
     """An execution in a separate process."""
 
-    def __init__(self, context: TaskContext, settings: ProcessSettings) -> None:
+    def __init__(self, context: TaskContext, settings: ExecutorSettings, host: HostSettings) -> None:
         if context.spec.aggregation is not None:
             raise ExecutionError(f"executor {context.spec.executor[:80]} is a process and no parameter server")
         self._context = context
         self._settings = settings
+        self._host = host
         self._disk_fault: str | None = None
         self._failure: ExecutionError | None = None
         """With what the process has failed by itself."""
         self._is_idle = False
         """Whether the process was ended because it did nothing any more."""
         self._stopped = anyio.CancelScope()
-        self._runner = ProcessRunner(settings, _place(context, settings.logs))
+        self._runner = ProcessRunner(settings, host, _place(context, host.logs))
         config = context.spec.training
         self._training = None if config is None else TrainingBridge(context, config, self._stop_for_disk_error)
         self._backend = BridgeBackend(context, self._training, self._stop_for_disk_fault)
@@ -89,7 +91,7 @@ class ProcessExecution(Execution):
 
     async def run(self) -> None:
         """See `Execution.run`."""
-        place = choose_place(self._context.work_dir, self._settings.socket_folder)
+        place = choose_place(self._context.work_dir, self._host.socket_folder)
         opened = open_bridge(self._backend, place, self._runner.owns)
         async with opened as bridge, anyio.create_task_group() as tasks:
             if self._training is not None:
@@ -110,7 +112,7 @@ class ProcessExecution(Execution):
         A signal, a limit of the lease, or a job that the executor does not support says nothing about its start. How
         the process of a task that does not train ends may depend on the task, so that only 0 counts there.
         """
-        starts, exit_code = self._settings.starts, self._runner.trace.exit_code
+        starts, exit_code = self._host.starts, self._runner.trace.exit_code
         if starts is None:
             return
         failures = ExecutorStartError if self._training is None else (ExecutorStartError, ExecutorExitError)
@@ -161,7 +163,7 @@ class ProcessExecution(Execution):
         self._stopped.cancel()
 
 
-def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
+def _place(context: TaskContext, logs: LogFolder) -> ProcessPlace:
     """Return where a task's process runs; its lines name job and task."""
     job, task = context.attempt.job_id, context.attempt.task
     return ProcessPlace(
@@ -171,7 +173,7 @@ def _place(context: TaskContext, logs: LogFolder | None) -> ProcessPlace:
         scope=context.scope,
         log_name=f"{job!s:.8}/{task}",
         attributes={"hypha.job.id": str(job), "hypha.lease.id": str(context.lease)},
-        log=None if logs is None else logs.new_log(job, task, context.scheduler),
+        log=logs.new_log(job, task, context.scheduler),
         traceparent=context.traceparent,
         keep_resources=context.keep_resources,
     )

@@ -21,11 +21,9 @@ import anyio
 import anyio.abc
 
 from hypha_net import instrumentation
-from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import ExecutionError, ExecutorExitError, ExecutorStartError, WorkReturnedError
-from hypha_worker.executor_starts import ExecutorStarts
 from hypha_worker.executors.isolation.layers import Confinement, Launch
-from hypha_worker.executors.isolation.stack import ConfinedRun, IsolationStack
+from hypha_worker.executors.isolation.stack import ConfinedRun
 from hypha_worker.executors.isolation.visible_paths import (
     configured_paths,
     not_yet_shown,
@@ -39,7 +37,6 @@ from hypha_worker.executors.process.environment import (
     make_environment,
     substitute,
 )
-from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.output_log import OutputLog
 from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
@@ -50,10 +47,11 @@ from hypha_worker.executors.process.process_tree import (
     terminate_tree,
 )
 from hypha_worker.executors.process.spawn import SpawnedProcess, signal_status, spawn
+from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
-from hypha_worker.logs.run_log import LogFolder, RunLog
+from hypha_worker.logs.run_log import RunLog
 from hypha_worker.tasks.execution import ExecutionTrace
 
 _log = logging.getLogger(__name__)
@@ -69,34 +67,6 @@ _RUNNING: Final = instrumentation.UpDownCounter("hypha.worker.executors.active",
 _EXITS: Final = instrumentation.Counter(
     "hypha.worker.executors.ended", "{executor}", "Executors that ended, by exit code."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSettings:
-    """How an executor is started, from the owner's configuration."""
-
-    cmd: str
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    access: AccessPolicy = field(default_factory=AccessPolicy)
-    network: bool = True
-    """Whether the process may use the network."""
-    readable: tuple[Path, ...] = ()
-    """Files and folders that it may read, in addition to its own and the system's."""
-    writable: tuple[Path, ...] = ()
-    """Files and folders that it may change."""
-    stack: IsolationStack = field(default_factory=IsolationStack)
-    """Confines the process."""
-    socket_folder: Path = Path("/tmp")
-    """Where sockets are created; its path is short."""
-    logs: LogFolder | None = None
-    """Where the output of processes is stored."""
-    has_devices: bool = False
-    """Whether the worker offers GPUs, so that a job sees only those of its lease."""
-    fork_server: ForkServer | None = None
-    """Starts processes sooner."""
-    starts: ExecutorStarts | None = None
-    """Notes how the executor has started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +98,9 @@ class ProcessPlace:
 class ProcessRunner:
     """One run of an executor's command."""
 
-    def __init__(self, settings: ProcessSettings, place: ProcessPlace) -> None:
+    def __init__(self, settings: ExecutorSettings, host: HostSettings, place: ProcessPlace) -> None:
         self._settings = settings
+        self._host = host
         self._place = place
         self._token = make_token(place.work_dir.parent)
         self._output = OutputLog(place.log, place.log_name)
@@ -165,7 +136,7 @@ class ProcessRunner:
         """
         if job := values.get(JOB_JSON):
             self._output.hide(job)
-        async with self._settings.stack.confine(self._confinement(values)) as confined:
+        async with self._host.stack.confine(self._confinement(values)) as confined:
             await self._run_confined(confined, values, on_start)
             self._check_exit_code(confined)  # while the layers know why it ended
 
@@ -234,7 +205,7 @@ class ProcessRunner:
         confined.apply(launch)
         self._oom_kills = count_oom_kills()
         try:
-            return spawn(launch, self._place.work_dir, self._settings.fork_server)
+            return spawn(launch, self._place.work_dir, self._host.fork_server)
         except OSError as error:
             kind = ExecutionError if error.errno == errno.E2BIG else ExecutorStartError  # the job may be too large
             raise kind(f"{self._place.what} {self._settings.cmd} cannot be started: {error.strerror}") from error
@@ -255,7 +226,7 @@ class ProcessRunner:
             self._place.work_dir,
             traceparent=self._place.traceparent,
             writable=self._settings.writable,
-            has_devices=self._settings.has_devices,
+            has_devices=self._host.has_devices,
         )
 
     def _confinement(self, values: Mapping[str, str]) -> Confinement:
@@ -266,7 +237,7 @@ class ProcessRunner:
         (place.work_dir / TEMPORARY_FOLDER).mkdir(mode=0o700, exist_ok=True)
         named = configured_paths([*settings.args, *settings.env.values()], settings.writable)
         program = program_paths(Path(self._executable()), settings.writable)
-        found = [*program, *without_ancestors(named, settings.stack.private)]
+        found = [*program, *without_ancestors(named, self._host.stack.private)]
         return Confinement(
             name=f"{place.work_dir.name}-{self._token[:8]}",
             work_dir=place.work_dir.absolute(),

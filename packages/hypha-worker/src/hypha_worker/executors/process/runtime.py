@@ -5,14 +5,14 @@ Found by `executors.runtimes`, which defines the interface.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hypha_worker.executors.process.process_runner import ProcessSettings
     from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
-    from hypha_worker.tasks.execution import Execution, ExecutionFactory, TaskContext
+    from hypha_worker.tasks.execution import ExecutionFactory
 
 
 class ProcessRuntime:
@@ -31,44 +31,19 @@ class ProcessRuntime:
         """See `Runtime.make_factory`."""
         from hypha_worker.executors.process.execution import ProcessExecution
 
-        process_settings = _process_settings(settings, host)
-
-        def make_execution(context: TaskContext) -> Execution:
-            return ProcessExecution(context, process_settings)
-
-        return make_execution
+        return partial(ProcessExecution, settings=settings, host=host)
 
     async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
         """See `Runtime.find_fault`."""
         from hypha_worker.executors.process.start_check import find_fault
 
-        return await find_fault(_process_settings(settings, host), settings.check, work_dir)
+        return await find_fault(settings, host, work_dir)
 
     def preload(self) -> None:
         """See `Runtime.preload`."""
         from hypha_worker.bridge.server import preload
 
         preload()
-
-
-def _process_settings(settings: ExecutorSettings, host: HostSettings) -> ProcessSettings:
-    from hypha_worker.executors.process.process_runner import ProcessSettings
-
-    return ProcessSettings(
-        cmd=settings.cmd or "",
-        args=settings.args,
-        env=settings.env,
-        access=host.access,
-        network=settings.network,
-        readable=settings.readable,
-        writable=settings.writable,
-        stack=host.stack,
-        socket_folder=host.socket_folder,
-        logs=host.logs,
-        has_devices=host.has_devices,
-        fork_server=host.fork_server,
-        starts=host.starts,
-    )
 
 
 RUNTIME: Final[Runtime] = ProcessRuntime()

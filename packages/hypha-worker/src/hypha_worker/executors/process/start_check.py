@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,8 @@ from hypha_proto.resources import Resources
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.visible_paths import program_paths
 from hypha_worker.executors.process.environment import SOCKET_PATH, WORK_DIR
-from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner, ProcessSettings
-from hypha_worker.executors.runtimes import command_not_found
+from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
+from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, command_not_found
 from hypha_worker.leasing.capacity import Allocation
 
 CHECK_TIMEOUT: Final = 120.0
@@ -32,45 +31,40 @@ shift
 """
 
 
-async def find_fault(settings: ProcessSettings, check: Sequence[str], work_dir: Path) -> str | None:
+async def find_fault(settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
     """Return why an executor cannot start on this machine; None if it can, as far as its check tells.
 
     Args:
         settings: how it is started.
-        check: the owner's command and its arguments, or nothing.
+        host: what all executors share.
         work_dir: where the folder of the check is made, and removed.
     """
     found = shutil.which(settings.cmd, path=settings.env.get("PATH"))
     if found is None:
         return f"its command {command_not_found(settings.cmd)}"
     program = Path.cwd() / found
-    checked = _checked(settings, program, check)
+    checked = replace(  # a shell that sees what the executor would see
+        settings,
+        cmd="/bin/sh",
+        args=("-c", _SCRIPT, "sh", str(program), *settings.check),
+        readable=(*settings.readable, *program_paths(program, settings.writable)),
+    )
     make = partial(tempfile.mkdtemp, prefix="hypha-check-", dir=work_dir)
     folder = Path(await anyio.to_thread.run_sync(make))
     try:
-        return await _run(checked, program, check, folder)
+        return await _run(checked, host, program, folder)
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
-def _checked(settings: ProcessSettings, program: Path, check: Sequence[str]) -> ProcessSettings:
-    """Return how the check of an executor is started: by a shell that sees what the executor would see."""
-    return replace(
-        settings,
-        cmd="/bin/sh",
-        args=("-c", _SCRIPT, "sh", str(program), *check),
-        readable=(*settings.readable, *program_paths(program, settings.writable)),
-    )
-
-
-async def _run(settings: ProcessSettings, program: Path, check: Sequence[str], folder: Path) -> str | None:
+async def _run(settings: ExecutorSettings, host: HostSettings, program: Path, folder: Path) -> str | None:
     socket = folder / "bridge.sock"  # the sandbox shows it, and nobody answers
     socket.touch()
     scope = anyio.CancelScope()
     place = ProcessPlace(folder, Allocation(Resources()), _STORAGE, scope, str(program), "check")
-    runner = ProcessRunner(settings, place)
-    what = f"its check ({shlex.join(check)}) " if check else ""
+    runner = ProcessRunner(settings, host, place)
+    what = f"its check ({shlex.join(settings.check)}) " if settings.check else ""
     try:
         with anyio.fail_after(CHECK_TIMEOUT), scope:
             await runner.run({SOCKET_PATH: str(socket), WORK_DIR: str(folder)})
