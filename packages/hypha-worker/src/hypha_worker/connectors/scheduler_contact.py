@@ -1,7 +1,7 @@
 """A job's contact with its scheduler, which may be gone for a while: requests that wait for it, and redials.
 
 Made by `tasks.task_run` for each attempt, and used by whatever a task asks its scheduler: `bridge.training` and the
-parameter server. A task that was started without a grace waits as long as `rpc_retry.REPORT_DELAYS`.
+parameter server. A task that was started without a grace waits as long as `REPORT_DELAYS`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from typing import Final, TypeVar
 
 import anyio
 
-from hypha_net import backoff
+from hypha_net import backoff, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.events import Disconnected
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import RpcMethod
-from hypha_worker.connectors.rpc_retry import (
-    OUTAGE_PAUSES,
-    REPORT_DELAYS,
-    call_through_outage,
-    retry_through_outage,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +26,10 @@ T = TypeVar("T")
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
+REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each attempt at a report: no job is lost while its scheduler is unreachable for 15 seconds."""
+OUTAGE_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+"""Seconds between attempts during an outage that a job waits out, with jitter; the last repeats."""
 DIAL_TIMEOUT: Final = 10.0
 """Seconds that one attempt to connect to a lost scheduler may take."""
 
@@ -69,33 +67,67 @@ class SchedulerContact:
         is_refusal: Callable[[Resp], bool] = lambda _answer: False,
         timeout: float = 30.0,
         delays: Sequence[float] = REPORT_DELAYS,
-        final: tuple[type[NetError], ...] = (),
     ) -> Resp:
-        """Call `rpc_retry.call_through_outage` for this job. Raises `NetError`."""
-        return await call_through_outage(
-            self.endpoint, self.scheduler, method, request, until=self._is_over, confirmed=self._confirmed,
-            is_refusal=is_refusal, timeout=timeout, delays=delays, final=final,
-        )  # fmt: skip
+        """Call `rpc.call`, which dials the scheduler where it was known if needed, as `retry` does.
+
+        The request must carry an idempotency key if it may not count twice. Raises `NetError`.
+        """
+
+        async def attempt() -> Resp:
+            return await rpc.call(self.endpoint, self.scheduler, method, request, timeout=timeout)
+
+        what = f"{method.variant or method.protocol} to {self.scheduler}"
+        return await self.retry(what, attempt, is_refusal=is_refusal, delays=delays)
 
     async def retry(
         self,
         what: str,
         attempt: Callable[[], Awaitable[T]],
         *,
+        is_refusal: Callable[[T], bool] = lambda _answer: False,
         delays: Sequence[float] = REPORT_DELAYS,
-        final: tuple[type[NetError], ...] = (),
     ) -> T:
-        """Call `rpc_retry.retry_through_outage` for this job, for example to push a file. Raises `NetError`."""
-        return await retry_through_outage(
-            what, attempt, until=self._is_over, confirmed=self._confirmed, delays=delays, final=final
-        )
+        """Call `attempt` until it succeeds: as often as `rpc_retry.retry` does, and besides while the job may wait.
+
+        A scheduler that was started again answers before it has taken its jobs up: until it is confirmed, neither a
+        refusal nor a protocol that it does not speak is its last word.
+
+        Args:
+            what: the attempt, for the log.
+            attempt: what is tried.
+            is_refusal: returns whether an answer refuses the request because of the state of the job.
+            delays: seconds before each of the attempts that are made without an outage, and after one.
+
+        Raises:
+            NetError: the error of the last attempt.
+        """
+        attempts = failures = 0
+        while True:
+            is_last_word = self._is_settled()  # as it is asked: what changes meanwhile does not change the answer
+            try:
+                answer = await attempt()
+                if not is_refusal(answer) or is_last_word:
+                    return answer
+                problem = "it has not taken up the job yet"
+            except NetError as error:
+                failures = failures + 1 if self._is_over() else 0
+                is_final = isinstance(error, (TransferRefusedError, UnsupportedProtocolError))
+                if failures >= len(delays) or (is_final and self._is_settled()):
+                    raise
+                problem = str(error)
+            pause = backoff.jittered(OUTAGE_PAUSES, attempts) if not failures else delays[failures]
+            level = logging.INFO if attempts < len(OUTAGE_PAUSES) else logging.DEBUG
+            _log.log(level, "%s failed (%s), again in %.1f s", what, problem, pause)
+            attempts += 1
+            await anyio.sleep(pause)
 
     def _is_over(self) -> bool:
         """Return whether there is no outage (any longer) that the job may wait out."""
         return not self.may_wait() or (self.is_connected and self.is_confirmed)
 
-    def _confirmed(self) -> bool:
-        return self.is_confirmed
+    def _is_settled(self) -> bool:
+        """Return whether a refusal is the scheduler's last word."""
+        return self.is_confirmed or self._is_over()
 
     async def keep(self) -> None:
         """Reconnect to the scheduler whenever the connection is lost, until cancelled; it dials this worker, too."""

@@ -17,7 +17,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import instrumentation
+from hypha_net import instrumentation, rpc
 from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
@@ -52,7 +52,6 @@ from hypha_worker.connectors.downloads import (
 )
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.connectors.rpc_retry import call_with_retries
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     BridgeError,
@@ -308,18 +307,18 @@ class ResourceFetcher:
         """Ask until the scheduler answers: the task ends with its lease."""
         question = LocateResource(attempt=self.attempt, resource=name, failures=failures)
         rounds = 0
-        while True:
-            try:
-                with self.deliveries.locating(self.attempt.job_id):
-                    return await call_with_retries(
+        with self.deliveries.locating(self.attempt.job_id):  # also in the pauses: the answer may have been lost
+            while True:
+                try:
+                    return await rpc.call(
                         self.endpoint, self.contact.scheduler, LOCATE_RESOURCE, question, timeout=30.0
                     )
-            except UnsupportedProtocolError:
-                raise
-            except NetError as error:
-                _log.info("where resource %s of task %s is cannot be asked: %s", name, self.attempt.task, error)
-            await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
-            rounds += 1
+                except UnsupportedProtocolError:
+                    raise
+                except NetError as error:
+                    _log.info("where resource %s of task %s is cannot be asked: %s", name, self.attempt.task, error)
+                await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
+                rounds += 1
 
     async def _bring(self, name: str, location: ResourceLocation, staged: _StagedFiles) -> None:
         if location.gone is not None:
