@@ -48,7 +48,7 @@ async def test_a_process_has_its_environment_folder_output_and_session(server: F
     assert output.decode().split("\n") == [f"value {tmp_path}", "error", "0077", ""]
     assert await process.wait() == 3
     assert process.returncode == 3
-    await process.aclose()
+    process.close()
 
 
 async def test_it_leads_its_own_session_and_inherits_named_descriptors_only(server: ForkServer, tmp_path: Path) -> None:
@@ -73,7 +73,6 @@ async def test_the_id_stays_taken_until_the_end_is_seen(server: ForkServer, tmp_
     assert await process.wait() == 0
     while psutil.pid_exists(process.pid):
         await anyio.sleep(0.01)
-    process.kill()  # of a process that has ended: nobody else is meant
 
 
 async def test_many_processes_at_once_end_each_with_its_own_status(server: ForkServer, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from support.liveness import is_alive
 
+from hypha_worker.executors.isolation.layers import Confined
 from hypha_worker.executors.isolation.stack import ConfinedRun
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree
 
@@ -72,7 +73,7 @@ async def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: st
         assert process.stdout is not None
         left = int(await process.stdout.receive())
         await process.wait()
-        await terminate_tree(process, "t", 30.0)
+        await terminate_tree(process, "t", NO_LAYERS, 30.0)
         await process.aclose()
     try:
         assert is_alive(left) is (token != "t")
@@ -99,7 +100,7 @@ time.sleep(60)
         assert process.stdout is not None
         left = int(await process.stdout.receive())
         await process.wait()
-        assert await terminate_tree(process, "t", 0.5) is None
+        assert await terminate_tree(process, "t", NO_LAYERS, 0.5) is None
         await process.aclose()
     try:
         assert not is_alive(left)
@@ -111,7 +112,7 @@ time.sleep(60)
 async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows() -> None:
     """``env -i setsid`` was not found before: it outlived its job."""
 
-    class Layer:
+    class Layer(Confined):
         known: Sequence[int] = ()
         kills = 0
 
@@ -132,7 +133,7 @@ async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_
         left = int(await process.stdout.receive())
         layer.known = [left]
         await process.wait()
-        assert await terminate_tree(process, "t", 30.0, confined=layer) is None
+        assert await terminate_tree(process, "t", layer, 30.0) is None
         assert layer.kills == 0, "SIGTERM was enough"
         await process.aclose()
     assert not is_alive(left)
@@ -141,7 +142,7 @@ async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_
 async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
     ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
 
-    class Layer:
+    class Layer(Confined):
         killed: int | None = None
 
         def pids(self) -> None:
@@ -160,7 +161,7 @@ async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
         assert process.stdout is not None
         await process.stdout.receive()
         layer.killed = process.pid
-        assert await terminate_tree(process, "t", 0.1, confined=layer) is None
+        assert await terminate_tree(process, "t", layer, 0.1) is None
         assert process.returncode == -signal.SIGKILL
         await process.aclose()
 
@@ -177,7 +178,7 @@ async def test_processes_that_survive_sigkill_are_named_and_returned(
             with monkeypatch.context() as patch:
                 patch.setattr(os, "killpg", lambda *_: None)
                 patch.setattr(psutil.Process, "send_signal", lambda *_: None)
-                tree = await terminate_tree(process, "t", 0.05, 0.3)
+                tree = await terminate_tree(process, "t", NO_LAYERS, 0.05, 0.3)
             assert tree is not None
             assert await tree.pids() == [process.pid]
         finally:
@@ -224,7 +225,7 @@ def test_a_forged_environment_takes_no_memory_of_the_worker() -> None:
                 process = await anyio.open_process([sys.executable, "-c", ""], start_new_session=True)
                 await process.wait()
                 tracemalloc.start()
-                await terminate_tree(process, "forged", 30.0)
+                await terminate_tree(process, "forged", NO_LAYERS, 30.0)
                 peak = tracemalloc.get_traced_memory()[1]
                 await process.aclose()
             finally:

@@ -13,17 +13,16 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeAlias
 
 import anyio
-import anyio.to_thread
 
 from hypha_worker.executors.isolation.cgroup_files import Group, remove_empty
-from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer
+from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer, in_own_thread
 from hypha_worker.executors.isolation.limits import CPU_PERIOD, RunLimits
 from hypha_worker.hardware.control_groups import find_mounts, find_own_groups
 from hypha_worker.work_dir import work_dir_key
@@ -45,19 +44,8 @@ _DELEGATED: Final = ("trusted.delegate", "user.delegate")
 """Attributes by which systemd marks the groups that are not its own any more."""
 _RUNTIME_FOLDER: Final = "XDG_RUNTIME_DIR"
 _STOP_TIMEOUT: Final = 10.0
-T = TypeVar("T")
-
-
-class _Variant(Protocol):
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def limited(self) -> Sequence[str]: ...
-
-    def prepare(self) -> str | None: ...
-
-    def create(self, name: str, limits: RunLimits) -> Group: ...
+_Variant: TypeAlias = "CgroupV2 | SystemdScopes | CgroupV1"
+"""Each has a `title`, the controllers that limit a run, and makes groups once it is prepared."""
 
 
 class CgroupLayer(Layer):
@@ -116,12 +104,12 @@ class CgroupLayer(Layer):
     async def _confine(self, name: str, limits: RunLimits) -> AsyncIterator[Confined]:
         if self._chosen is None:
             raise OSError("cgroups were not found to work here")
-        group = await _in_own_thread(partial(self._chosen.create, name, limits))
+        group = await in_own_thread(partial(self._chosen.create, name, limits))
         try:
             yield group
         finally:
             with anyio.CancelScope(shield=True):
-                if left := await _in_own_thread(partial(group.remove, _REMOVAL_TIMEOUT)):
+                if left := await in_own_thread(partial(group.remove, _REMOVAL_TIMEOUT)):
                     _log.warning("cgroup %s stays, processes in it cannot be ended: %s", left[0], list(group.pids()))
 
     def sweep(self) -> None:
@@ -166,11 +154,6 @@ def _kind(folder: Path) -> str:
     """Return whether a group can be ended at once, by which hierarchy: that of version 2, the freezer or another."""
     files = {"cgroup.kill": "", "freezer.state": "freezer"}
     return next((kind for file, kind in files.items() if (folder / file).exists()), "other")
-
-
-async def _in_own_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread: the end of a run must not wait for other jobs' threads."""
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
 
 
 # ------------------------------------------------------------------------------------------------------------ version 2

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -94,14 +94,11 @@ class Group(Confined):
             with suppress(FileNotFoundError):  # the group is gone
                 (v2 / "cgroup.kill").write_text("1")
             return True
-        with self._frozen():
+        with _frozen(self.folders.get("freezer")):
             for pid in self.pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return True
-
-    def _frozen(self) -> _Frozen:
-        return _Frozen(self.folders.get("freezer"))
 
     def remove(self, timeout: float) -> list[Path]:
         """End what still runs and remove the group.
@@ -139,25 +136,23 @@ class Group(Confined):
             self._counts[name] = max(0, self._counts.get(name, 0), *found)
 
 
-class _Frozen:
-    """Stops all processes of a group of the freezer for the time of a context, so that none starts another."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._state = None if folder is None else folder / "freezer.state"
-
-    def __enter__(self) -> None:
-        self._write("FROZEN")
-        deadline = time.monotonic() + _FREEZE_TIMEOUT
-        while self._state is not None and read_or_empty(self._state) == "FREEZING\n" and time.monotonic() < deadline:
-            time.sleep(_POLL)
-
-    def __exit__(self, *_: object) -> None:
-        self._write("THAWED")
-
-    def _write(self, state: str) -> None:
-        if self._state is not None:
-            with suppress(FileNotFoundError):  # the group is gone
-                self._state.write_text(state)
+@contextmanager
+def _frozen(folder: Path | None) -> Iterator[None]:
+    """Stop all processes of a group of the freezer for the time of the context, so that none starts another."""
+    if folder is None:
+        yield
+        return
+    state = folder / "freezer.state"
+    with suppress(FileNotFoundError):  # the group is gone
+        state.write_text("FROZEN")
+    deadline = time.monotonic() + _FREEZE_TIMEOUT
+    while read_or_empty(state) == "FREEZING\n" and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            state.write_text("THAWED")
 
 
 def _read_pids(file: Path) -> Iterator[int]:

@@ -6,13 +6,18 @@ the order of the list there. A layer never guesses from versions: its probe trie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from hypha_worker.leasing.capacity import Allocation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +113,8 @@ class Layer(Protocol):
         Most layers leave nothing that outlives the processes or the worker.
         """
         return
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own: the end of a run must not wait for other jobs' threads."""
+    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))

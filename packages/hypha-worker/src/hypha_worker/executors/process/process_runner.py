@@ -39,7 +39,6 @@ from hypha_worker.executors.process.environment import (
 )
 from hypha_worker.executors.process.output_log import OutputLog
 from hypha_worker.executors.process.process_tree import (
-    KILL_GRACE,
     SHUTDOWN_GRACE,
     TERM_GRACE,
     is_in_run,
@@ -158,13 +157,12 @@ class ProcessRunner:
                 measuring.cancel()
                 await self._terminate(process, confined)
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
-        with anyio.CancelScope(shield=True):
-            await process.aclose()
+        process.close()
 
     async def _terminate(self, process: SpawnedProcess, confined: ConfinedRun) -> None:
         """End the process, if it still runs, and what it left running."""
         grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
-        survivors = await terminate_tree(process, self._token, grace, KILL_GRACE, confined)
+        survivors = await terminate_tree(process, self._token, confined, grace)
         if survivors is not None:
             self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
@@ -256,8 +254,7 @@ class ProcessRunner:
             raise ExecutorStartError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())
 
-    async def _read_output(self, process: anyio.abc.Process, reading: anyio.CancelScope) -> None:
-        assert process.stdout is not None
+    async def _read_output(self, process: SpawnedProcess, reading: anyio.CancelScope) -> None:
         with reading:
             await self._output.read(process.stdout)
 

@@ -13,22 +13,20 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import anyio
-import anyio.to_thread
 import psutil
 
+from hypha_worker.executors.isolation.layers import Confined, in_own_thread
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TOKEN_VARIABLE: Final = "_HYPHA_JOB"  # not HYPHA_…: those variables are configuration keys
 TERM_GRACE: Final = 5.0
@@ -68,18 +66,6 @@ class Child(Protocol):
         ...
 
 
-class Killer(Protocol):
-    """What the isolation layers know of a run; part of `isolation.layers.Confined`."""
-
-    def pids(self) -> Sequence[int] | None:
-        """Return the ids of all live processes of the run, None if no layer knows them."""
-        ...
-
-    def kill(self) -> bool:
-        """Send SIGKILL to all of them at once; return False if no layer can."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessTree:
     """The processes of one run: the group of `leader`, those with `token`, and those that the layers know."""
@@ -88,7 +74,8 @@ class ProcessTree:
     """The leader of its own session."""
     token: str
     """Value of `TOKEN_VARIABLE` in the environment of the run's processes."""
-    killer: Killer | None = None
+    killer: Confined
+    """What the isolation layers know of the run."""
     found: set[psutil.Process] = field(default_factory=set)
     """Processes seen before: one that is exiting has no environment any more, but still holds memory and files."""
 
@@ -96,7 +83,7 @@ class ProcessTree:
         """Return every live process; also reap the leader."""
         with anyio.move_on_after(0):
             await self.leader.wait()
-        survivors = await _in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer, self.found))
+        survivors = await in_own_thread(partial(_scan, self.leader.pid, self.token, self.killer, self.found))
         self.found.clear()
         self.found.update(survivors)
         return survivors
@@ -112,11 +99,10 @@ class ProcessTree:
 
     async def kill_by_layers(self) -> bool:
         """Let the layers end all processes, also those that only they know; return False if they cannot."""
-        killer = self.killer
-        return killer is not None and await _in_own_thread(killer.kill)
+        return await in_own_thread(self.killer.kill)
 
 
-def is_in_run(pid: int, leader: int, killer: Killer) -> bool:
+def is_in_run(pid: int, leader: int, killer: Confined) -> bool:
     """Return whether a process is a descendant of a run's leader, in its session, or one that the layers know.
 
     Not by the token: another job of the same user may read it. The session is the leader's own, and nobody enters it.
@@ -142,18 +128,18 @@ def _read_status(pid: int) -> tuple[int, int] | None:
 async def terminate_tree(
     process: Child,
     token: str,
+    confined: Confined,
     grace: float = TERM_GRACE,
     kill_grace: float = KILL_GRACE,
-    confined: Killer | None = None,
 ) -> ProcessTree | None:
     """End a process and everything that it has started; bounded in time, not cancellable.
 
     Args:
         process: the leader of its own session.
         token: value of `TOKEN_VARIABLE` in the environment of the job's processes.
+        confined: what the isolation layers know of them.
         grace: seconds between SIGTERM and SIGKILL. A tree that has already ended gets no signal.
         kill_grace: seconds after SIGKILL until the processes are given up.
-        confined: what the isolation layers know of them.
 
     Returns:
         The tree if processes of it survive SIGKILL, which is logged as an error; else None.
@@ -179,7 +165,7 @@ async def terminate_tree(
 async def _kill(tree: ProcessTree, survivors: list[psutil.Process], grace: float) -> list[psutil.Process]:
     """Kill until nothing is left or the time is over: a process may have been started after the last scan.
 
-    The layers come first: `isolation.supervisor` can end what left the group only as long as it lives itself.
+    The layers come first: the supervisor can end what left the group only as long as it lives itself.
     """
     deadline = anyio.current_time() + grace
     if await tree.kill_by_layers():
@@ -233,18 +219,13 @@ async def _wait_for_exit(tree: ProcessTree, grace: float) -> list[psutil.Process
     return []
 
 
-async def _in_own_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread of its own: the end of a job must not wait for other jobs' threads."""
-    return await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
-
-
-def _scan(group: int, token: str, killer: Killer | None, seen: Set[psutil.Process]) -> list[psutil.Process]:
+def _scan(group: int, token: str, killer: Confined, seen: Set[psutil.Process]) -> list[psutil.Process]:
     """Return the live processes among those of the group, those with the token, those that the layers know, and `seen`.
 
     Those of other users count for root alone, who may end them.
     """
     uid = os.getuid()
-    known = () if killer is None else killer.pids() or ()
+    known = killer.pids() or ()
     pids = _find_in_proc(group, token) if sys.platform == "linux" else psutil.pids()
     opened = {found for pid in {*pids, *known} if (found := _open(pid)) is not None}
     return [

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import anyio.abc
@@ -29,12 +29,25 @@ from hypha_worker.executors.process.fork_server_client import ForkServer
 _log = logging.getLogger(__name__)
 
 
-class _OutputPipe(anyio.abc.ByteReceiveStream):
+class _Descriptor:
+    """Something that is readable when there is news of a process."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            anyio.notify_closing(descriptor)
+            os.close(descriptor)
+
+
+class _OutputPipe(_Descriptor, anyio.abc.ByteReceiveStream):
     """The read end of a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
-        self._descriptor: int | None = descriptor
+        super().__init__(descriptor)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         while self._descriptor is not None:
@@ -50,161 +63,80 @@ class _OutputPipe(anyio.abc.ByteReceiveStream):
         raise anyio.ClosedResourceError
 
     async def aclose(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            anyio.notify_closing(descriptor)
-            os.close(descriptor)
+        self.close()
 
 
-class _Child(Protocol):
-    """A started process, as `SpawnedProcess` waits for it."""
-
-    @property
-    def pid(self) -> int:
-        """Its id, which is not used again before `poll` has returned its exit code."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return its exit code, negative for a signal, or None while it runs."""
-        ...
-
-    async def changed(self) -> None:
-        """Wait until `poll` may return another value."""
-        ...
-
-    def close(self) -> None:
-        """Release what is needed to wait for it."""
-        ...
-
-
-class _DirectChild:
+class _DirectChild(_Descriptor):
     """A child of this process."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        super().__init__(_open_pidfd(popen.pid))
+        self.pid = popen.pid
         self._popen = popen
-        self._pidfd = _open_pidfd(popen.pid)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     def poll(self) -> int | None:
         return self._popen.poll()
 
     async def changed(self) -> None:
-        if self._pidfd is None:
+        if self._descriptor is None:
             limiter = anyio.CapacityLimiter(1)
             await anyio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True, limiter=limiter)
         else:
-            await anyio.wait_readable(self._pidfd)
-
-    def close(self) -> None:
-        if self._pidfd is not None:
-            descriptor, self._pidfd = self._pidfd, None
-            anyio.notify_closing(descriptor)
-            os.close(descriptor)
+            await anyio.wait_readable(self._descriptor)
 
 
-class _ForkedChild:
+class _ForkedChild(_Descriptor):
     """A child of the fork server."""
 
     def __init__(self, server: ForkServer, pid: int, status: int) -> None:
         os.set_blocking(status, False)
+        super().__init__(status)
+        self.pid = pid
         self._server = server
-        self._pid = pid
-        self._status: int | None = status
         self._code: int | None = None
 
-    @property
-    def pid(self) -> int:
-        return self._pid
-
     def poll(self) -> int | None:
-        if self._code is None and self._status is not None:
+        if self._code is None and self._descriptor is not None:
             try:
-                text = os.read(self._status, 16)
+                text = os.read(self._descriptor, 16)
             except BlockingIOError:
                 return None
             if text:
-                self._server.reap(self._pid)
+                self._server.reap(self.pid)
             else:  # the server was killed, and nobody else knows
-                _log.error("how process %d has ended is not known: what had started it has ended", self._pid)
+                _log.error("how process %d has ended is not known: what had started it has ended", self.pid)
             self._code = int(text) if text else -signal.SIGKILL
         return self._code
 
     async def changed(self) -> None:
-        if self._status is not None:
-            await anyio.wait_readable(self._status)
-
-    def close(self) -> None:
-        if self._status is not None:
-            descriptor, self._status = self._status, None
-            anyio.notify_closing(descriptor)
-            os.close(descriptor)
+        if self._descriptor is not None:
+            await anyio.wait_readable(self._descriptor)
 
 
-class SpawnedProcess(anyio.abc.Process):
+class SpawnedProcess:
     """A process that was started by `spawn`: the leader of its own session, without standard input."""
 
-    def __init__(self, child: _Child, output: int, exit_code: Callable[[int], int]) -> None:
+    def __init__(self, child: _DirectChild | _ForkedChild, output: int, exit_code: Callable[[int], int]) -> None:
         self._child = child
         self._exit_code = exit_code
-        self._code: int | None = None
-        self._stdout = _OutputPipe(output)
+        self.pid = child.pid
+        """Process id, not used again before `wait` has returned; also the id of its process group."""
+        self.returncode: int | None = None
+        """Exit code, negative for a signal, or None while nobody has seen it end."""
+        self.stdout = _OutputPipe(output)
+        """Standard output and error."""
 
     async def wait(self) -> int:
         """Wait for the end, and return `returncode`."""
-        while (code := self._poll()) is None:
+        while (code := self._child.poll()) is None:
             await self._child.changed()
+        self.returncode = self._exit_code(code)
         await anyio.lowlevel.checkpoint()
-        return code
+        return self.returncode
 
-    def _poll(self) -> int | None:
-        if self._code is None and (code := self._child.poll()) is not None:
-            self._code = self._exit_code(code)
-        return self._code
-
-    @property
-    def pid(self) -> int:
-        """Process id; also the id of its process group."""
-        return self._child.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit code, negative for a signal, or None while nobody has seen it end."""
-        return self._code
-
-    @property
-    def stdin(self) -> None:
-        """There is none."""
-        return
-
-    @property
-    def stdout(self) -> anyio.abc.ByteReceiveStream:
-        """Standard output and error."""
-        return self._stdout
-
-    @property
-    def stderr(self) -> None:
-        """There is none; see `stdout`."""
-        return
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, signal: int) -> None:
-        """Send a signal to this process alone, unless it has ended."""
-        if self._poll() is None:
-            os.kill(self.pid, signal)
-
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Release the descriptors, after the process has ended."""
-        await self._stdout.aclose()
+        self.stdout.close()
         self._child.close()
 
 
@@ -233,7 +165,7 @@ def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> Spawne
     return SpawnedProcess(child, reader, signal_status if launch.reports_signals_as_status else int)
 
 
-def _start(launch: Launch, cwd: Path, output: int, server: ForkServer | None) -> _Child:
+def _start(launch: Launch, cwd: Path, output: int, server: ForkServer | None) -> _DirectChild | _ForkedChild:
     if server is not None and sys.platform == "linux":
         try:
             return _ForkedChild(server, *server.start(launch, cwd, output))
