@@ -530,24 +530,37 @@ def test_a_full_disk_exits_with_a_code_of_its_own(
     assert message == f"{worker.work_dir / 'part-0.jsonl'}: No space left on device"
 
 
-def test_every_fault_of_a_task_is_named(
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"max_new_tokens": 0}, "Expected `int` >= 1 - at `$.settings.inference.max_new_tokens`"),
+        ({"temperature": -1}, "`$.settings.inference.temperature`"),
+        ({"top_p": 2}, "`$.settings.inference.top_p`"),
+        ({"stop": [""]}, "`$.settings.inference.stop[0]`"),
+        ({"batch_size": "x"}, "Expected `int`, got `str` - at `$.settings.inference.batch_size`"),
+        ({"seed": -1}, "`$.settings.inference.seed`"),
+        ({"on_error": "skip"}, "Invalid enum value 'skip' - at `$.settings.inference.on_error`"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_a_setting_that_is_out_of_range_is_named(
+    make_task_worker: Callable[..., Any],
+    digit_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    told: str,
+) -> None:
+    assert told in _fails(caplog, make_task_worker(digit_model, [], _generate(**changed)), 2)
+
+
+def test_everything_that_a_task_asks_for_and_is_not_supported_is_named(
     make_task_worker: Callable[..., Any], digit_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = _generate(
-        prompt="{a} {", max_new_tokens=0, temperature=-1, top_p=2, stop=[""], batch_size="x", seed=-1, on_error="skip"
-    ) | {"type": "image-classification", "columns": ["text", "row"]}
-    worker = make_task_worker(digit_model, [], settings)
-    message = _fails(caplog, worker, 2)
+    settings = _generate(prompt="{a} {") | {"type": "image-classification", "columns": ["text", "row"]}
+    message = _fails(caplog, make_task_worker(digit_model, [], settings), 2)
     for part in (
         "settings.model.type: 'image-classification': task generate takes models of type causal-lm",
         "settings.inference.prompt: '{a} {': single '{' at character 4; write {{ for a brace",
-        "settings.inference.max_new_tokens: 0: expected an integer from 1",
-        "settings.inference.temperature: -1",
-        "settings.inference.top_p: 2",
-        "settings.inference.stop: ['']",
-        "settings.inference.batch_size: 'x'",
-        "settings.inference.seed: -1",
-        "settings.inference.on_error: 'skip': expected one of record, fail",
         "settings.columns: 'row': is a key of the results; rename the column in the dataset",
         "settings.columns: 'text'",
     ):

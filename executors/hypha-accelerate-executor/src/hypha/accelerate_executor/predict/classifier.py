@@ -56,7 +56,7 @@ class Classifier:
         Raises:
             JobError: an input name stands for no argument of the model.
         """
-        self.rows_at_once: int | None = task.batch_size
+        self.rows_at_once: int | None = task.inference.batch_size
         self._kind = task.model.type
         self._module = module
         self._device = device
@@ -77,7 +77,7 @@ class Classifier:
         self._dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
         self._sharing: Sharing | None = None
         """None until two rows have been compared: those of models that take no text, in their first batch."""
-        if preprocessor is not None and self._texts and task.batch_size > 1:
+        if preprocessor is not None and self._texts and task.inference.batch_size > 1:
             self._sharing = find_sharing(
                 lambda rows: self._logits(preprocessor(join_rows(rows))),
                 preprocessor.random_rows(),

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, set_padding
 from hypha.accelerate_executor.data.row_errors import RowError
+from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.sampling import GumbelSampler, row_stream
@@ -74,27 +75,27 @@ class Generator:
             device: where its inputs go.
             engine: one of `ENGINES`.
         """
-        assert task.template is not None
-        self._task, self._template = task, task.template
+        settings = task.inference
+        self._sampling, self._template = settings, Template.parse(settings.prompt or "")
         self._module, self._tokenizer, self._device = module, tokenizer, device
         self._ends = _end_tokens(module, tokenizer)
         self._padding = set_padding(tokenizer, module) or 0
         self._longest = longest_input(module)
         self._vocabulary = vocabulary_size(module)
-        self._has_chat_template = task.chat_template and bool(getattr(tokenizer, "chat_template", None))
+        self._has_chat_template = settings.chat_template and bool(getattr(tokenizer, "chat_template", None))
         kept = {name: getattr(module.generation_config, name, None) for name in _KEPT}
         module.generation_config = self._settings = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=task.max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             do_sample=False,
             eos_token_id=sorted(self._ends) or None,
             pad_token_id=self._padding,
             use_cache=True,
             **kept,
         )
-        self._is_continuous = engine == CONTINUOUS and not task.temperature and not task.stop
-        self.rows_at_once = None if self._is_continuous else task.batch_size
+        self._is_continuous = engine == CONTINUOUS and not settings.temperature and not settings.stop
+        self.rows_at_once = None if self._is_continuous else settings.batch_size
         self._sharing = Sharing.ANY
-        if not self._is_continuous and task.batch_size > 1:
+        if not self._is_continuous and settings.batch_size > 1:
             self._sharing = find_sharing(self._first_logits, self._random_prompts(), len)
         if self._sharing is Sharing.NONE:
             self.rows_at_once = 1
@@ -109,11 +110,12 @@ class Generator:
         tokens = encode_prompt(self._tokenizer, text, is_chat=self._has_chat_template)
         if not tokens:
             raise RowError("wrong-value", "the prompt is empty")
-        longest, wanted = self._longest, len(tokens) + self._task.max_new_tokens
+        longest, new = self._longest, self._sampling.max_new_tokens
+        wanted = len(tokens) + new
         if longest is not None and wanted > longest:
             raise RowError(
                 "too-long",
-                f"{len(tokens)} tokens of the prompt and max_new_tokens = {self._task.max_new_tokens} make {wanted}; "
+                f"{len(tokens)} tokens of the prompt and max_new_tokens = {new} make {wanted}; "
                 f"the model takes {longest}",
             )
         if self._vocabulary is not None and max(tokens) >= self._vocabulary:
@@ -132,14 +134,14 @@ class Generator:
     def _generate_padded(
         self, prompts: Sequence[Prompt], slice_index: int, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        task = self._task
+        sampling = self._sampling
         inputs = self._padded([prompt.tokens for prompt in prompts])
         width = inputs["input_ids"].shape[1]
         processors = LogitsProcessorList()
-        if task.temperature:
-            streams = [row_stream(task.seed, slice_index, number) for number in numbers]
-            processors.append(GumbelSampler(streams, task.temperature, task.top_p))
-        stops = _StopStrings(self._tokenizer, task.stop, width) if task.stop else None
+        if sampling.temperature:
+            streams = [row_stream(sampling.seed, slice_index, number) for number in numbers]
+            processors.append(GumbelSampler(streams, sampling.temperature, sampling.top_p))
+        stops = _StopStrings(self._tokenizer, sampling.stop, width) if sampling.stop else None
         with torch.inference_mode():
             output = self._module.generate(
                 **inputs,
@@ -184,11 +186,11 @@ class Generator:
     def _generate_continuously(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        rows = min(self._task.batch_size, len(prompts))
+        rows = min(self._sampling.batch_size, len(prompts))
         longest = max(len(prompt.tokens) for prompt in prompts)
         settings = ContinuousBatchingConfig(
             page_size=_PAGE,
-            num_blocks=rows * -(-(longest + self._task.max_new_tokens) // _PAGE) + 1,  # by default all free memory
+            num_blocks=rows * -(-(longest + self._sampling.max_new_tokens) // _PAGE) + 1,  # by default all free memory
             max_batch_tokens=max(rows, min(_PREFILL, sum(len(prompt.tokens) for prompt in prompts))),
             max_requests_per_batch=rows,
         )
@@ -211,8 +213,8 @@ class Generator:
 
     def _result(self, prompt: Prompt, tokens: Sequence[int]) -> Result:
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        cuts = [place for each in self._task.stop if (place := text.find(each)) >= 0]
-        is_over = bool(cuts) or len(tokens) < self._task.max_new_tokens or tokens[-1] in self._ends
+        cuts = [place for each in self._sampling.stop if (place := text.find(each)) >= 0]
+        is_over = bool(cuts) or len(tokens) < self._sampling.max_new_tokens or tokens[-1] in self._ends
         values = {
             "prompt": prompt.text,
             "text": text[: min(cuts)] if cuts else text,

@@ -114,7 +114,7 @@ class InferenceLoop:
         self._queue.send(path, index, count)
 
     def _count(self, part: Part, row: int, outcome: Result | RowError, index: int, fetched: Fetched) -> None:
-        if isinstance(outcome, RowError) and self._task.fails:
+        if isinstance(outcome, RowError) and self._task.inference.on_error == "fail":
             dataset = fetched.metadata.get("dataset", "")
             raise RowFailed(f"dataset {dataset!r}, slice {index}, row {row}: {outcome}")
         before = part.errors
