@@ -12,28 +12,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from hypha_local.certificates import peer_names, write_certificates
-from hypha_local.demo_tasks import DemoTask
 from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
 from hypha_local.executor_session import ExecutorSession
-from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim, job_directory
-from hypha_local.network_layout import HELD_OUT, SPARE, DemoTraining, Folders, NodePlan, plan_nodes, write_configuration
-from hypha_local.nodes import start_node, wait_for_health
+from hypha_local.job_run import REPLACED, STEP_TIMEOUT, JobKind, JobRun, Victim, audit_job
+from hypha_local.network_layout import HELD_OUT, DemoTraining, Folders, NodePlan, plan_nodes, write_configuration
+from hypha_local.nodes import start_network, start_node
 from hypha_local.plot import plot_loss
 from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
 from hypha_proto.codec import parse_json
 
-STEP_TIMEOUT: Final = 120.0
-"""Timeout in seconds for creating the model, preparing the data, and evaluating."""
 KILL_DELAY: Final = 0.1
 """Seconds that workers add to each batch where one of them is killed."""
 SLICES_PER_WORKER: Final = 4
@@ -74,7 +69,15 @@ async def run_demo(
     write_configuration(folders, nodes, training, sys.executable)
     async with local_processes(folders.logs) as processes:
         session = ExecutorSession(processes, folders.logs)
-        await _start_network(processes, session, folders, nodes, training, display)
+
+        async def prepare() -> None:
+            display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
+            await make_data(processes, folders, training)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(make_model, session, folders, training)
+            await start_network(processes, folders, nodes, display, prepare)
+        display.step("start model and dataset made")
         changes = await _train(processes, folders, nodes, training, kill, display, timeout)
         summary = await _collect_results(processes, session, folders, nodes, training, display)
         summary = replace(summary, killed=kill, changes=changes)
@@ -93,30 +96,6 @@ async def run_demo(
 
 def _write_summary(folders: Folders, summary: Summary) -> None:
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")
-
-
-async def _start_network(
-    processes: Processes,
-    session: ExecutorSession,
-    folders: Folders,
-    nodes: Sequence[NodePlan],
-    training: DemoTraining,
-    display: Display,
-) -> None:
-    """Create certificates, data and start model; start every node except the scheduler and wait until healthy."""
-    identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
-    display.names = peer_names(folders.certificates, nodes)
-    display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
-    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker") and node.name != SPARE]
-    for node in others:
-        start_node(processes, folders, node)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(make_model, session, folders, training)
-        await make_data(processes, folders, training)
-        start_node(processes, folders, data)
-        await wait_for_health(processes, identity, [*others, data])
-        display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
-    display.step("start model and dataset made")
 
 
 async def make_model(session: ExecutorSession, folders: Folders, training: DemoTraining) -> None:
@@ -167,26 +146,6 @@ async def _train(
     return tuple(job.changes)
 
 
-async def _audit(processes: Processes, folders: Folders) -> None:
-    """Audit the job's directory with the command; what it says goes to `_audit_file`."""
-    command = [script("hypha-scheduler"), "audit", str(job_directory(folders))]
-    await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=_audit_file(folders))
-
-
-def _audit_file(folders: Folders) -> Path:
-    return folders.logs / "audit.txt"
-
-
-async def _evaluate(session: ExecutorSession, folders: Folders, task: DemoTask) -> None:
-    """Evaluate the trained model on the held-out samples, in the process that has created the start model."""
-    command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set), "--task", task.wire]
-    _evaluation_file(folders).write_text(await session.run(command, timeout=STEP_TIMEOUT))
-
-
-def _evaluation_file(folders: Folders) -> Path:
-    return folders.root / "evaluation.json"
-
-
 async def _collect_results(
     processes: Processes,
     session: ExecutorSession,
@@ -201,15 +160,18 @@ async def _collect_results(
     shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.stop, [node.name for node in nodes])
-        tasks.start_soon(_audit, processes, folders)
-        await _evaluate(session, folders, training.task)
-    evaluation: dict[str, Any] = parse_json(_evaluation_file(folders).read_text())
+        tasks.start_soon(audit_job, processes, folders)
+        # in the process that has created the start model
+        command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set)]
+        evaluated = await session.run([*command, "--task", training.task.wire], timeout=STEP_TIMEOUT)
+    (folders.root / "evaluation.json").write_text(evaluated)
+    evaluation: dict[str, Any] = parse_json(evaluated)
     result: dict[str, Any] = parse_json(result_path.read_text())
     wall = time.monotonic() - display.started
     summary = summarize(
         result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model, names=display.names
     )
-    summary = replace(summary, task=training.task.name, audit=_audit_file(folders).read_text().strip())
+    summary = replace(summary, task=training.task.name, audit=folders.audit.read_text().strip())
     display.step("model evaluated, job audited, every process ended")
     return summary
 

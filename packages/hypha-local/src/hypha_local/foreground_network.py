@@ -37,12 +37,10 @@ from hypha_local.network_layout import (
     Folders,
     NodePlan,
     job_table,
-    network_settings,
     plan_nodes,
     process_executor,
-    toml,
     training_executor,
-    worker_settings,
+    write_nodes,
 )
 from hypha_local.nodes import start_node, wait_for_health
 from hypha_local.processes import Processes, local_processes
@@ -163,10 +161,7 @@ def _directory(folders: Folders) -> Iterator[None]:
     root = folders.root
     if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / MARKER).is_file())):
         raise RunDirectoryError(f"--dir {root}: not empty and not a network's directory; name another folder")
-    for folder in (folders.certificates, folders.configuration, folders.data, folders.work, folders.runs, folders.logs):
-        folder.mkdir(parents=True, exist_ok=True)
-    folders.certificates.chmod(0o700)
-    folders.work.chmod(0o750)
+    folders.make_parts()
     with (root / MARKER).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,25 +200,14 @@ async def _make_example(processes: Processes, network: ForegroundNetwork, displa
 
 def _write_configuration(network: ForegroundNetwork, nodes: Sequence[NodePlan]) -> None:
     """Write the TOML file of every node, whose ports are new at every start."""
-    gateways = [node.address for node in nodes if node.role == "gateway"]
-    for node in nodes:
-        text = network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(network, node)
-        (network.folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
-
-
-def _role_settings(network: ForegroundNetwork, node: NodePlan) -> str:
-    if node.role == "gateway":
-        return 'state_dir = "../work"\n'
-    if node.role == "data":
-        found = _datasets(network).items()
-        return "".join(f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(str(path))}\n" for name, path in found)
-    if node.role == "scheduler":
-        return 'output_dir = "../runs"\n'
-    settings = worker_settings(node, str(network.folders.work))
-    if node.name == PARAMETER_SERVER:
-        return settings + AGGREGATION
     inference = process_executor("inference", "transformers", sys.executable, INFERENCE_MODULE)
-    return settings + training_executor(sys.executable) + inference
+    others = training_executor(sys.executable) + inference
+
+    def executors(node: NodePlan) -> str:
+        return AGGREGATION if node.name == PARAMETER_SERVER else others
+
+    datasets = {name: str(path) for name, path in _datasets(network).items()}
+    write_nodes(network.folders, nodes, datasets, executors, work=str(network.folders.work))
 
 
 def _datasets(network: ForegroundNetwork) -> dict[str, Path]:

@@ -18,17 +18,16 @@ import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
-from hypha_local.certificates import peer_names, write_certificates
 from hypha_local.datasets.prompts import write_prompts
-from hypha_local.demo import STEP_TIMEOUT, run_demo
+from hypha_local.demo import run_demo
 from hypha_local.demo_tasks import CLASSIFY, GENERATE
 from hypha_local.display import Display
 from hypha_local.errors import ModelUnusableError, ProcessFailedError, RunDirectoryError
 from hypha_local.inference_layout import MODULE, Inference, write_inference_configuration
 from hypha_local.inference_summary import InferenceSummary, summarize_inference
-from hypha_local.job_run import JobKind, JobRun, Victim, job_directory
+from hypha_local.job_run import STEP_TIMEOUT, JobKind, JobRun, Victim, audit_job, job_directory
 from hypha_local.network_layout import DemoTraining, Folders, NodePlan, plan_nodes
-from hypha_local.nodes import start_node, wait_for_health
+from hypha_local.nodes import start_network
 from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_proto.codec import parse_json
 
@@ -69,13 +68,22 @@ async def run_inference(
     nodes = plan_nodes(inference.workers, parameter_server=False)
     write_inference_configuration(folders, nodes, inference, sys.executable)
     async with local_processes(folders.logs) as processes:
-        await _start_network(processes, folders, nodes, inference, options, display)
+        rows = 0
+
+        async def make_data() -> None:
+            nonlocal rows
+            rows = await _make_data(processes, folders, inference, options)
+
+        await start_network(processes, folders, nodes, display, make_data)
+        display.step(f"dataset {inference.task.dataset} served: {rows} rows")
         with anyio.move_on_after(options.timeout) as scope:
             await _job_run(processes, folders, nodes, options.kill, display).run()
         if scope.cancelled_caught:
             raise ProcessFailedError(f"inference was not done within {options.timeout:g} s; see {folders.logs}")
-        audit = await _audit(processes, folders, display)
-    summary = _summarize(folders, inference, options, audit, display)
+        await audit_job(processes, folders)
+        await processes.stop()
+        display.step("results audited, every process ended")
+    summary = _summarize(folders, inference, options, display)
     if not options.keep:
         folders.tidy(keep_runs=True)
     return summary
@@ -107,27 +115,6 @@ async def _provide_model(folders: Folders, inference: Inference, options: Infere
     shutil.copytree(model, folders.model)
     if inference.task is GENERATE and add_byte_tokenizer(folders.model):
         display.step("the model's tokens are bytes: tokenizer added")
-
-
-async def _start_network(
-    processes: Processes,
-    folders: Folders,
-    nodes: Sequence[NodePlan],
-    inference: Inference,
-    options: InferenceOptions,
-    display: Display,
-) -> None:
-    """Create certificates and data; start every node except the scheduler and wait until all are healthy."""
-    identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
-    display.names = peer_names(folders.certificates, nodes)
-    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker")]
-    for node in others:
-        start_node(processes, folders, node)
-    rows = await _make_data(processes, folders, inference, options)
-    start_node(processes, folders, data)
-    await wait_for_health(processes, identity, [*others, data])
-    display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
-    display.step(f"dataset {inference.task.dataset} served: {rows} rows")
 
 
 async def _make_data(processes: Processes, folders: Folders, inference: Inference, options: InferenceOptions) -> int:
@@ -166,23 +153,11 @@ def _share(event: dict[str, Any]) -> float | None:
     return event["committed"] / event["slices"] if event["event"] == "part" else None
 
 
-async def _audit(processes: Processes, folders: Folders, display: Display) -> str:
-    """Audit the job's directory with the command; return what it says."""
-    said = folders.logs / "audit.txt"
-    command = [script("hypha-scheduler"), "audit", str(job_directory(folders))]
-    await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=said)
-    await processes.stop()
-    display.step("results audited, every process ended")
-    return said.read_text().strip()
-
-
-def _summarize(
-    folders: Folders, inference: Inference, options: InferenceOptions, audit: str, display: Display
-) -> InferenceSummary:
+def _summarize(folders: Folders, inference: Inference, options: InferenceOptions, display: Display) -> InferenceSummary:
     directory = job_directory(folders)
     result: dict[str, Any] = parse_json((directory / "result.json").read_text())
     wall = time.monotonic() - display.started
-    task = inference.task.name
+    task, audit = inference.task.name, folders.audit.read_text().strip()
     summary = summarize_inference(result, task=task, wall_seconds=wall, killed=options.kill, audit=audit)
     shutil.copyfile(directory / "metrics.jsonl", folders.metrics)
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_local.demo_tasks import CLASSIFY, DemoInference
-from hypha_local.network_layout import Folders, NodePlan, network_settings, process_executor, toml, worker_settings
+from hypha_local.network_layout import Folders, NodePlan, process_executor, toml, write_nodes
 
 MODULE: Final = "hypha.accelerate_executor.inference"
 """Module of the executor."""
@@ -35,30 +35,14 @@ def write_inference_configuration(
     folders: Folders, nodes: Iterable[NodePlan], inference: Inference, python: str
 ) -> None:
     """Write the TOML file of every node to the run directory."""
-    nodes = list(nodes)
-    gateways = [node.address for node in nodes if node.role == "gateway"]
-    for node in nodes:
-        text = network_settings(node, [] if node.role == "gateway" else gateways)
-        text += _role_settings(node, inference, python)
-        (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
-
-
-def _role_settings(node: NodePlan, inference: Inference, python: str) -> str:
-    if node.role == "gateway":
-        return 'state_dir = "../work"\n'
-    if node.role == "data":
-        name = inference.task.dataset
-        return f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n"
-    if node.role == "scheduler":
-        return _job(inference)
-    return worker_settings(node) + process_executor("inference", "transformers", python, MODULE, inference.delay)
+    name = inference.task.dataset
+    executor = process_executor("inference", "transformers", python, MODULE, inference.delay)
+    write_nodes(folders, nodes, {name: f"../data/{name}"}, lambda _: executor, _job(inference))
 
 
 def _job(inference: Inference) -> str:
     task = inference.task
-    return f"""output_dir = "../runs"
-
-[scheduler.job]
+    return f"""[scheduler.job]
 type = "inference"
 dataset = {toml(task.dataset)}
 

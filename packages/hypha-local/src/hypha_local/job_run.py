@@ -15,12 +15,14 @@ from hypha_local.display import Display, EventLog
 from hypha_local.errors import ProcessFailedError
 from hypha_local.network_layout import SPARE, Folders, NodePlan
 from hypha_local.nodes import start_node
-from hypha_local.processes import LocalProcess, Processes
+from hypha_local.processes import LocalProcess, Processes, script
 from hypha_proto.job_events import describe_event
 
 Victim = Literal["worker", "executor", "parameter-server", "scheduler", "data"]
 REPLACED: Final[tuple[Victim | None, ...]] = ("worker", "executor", "parameter-server")
 """What a training job replaces by a spare worker, an executor if it fails again and again."""
+STEP_TIMEOUT: Final = 120.0
+"""Timeout in seconds for creating the model, preparing the data, evaluating, and auditing."""
 KILL_AFTER: Final = 0.4
 """Share of the job after which `--kill` kills."""
 _WORKER: Final = "worker-1"
@@ -136,3 +138,9 @@ def job_directory(folders: Folders) -> Path:
     """Return the directory of the only job."""
     [journal] = folders.runs.glob("*/journal.jsonl")
     return journal.parent
+
+
+async def audit_job(processes: Processes, folders: Folders) -> None:
+    """Audit the job's directory with the command; what it says goes to `Folders.audit`."""
+    command = [script("hypha-scheduler"), "audit", str(job_directory(folders))]
+    await processes.run("audit", command, timeout=STEP_TIMEOUT, stdout=folders.audit)

@@ -10,7 +10,7 @@ import random
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -85,6 +85,11 @@ class Folders:
         return self.root / "model"
 
     @property
+    def audit(self) -> Path:
+        """What ``hypha-scheduler audit`` says."""
+        return self.logs / "audit.txt"
+
+    @property
     def metrics(self) -> Path:
         """The scheduler's events as JSON lines."""
         return self.root / "metrics.jsonl"
@@ -99,11 +104,15 @@ class Folders:
             raise RunDirectoryError(f"--dir {self.root}: not empty and not a run directory; name another folder")
         if self.root.exists():
             shutil.rmtree(self.root)
+        self.make_parts()
+        (self.root / MARKER).write_text("A run directory of hypha-local: replaced by the next run in it.\n")
+
+    def make_parts(self) -> None:
+        """Create what is missing of the folders in it."""
         for folder in (self.certificates, self.configuration, self.data, self.work, self.runs, self.logs):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
         self.certificates.chmod(0o700)
         self.work.chmod(0o750)
-        (self.root / MARKER).write_text("A run directory of hypha-local: replaced by the next run in it.\n")
 
     def _is_ours(self) -> bool:
         return (self.root / MARKER).is_file()
@@ -230,45 +239,56 @@ def plan_nodes(workers: int, *, parameter_server: bool = True, spare: bool = Fal
 
 
 def write_configuration(folders: Folders, nodes: Iterable[NodePlan], training: DemoTraining, python: str) -> None:
-    """Write the TOML file of every node to the run directory."""
+    """Write the TOML file of every node of a network that trains to the run directory."""
+    names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
+    executor = training_executor(python, training.delay)
+
+    def executors(node: NodePlan) -> str:
+        return AGGREGATION if node.name == PARAMETER_SERVER else AGGREGATION * (node.name == SPARE) + executor
+
+    datasets = {name: f"../data/{name}" for name in names}
+    write_nodes(folders, nodes, datasets, executors, job_table(training, "../start-model"))
+
+
+def write_nodes(
+    folders: Folders,
+    nodes: Iterable[NodePlan],
+    datasets: Mapping[str, str],
+    executors: Callable[[NodePlan], str],
+    job: str = "",
+    work: str = "../work",
+) -> None:
+    """Write the TOML file of every node.
+
+    Args:
+        folders: where they go.
+        nodes: all nodes of the network.
+        datasets: paths of the data node's datasets, by name.
+        executors: returns TOML of a worker's executors.
+        job: TOML of the scheduler's job, if it is to run one.
+        work: folder of the workers' work directories.
+    """
     nodes = list(nodes)
-    gateways = [node.address for node in nodes if node.role == "gateway"]
+    settings = {
+        "gateway": 'state_dir = "../work"\n',
+        "data": "".join(f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(datasets[name])}\n" for name in datasets),
+        "scheduler": f'output_dir = "../runs"\n\n{job}',
+    }
     for node in nodes:
-        text = network_settings(node, [] if node.role == "gateway" else gateways) + _role_settings(
-            node, training, python
-        )
+        common: dict[str, str | list[str]] = {
+            "cert_pem": f"../certs/{node.name}-cert.pem",
+            "key_pem": f"../certs/{node.name}-key.pem",
+            "trust_pem": f"../certs/{node.name}-trust.pem",
+            "listen_addresses": [node.address],
+            "gateway_addresses": [each.address for each in nodes if each.role == "gateway" and each is not node],
+            "exclude_cidr": [],
+        }
+        own = worker_settings(node, work) + executors(node) if node.role == "worker" else settings.get(node.role, "")
+        text = "".join(f"{key} = {toml(value)}\n" for key, value in common.items()) + own
         (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
 
 
-def network_settings(node: NodePlan, gateways: list[str]) -> str:
-    """Return TOML of the settings that every node has."""
-    lines: dict[str, str | list[str]] = {
-        "cert_pem": f"../certs/{node.name}-cert.pem",
-        "key_pem": f"../certs/{node.name}-key.pem",
-        "trust_pem": f"../certs/{node.name}-trust.pem",
-        "listen_addresses": [node.address],
-        "gateway_addresses": gateways,
-        "exclude_cidr": [],
-    }
-    return "".join(f"{key} = {toml(value)}\n" for key, value in lines.items())
-
-
-def _role_settings(node: NodePlan, training: DemoTraining, python: str) -> str:
-    if node.role == "gateway":
-        return 'state_dir = "../work"\n'
-    if node.role == "data":
-        names = [training.task.name, *([HELD_OUT] if training.evaluate_every else [])]
-        return "".join(f"\n[[datasets]]\nname = {toml(name)}\npath = {toml(f'../data/{name}')}\n" for name in names)
-    if node.role == "scheduler":
-        return 'output_dir = "../runs"\n\n' + job_table(training, "../start-model")
-    if node.name == PARAMETER_SERVER:
-        return worker_settings(node) + AGGREGATION
-    if node.name == SPARE:
-        return worker_settings(node) + AGGREGATION + training_executor(python, training.delay)
-    return (worker_settings(node) + training_executor(python, training.delay)) if node.role == "worker" else ""
-
-
-def worker_settings(node: NodePlan, work: str = "../work") -> str:
+def worker_settings(node: NodePlan, work: str) -> str:
     """Return TOML of a worker's work directory, which is in `work`, and its resources."""
     return f"""work_dir = {toml(f"{work}/{node.name}")}
 drain_timeout = 0  # all programs end together: nobody waits for the job

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import anyio
+import anyio.to_thread
 
+from hypha_local.certificates import peer_names, write_certificates
+from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
-from hypha_local.network_layout import Folders, NodePlan
+from hypha_local.network_layout import SPARE, Folders, NodePlan
 from hypha_local.processes import LocalProcess, Processes, script
 from hypha_net import open_endpoint
 from hypha_net.endpoint import Endpoint
@@ -29,6 +32,33 @@ def start_node(processes: Processes, folders: Folders, node: NodePlan) -> LocalP
     """Start a node from its TOML file."""
     config = folders.configuration / f"{node.name}.toml"
     return processes.start(node.name, [script(node.program), "run", "--config", str(config)])
+
+
+async def start_network(
+    processes: Processes,
+    folders: Folders,
+    nodes: Sequence[NodePlan],
+    display: Display,
+    make_data: Callable[[], Awaitable[None]],
+) -> None:
+    """Create certificates and data; start every node except the scheduler and the spare worker, and wait for them.
+
+    Args:
+        processes: where they are started.
+        folders: the run directory, with configuration files.
+        nodes: all nodes.
+        display: shows that they are healthy.
+        make_data: makes the datasets, while the other nodes start.
+    """
+    identity = await anyio.to_thread.run_sync(write_certificates, folders.certificates, nodes)
+    display.names = peer_names(folders.certificates, nodes)
+    data, others = nodes[1], [node for node in nodes if node.role in ("gateway", "worker") and node.name != SPARE]
+    for node in others:
+        start_node(processes, folders, node)
+    await make_data()
+    start_node(processes, folders, data)
+    await wait_for_health(processes, identity, [*others, data])
+    display.step(f"{len(others) + 1} nodes up and healthy: " + ", ".join(node.name for node in (*others, data)))
 
 
 async def wait_for_health(processes: Processes, identity: Path, nodes: Sequence[NodePlan]) -> None:
