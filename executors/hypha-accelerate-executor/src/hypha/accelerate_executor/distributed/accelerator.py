@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -40,60 +40,17 @@ _UNSUPPORTED: Final = {
 """Variables with which `accelerate launch` says how processes share a model, and what they stand for."""
 
 
-class Device(Protocol):
-    """Compute backend of one process."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Return the torch device of batch tensors."""
-        ...
-
-    @property
-    def accumulation(self) -> int:
-        """Return the number of micro-batches per batch, computed in sequence."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether the model is sharded over processes (FSDP)."""
-        ...
-
-    def prepare(
-        self, module: torch.nn.Module, make: Callable[[list[torch.nn.Parameter]], InnerOptimizer]
-    ) -> tuple[torch.nn.Module, InnerOptimizer]:
-        """Place the module for training; return the callable module and the optimizer of its parameters."""
-        ...
-
-    def synchronised(self, module: torch.nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a micro-batch: gradients are exchanged between processes only after the last one."""
-        ...
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients; summed over processes."""
-        ...
-
-    def total(self, value: float) -> float:
-        """Return the sum of a number over all processes."""
-        ...
-
-    def apply(self, optimizer: InnerOptimizer) -> None:
-        """Check and clip gradients, and step the optimizer.
-
-        Raises:
-            NotFiniteGradient: a gradient is not finite.
-        """
-        ...
-
-
 class CpuBackend:
     """The CPU, without Accelerate."""
 
     accumulation = 1
+    """Micro-batches per batch, computed in sequence."""
     is_sharded = False
+    """Whether the model is sharded over processes (FSDP)."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Return the CPU device."""
+        """Return the torch device of batch tensors."""
         return torch.device("cpu")
 
     def prepare(
@@ -103,7 +60,7 @@ class CpuBackend:
         return module, make(trained_parameters(module))
 
     def synchronised(self, module: torch.nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Return an empty context: there is nothing to exchange."""
+        """Return the context of a micro-batch: processes exchange gradients only after the last one, here nothing."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -115,7 +72,11 @@ class CpuBackend:
         return value
 
     def apply(self, optimizer: InnerOptimizer) -> None:
-        """Check and clip gradients, and step the optimizer."""
+        """Check and clip gradients, and step the optimizer.
+
+        Raises:
+            NotFiniteGradient: a gradient is not finite.
+        """
         clip_and_step(optimizer)
 
 
@@ -196,6 +157,10 @@ class AccelerateBackend:
             if is_wrong:
                 raise_not_finite(optimizer.parameters)
             raise DataError("a gradient is not finite in another process of this executor; its own last line says why")
+
+
+Device = CpuBackend | AccelerateBackend
+"""Compute backend of one process."""
 
 
 def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

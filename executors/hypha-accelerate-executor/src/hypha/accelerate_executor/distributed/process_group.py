@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -74,37 +74,13 @@ class Shutdown:
 Command = LoadModel | BeginRound | Reset | Compute | GatherWeights | LoadWeights | Shutdown
 
 
-class ProcessGroup(Protocol):
-    """The processes that compute for one job."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of processes."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this process is the leader, which uses the bridge."""
-        ...
-
-    def scatter_commands(self, commands: Sequence[Command]) -> Command:
-        """Send each process its command (leader only); return the leader's own."""
-        ...
-
-    def receive_command(self) -> Command:
-        """Wait for the next command (followers only)."""
-        ...
-
-    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the leader's tensors to all processes, in place; every process calls it with the same names."""
-        ...
-
-
 class SingleProcess:
     """A single process without followers."""
 
     size = 1
+    """Number of processes."""
     leads = True
+    """Whether this process is the leader, which uses the bridge."""
 
     def scatter_commands(self, commands: Sequence[Command]) -> Command:
         """Return the only command."""
@@ -139,7 +115,7 @@ class MultiProcess:
         return self._rank == 0
 
     def scatter_commands(self, commands: Sequence[Command]) -> Command:
-        """Send each process its command.
+        """Send each process its command (leader only); return the leader's own.
 
         Raises:
             ProcessGroupError: another process has exited.
@@ -147,7 +123,7 @@ class MultiProcess:
         return self._scatter(list(commands))
 
     def receive_command(self) -> Command:
-        """Wait for the leader's next command.
+        """Wait for the leader's next command (followers only).
 
         Raises:
             ProcessGroupError: the leader has exited or timed out.
@@ -155,7 +131,9 @@ class MultiProcess:
         return self._scatter(None)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast one tensor after the other through CPU memory.
+        """Copy the leader's tensors to all processes, in place, one after the other through CPU memory.
+
+        Every process calls it with the same names.
 
         Raises:
             ProcessGroupError: another process has exited.
@@ -174,6 +152,10 @@ class MultiProcess:
         [order] = received
         assert order is not None
         return order
+
+
+ProcessGroup = SingleProcess | MultiProcess
+"""The processes that compute for one job."""
 
 
 def join_process_group(timeout: float) -> ProcessGroup:

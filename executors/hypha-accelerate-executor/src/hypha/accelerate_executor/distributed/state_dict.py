@@ -8,23 +8,10 @@ processes call these methods together; the result is used in the leader.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 import torch
 
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
-
-
-class Weights(Protocol):
-    """Access to all weights."""
-
-    def gather(self) -> Mapping[str, torch.Tensor]:
-        """Return every exchanged tensor by its name in the module; empty in a follower of a sharded model."""
-        ...
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set every tensor of every process to the leader's; followers pass an empty mapping."""
-        ...
 
 
 class WholeWeights:
@@ -36,11 +23,11 @@ class WholeWeights:
         self._group = group
 
     def gather(self) -> Mapping[str, torch.Tensor]:
-        """Return the module's own tensors, equal in all processes."""
+        """Return every exchanged tensor by its name in the module: its own, equal in all processes."""
         return self._tensors
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the given values and broadcast them to the other processes."""
+        """Set every tensor of every process to the leader's; followers pass an empty mapping."""
         with torch.no_grad():
             for name, value in tensors.items():
                 self._tensors[name].copy_(value)
@@ -56,7 +43,7 @@ class ShardedWeights:
         self._names = names
 
     def gather(self) -> Mapping[str, torch.Tensor]:
-        """Gather the shards in the leader's memory."""
+        """Gather the shards in the leader's memory; empty in a follower."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -71,3 +58,7 @@ class ShardedWeights:
 
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self._module, dict(tensors), options=options)
+
+
+Weights = WholeWeights | ShardedWeights
+"""Access to all weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,67 +27,8 @@ from hypha.accelerate_executor.data.samples import (
 from hypha_proto.update_file import FLOAT_DTYPES, to_float32
 
 
-class SliceRows(Protocol):
-    """Rows of one slice, numbered from 0."""
-
-    @property
-    def count(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether all rows have the same columns, with values of the same shape and type."""
-        ...
-
-    def value(self, row: int, column: str) -> Any:
-        """Return a row's value as plain JSON value.
-
-        Raises:
-            RowError: the row has no such column, or is malformed.
-        """
-        ...
-
-    def arrays(
-        self, rows: Sequence[int], columns: Collection[str], raw: Collection[str], texts: Collection[str] = ()
-    ) -> Arrays:
-        """Return columns of some rows, stacked: floats as float32, integers as int64.
-
-        Args:
-            rows: numbers of the rows.
-            columns: columns to read; those that a row lacks raise an error.
-            raw: columns whose integers stay as they are stored: inputs of a preprocessor.
-            texts: columns that hold text. Others hold numbers: floats if any row of the slice has one, else integers.
-
-        Raises:
-            RowError: a row lacks a column, or has a value that is no array.
-        """
-        ...
-
-    def columns_of(self, row: int) -> Collection[str]:
-        """Return the names of a row's columns.
-
-        Raises:
-            RowError: the row is malformed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-def open_slice(path: Path) -> SliceRows:
-    """Open a slice, whose format is told by its name.
-
-    Raises:
-        DataError: the file is not a slice.
-    """
-    return JsonSlice(path) if is_json(path) else TensorSlice(path)
-
-
 class TensorSlice:
-    """A safetensors slice."""
+    """A safetensors slice; its rows are numbered from 0."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
@@ -106,15 +47,19 @@ class TensorSlice:
 
     @property
     def is_uniform(self) -> bool:
-        """Return True: a tensor has a shape and a dtype."""
+        """Return whether all rows have the same columns, with values of the same shape and type."""
         return True
 
     def columns_of(self, row: int) -> Collection[str]:
-        """Return the names of the tensors."""
+        """Return the names of a row's columns: those of the tensors."""
         return self._file.tensors.keys()
 
     def value(self, row: int, column: str) -> Any:
-        """Return a row of a tensor: a number, a boolean, text (uint8 in one dimension), or lists of numbers."""
+        """Return a row's value as JSON value: a number, a boolean, text (uint8 in one dimension), or lists of numbers.
+
+        Raises:
+            RowError: the row has no such column, or is malformed.
+        """
         self._check(column)
         stored, dtype = self._stored[column][row : row + 1], self._file.tensors[column].dtype
         if stored.dtype == np.uint8 and stored.ndim == 2:
@@ -125,7 +70,17 @@ class TensorSlice:
     def arrays(
         self, rows: Sequence[int], columns: Collection[str], raw: Collection[str], texts: Collection[str] = ()
     ) -> Arrays:
-        """Return columns of some rows, in the types in which they are stored."""
+        """Return columns of some rows, stacked: floats as float32, integers as int64.
+
+        Args:
+            rows: numbers of the rows.
+            columns: columns to read; those that a row lacks raise an error.
+            raw: columns whose integers stay as they are stored: inputs of a preprocessor.
+            texts: columns that hold text. Others hold numbers: floats if any row of the slice has one, else integers.
+
+        Raises:
+            RowError: a row lacks a column, or has a value that is no array.
+        """
         for column in columns:
             self._check(column)
         numbers = np.asarray(rows, dtype=np.int64)
@@ -213,6 +168,19 @@ class JsonSlice:
         except RowError:  # is recorded with its own row
             return False
         return array.dtype.kind == "f" and array.size > 0
+
+
+SliceRows = TensorSlice | JsonSlice
+"""Rows of one slice."""
+
+
+def open_slice(path: Path) -> SliceRows:
+    """Open a slice, whose format is told by its name.
+
+    Raises:
+        DataError: the file is not a slice.
+    """
+    return JsonSlice(path) if is_json(path) else TensorSlice(path)
 
 
 def join_rows(batches: Sequence[Arrays]) -> Arrays:
