@@ -49,7 +49,7 @@ def put(cache: ContentCache, content: bytes, scheduler: str = "a", digest: str =
     digest = digest or sha256(content)
     path = cache.folder / ".." / "new"
     path.write_bytes(content)
-    key = SchedulerCache(cache, scheduler).digest_key(digest)
+    key = SchedulerCache(cache, scheduler).key("digest", digest)
     in_thread(cache.put, key, path, digest)
     return digest
 
@@ -57,7 +57,7 @@ def put(cache: ContentCache, content: bytes, scheduler: str = "a", digest: str =
 def take(cache: ContentCache, digest: str, scheduler: str = "a") -> bytes | None:
     target = cache.folder / ".." / "taken"
     target.unlink(missing_ok=True)
-    key = SchedulerCache(cache, scheduler).digest_key(digest)
+    key = SchedulerCache(cache, scheduler).key("digest", digest)
     size = in_thread(cache.take, key, target, lambda _path, _size: None)
     assert (size is None) == (not target.exists())
     return None if size is None else target.read_bytes()

@@ -10,7 +10,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.evaluation import find_evaluation
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Capabilities, Capacity
@@ -59,8 +58,3 @@ def test_preference_decides_between_equal_prices(name: str) -> None:
     batch = [received(0), received(1, peer=1)]
     assert chosen(batch, evaluation=name) == [0]
     assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]
-
-
-def test_an_unknown_evaluation_is_refused_with_the_names() -> None:
-    with pytest.raises(ValueError, match="affinity, profit, utilization"):
-        find_evaluation("smallest")

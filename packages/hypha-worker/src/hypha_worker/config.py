@@ -18,8 +18,7 @@ from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import GIGABYTE, Resources
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_proto.worker_status import OfferedExecutor
-from hypha_worker.bidding.evaluation import find_evaluation
-from hypha_worker.bidding.policy import OfferPolicy, Strategy
+from hypha_worker.bidding.policy import EvaluationName, OfferPolicy, Strategy
 from hypha_worker.content_cache import ContentCache
 from hypha_worker.executors.runtimes import (
     RUNTIMES,
@@ -53,11 +52,6 @@ def _preferred(text: str) -> str:
     return _peer(text) if text.startswith(_PEER_ID_START) else text
 
 
-def _evaluation(name: str) -> str:
-    find_evaluation(name)
-    return name
-
-
 def _runtime(name: str) -> str:
     find_runtime(name)
     return name
@@ -77,7 +71,6 @@ Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
 Limit = Annotated[int, Field(ge=1)] | None
 PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
-EvaluationName = Annotated[str, AfterValidator(_evaluation)]
 RuntimeName = Annotated[str, AfterValidator(_runtime)]
 ExecutorName = Annotated[str, Field(min_length=1)]
 ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]

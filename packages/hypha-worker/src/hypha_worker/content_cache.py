@@ -39,6 +39,8 @@ from hypha_worker.file_copy import copy_range
 
 _log = logging.getLogger(__name__)
 
+DIGEST: Final = "digest"
+"""Kind of source of content that is found by its digest."""
 MAX_KEYS: Final = 64
 """Keys of one object; the oldest gives way to a further one."""
 _BLOCK: Final = 1 << 20
@@ -307,21 +309,14 @@ class SchedulerCache:
     cache: ContentCache
     scheduler: str
 
-    def digest_key(self, digest: str) -> str:
-        """Return the key of content whose digest is known."""
-        return self._key("digest", digest)
-
-    def source_key(self, kind: str, source: str) -> str:
-        """Return the key of a source whose content may change.
+    def key(self, kind: str, source: str) -> str:
+        """Return the key of a source.
 
         Args:
-            kind: kind of source.
+            kind: kind of source; `DIGEST` if its digest is all that is known of it.
             source: what identifies it; may be secret.
         """
-        return self._key(kind, source)
-
-    def _key(self, *parts: str) -> str:
-        return hashlib.sha256(json.dumps([self.scheduler, *parts]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.scheduler, kind, source]).encode()).hexdigest()
 
 
 def cache_of(cache: ContentCache | None, scheduler: PeerId) -> SchedulerCache | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
 from typing import Final
 
 import anyio
@@ -19,7 +18,7 @@ from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.ids import PeerId
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
-from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
+from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskRun
 
@@ -75,7 +74,7 @@ class WorkerDrain:
         if running := self.running:
             _log.info("draining: %s; %d tasks have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
-            for scheduler, leases in self._held_leases().items():
+            for scheduler, leases in self._lease_manager.held_by_scheduler.items():
                 tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
                 await self._tasks.wait_until_idle()
@@ -85,13 +84,6 @@ class WorkerDrain:
         for work in self.running:
             _log.warning("%s did not end before the drain was over, and is cancelled", work)
         return self.running
-
-    def _held_leases(self) -> Mapping[PeerId, tuple[uuid.UUID, ...]]:
-        held: dict[PeerId, tuple[uuid.UUID, ...]] = {}
-        for lease in self._lease_manager.leases:
-            if lease.state in (LeaseState.HELD, LeaseState.ORPHANED):
-                held[lease.scheduler] = (*held.get(lease.scheduler, ()), lease.id)
-        return held
 
     async def _announce(self, scheduler: PeerId, leases: tuple[uuid.UUID, ...]) -> None:
         async def tell() -> None:

@@ -88,39 +88,28 @@ class JobStorage:
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads, abandon_on_cancel=abandon)
 
-    async def take_cached(self, digest: str, target: Path) -> int | None:
-        """Copy content from the cache to a new staged file; return its size, or None if it is not there.
+    def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
+        """Return what a source had when it was fetched, if that is still in the cache."""
+        return None if self.cache is None else self.cache.cache.find(self.cache.key(kind, source))
+
+    async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
+        """Copy what a source had from the cache to a new staged file; return its size, or None if it is not there.
 
         Raises:
             StorageExceededError: the job's files would exceed its limit.
             OSError: it cannot be written.
         """
-        return None if self.cache is None else await self._take_cached(self.cache.digest_key(digest), target)
-
-    async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
-        """Copy what a source had when it was fetched, as `take_cached` does."""
-        return None if self.cache is None else await self._take_cached(self.cache.source_key(kind, source), target)
-
-    async def _take_cached(self, key: str, target: Path) -> int | None:
-        assert self.cache is not None
+        if self.cache is None:
+            return None
         try:
-            return await self.run(self.cache.cache.take, key, target, self.reserve)
+            return await self.run(self.cache.cache.take, self.cache.key(kind, source), target, self.reserve)
         finally:
             self.release(target)
 
-    def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
-        """Return what a source had when it was fetched, if that is still in the cache."""
-        return None if self.cache is None else self.cache.cache.find(self.cache.source_key(kind, source))
-
-    async def put_cached(self, path: Path, digest: str) -> None:
-        """Add a complete staged file to the cache; what goes wrong there is logged."""
-        if self.cache is not None:
-            await self.run(self.cache.cache.put, self.cache.digest_key(digest), path, digest)
-
     async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
-        """Add a complete staged file to the cache as what a source has now."""
+        """Add a complete staged file to the cache as what a source has now; what goes wrong there is logged."""
         if self.cache is not None:
-            key = self.cache.source_key(kind, source)
+            key = self.cache.key(kind, source)
             await self.run(self.cache.cache.put, key, path, found.digest, found.version)
 
     async def watch(self) -> None:

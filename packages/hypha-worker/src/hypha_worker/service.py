@@ -59,7 +59,7 @@ from hypha_worker.content_cache import ContentCache
 from hypha_worker.control.drain_command import DrainCommand
 from hypha_worker.control.pause import PauseCommands, load_pause
 from hypha_worker.control.server import Command, ControlServer
-from hypha_worker.control.status import StatusCommand, WorkerView
+from hypha_worker.control.status import StatusCommand
 from hypha_worker.draining import WorkerDrain
 from hypha_worker.executor_starts import EXCLUSION, ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize
@@ -129,14 +129,20 @@ async def serve(config: WorkerConfig, node: Node) -> None:
 def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainCommand) -> Mapping[str, Command]:
     """Return what the owner may ask the running worker for."""
     pause = PauseCommands(config.work_dir, worker.lease_manager, worker.check_executors)
-    view = WorkerView(
-        node.endpoint, worker.lease_manager, worker.draining, worker.history, node.readiness, worker.executor_starts
+    status = StatusCommand(
+        node.endpoint,
+        worker.lease_manager,
+        worker.draining,
+        worker.history,
+        node.readiness,
+        worker.executor_starts,
+        config.work_dir,
     )
     return {
         "drain": drain.run,
         "pause": pause.pause,
         "resume": pause.resume,
-        "status": StatusCommand(view, config.work_dir).run,
+        "status": status.run,
     }
 
 
@@ -415,13 +421,9 @@ class Worker:
 
         Schedulers without this protocol are told by the ends of their jobs only.
         """
-        held: dict[PeerId, list[uuid.UUID]] = {}
-        for lease in self.lease_manager.leases:
-            if lease.state in (LeaseState.HELD, LeaseState.ORPHANED):
-                held.setdefault(lease.scheduler, []).append(lease.id)
         async with anyio.create_task_group() as tasks:
-            for scheduler, leases in held.items():
-                tasks.start_soon(self._say_goodbye_to, scheduler, Goodbye(leases=tuple(leases), reason=reason))
+            for scheduler, leases in self.lease_manager.held_by_scheduler.items():
+                tasks.start_soon(self._say_goodbye_to, scheduler, Goodbye(leases=leases, reason=reason))
 
     async def _say_goodbye_to(self, scheduler: PeerId, goodbye: Goodbye) -> None:
         try:

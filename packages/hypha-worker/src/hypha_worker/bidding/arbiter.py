@@ -15,7 +15,7 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
-from hypha_worker.bidding.evaluation import Evaluation, find_evaluation
+from hypha_worker.bidding.evaluation import EVALUATIONS
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bidding.rejection import (
     executor_reasons,
@@ -50,10 +50,6 @@ class Arbiter:
     capabilities: Capabilities
     starts: Mapping[ExecutorDescriptor, ExecutorStarts] = field(default_factory=dict, compare=False)
     """How the executors have started; those that fail are not offered."""
-    _evaluation: Evaluation = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_evaluation", find_evaluation(self.policy.evaluation))
 
     def rejection_reasons(
         self, scheduler: PeerId, request: WorkerRequest, free: Capacity, usage: LeaseUsage = _UNUSED
@@ -118,7 +114,7 @@ class Arbiter:
         """Return the requests grouped by score, the highest first, each group in the order of arrival."""
         tiers: dict[tuple[float, ...], list[ReceivedRequest]] = {}
         for received in sorted(batch, key=lambda each: (each.received_at, each.request.id.int)):
-            score = self._evaluation(received, self.policy, free.resources)
+            score = EVALUATIONS[self.policy.evaluation](received, self.policy, free.resources)
             tiers.setdefault(score, []).append(received)
         return [tiers[score] for score in sorted(tiers, reverse=True)]
 

@@ -6,27 +6,18 @@ Pure. `bidding.bidder` keeps them here until their deadline, and decides them ag
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import REQUEST_BATCH_WINDOW
 from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
 
 
-@dataclass(slots=True)
-class DeferredRequests:
+class DeferredRequests(RequestBatch):
     """A bounded number of requests, shared evenly among schedulers as in a batch.
 
     A search publishes what it still lacks again and again, under new ids. What a scheduler published before is
     therefore dropped when it publishes anew, so that no offer is made for what it has found meanwhile.
     """
-
-    _requests: RequestBatch = field(default_factory=RequestBatch)
-
-    @property
-    def pending(self) -> tuple[ReceivedRequest, ...]:
-        """The requests that are kept."""
-        return self._requests.pending
 
     @property
     def next_deadline(self) -> float:
@@ -36,24 +27,20 @@ class DeferredRequests:
     def add(self, received_request: ReceivedRequest) -> None:
         """Keep a request, unless its scheduler has more than its share."""
         self.drop_superseded([received_request])
-        self._requests.add(received_request)
+        super().add(received_request)
 
     def drop_superseded(self, newer: Iterable[ReceivedRequest]) -> None:
         """Drop the requests that are repeated or obsolete now that their schedulers have published `newer` ones."""
         for received_request in newer:
             for kept in self.pending:
                 if _supersedes(received_request, kept):
-                    self._requests.remove(kept)
-
-    def take(self) -> list[ReceivedRequest]:
-        """Return all requests in the order of their arrival, and keep none."""
-        return self._requests.drain()
+                    self.remove(kept)
 
     def forget(self, scheduler: PeerId) -> None:
         """Drop the requests of a scheduler."""
         for received in self.pending:
             if received.scheduler == scheduler:
-                self._requests.remove(received)
+                self.remove(received)
 
 
 def _supersedes(newer: ReceivedRequest, older: ReceivedRequest) -> bool:

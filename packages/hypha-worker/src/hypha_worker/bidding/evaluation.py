@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from msgspec.structs import asdict
 
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import EvaluationName, OfferPolicy
 from hypha_worker.bidding.request_batch import ReceivedRequest
 
 Evaluation = Callable[[ReceivedRequest, OfferPolicy, Resources], tuple[float, ...]]
@@ -40,16 +40,9 @@ def _price(received: ReceivedRequest, policy: OfferPolicy) -> float:
     return policy.offer_price(received.request.bid) or 0.0
 
 
-EVALUATIONS: Final[dict[str, Evaluation]] = {"affinity": affinity, "profit": profit, "utilization": utilization}
+EVALUATIONS: Final[Mapping[EvaluationName, Evaluation]] = {
+    "affinity": affinity,
+    "profit": profit,
+    "utilization": utilization,
+}
 """By the value of the key ``offer.evaluation``."""
-
-
-def find_evaluation(name: str) -> Evaluation:
-    """Return the evaluation of this name.
-
-    Raises:
-        ValueError: there is none; the message lists the names.
-    """
-    if name not in EVALUATIONS:
-        raise ValueError(f"no such evaluation; there are {', '.join(sorted(EVALUATIONS))}")
-    return EVALUATIONS[name]

@@ -10,6 +10,7 @@ from hypha_proto.offers import WorkerRequest
 from hypha_worker.leasing.terms import NO_QUOTA, Quota
 
 Strategy = Literal["flexible", "whole"]
+EvaluationName = Literal["affinity", "profit", "utilization"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class OfferPolicy:
     price: float = 100.0
     floor: float = 0.0
     strategy: Strategy = "flexible"
-    evaluation: str = "profit"
-    """Name of the one of `evaluation.EVALUATIONS` that ranks competing requests."""
+    evaluation: EvaluationName = "profit"
+    """Which of `evaluation.EVALUATIONS` ranks competing requests."""
     schedulers: tuple[PeerId, ...] = ()
     """The only schedulers that get offers; empty: all schedulers."""
     prefer: tuple[PeerId | str, ...] = ()

@@ -12,11 +12,9 @@ from typing import Final
 import anyio
 
 from hypha_net.log_throttle import LogThrottle
-from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
-from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.rejection import DRAINING, MAX_EXECUTORS, PAUSED
+from hypha_worker.bidding.rejection import DRAINING, PAUSED
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.leasing.terms import LeaseUsage
@@ -35,12 +33,7 @@ class DecidedRequest:
 
     decided_at: float
     """Seconds since the epoch, for display."""
-    scheduler: PeerId
-    request_id: str
-    executors: tuple[str, ...]
-    """At most `MAX_EXECUTORS` of those that it asked for."""
-    resources: Resources
-    bid: float
+    received: ReceivedRequest
     price: float | None
     """Price of the offer; None if there was none."""
     reasons: tuple[str, ...] = ()
@@ -66,7 +59,7 @@ class RequestHistory:
 
     def note_offer(self, received: ReceivedRequest, price: float) -> None:
         """Keep a request that gets an offer."""
-        self._keep(received, price, ())
+        self._decided.append(DecidedRequest(self.wall_clock(), received, price))
 
     def note_refusal(self, received: ReceivedRequest, reasons: Sequence[Rejection]) -> None:
         """Keep a request that gets none; log the first of each kind, then one in an hour with the number of others.
@@ -75,26 +68,11 @@ class RequestHistory:
             reasons: why; none if others were preferred to it.
         """
         texts = tuple(reason.text for reason in reasons) or (_TAKEN,)
-        self._keep(received, None, texts)
+        self._decided.append(DecidedRequest(self.wall_clock(), received, None, texts))
         suppressed = self._throttle.suppressed_count(reasons[0].code if reasons else None)
         if suppressed is not None:
             more = f" ({suppressed} more of this kind since it was last logged)" if suppressed else ""
             _log.info("no offer to scheduler %s: %s%s", received.scheduler, "; ".join(texts), more)
-
-    def _keep(self, received: ReceivedRequest, price: float | None, reasons: tuple[str, ...]) -> None:
-        request = received.request
-        self._decided.append(
-            DecidedRequest(
-                self.wall_clock(),
-                received.scheduler,
-                str(request.id),
-                tuple(map(str, request.spec.executor[:MAX_EXECUTORS])),
-                request.spec.resources,
-                request.bid,
-                price,
-                reasons,
-            )
-        )
 
 
 def explain_refusal(arbiter: Arbiter, leases: LeaseManager, received: ReceivedRequest) -> tuple[Rejection, ...]:

@@ -67,12 +67,12 @@ class RequestQueue:
         leases, is_due = self.lease_manager, self._batch.seconds_until_due(now) == 0.0
         self._is_freed = False
         if leases.is_closed or leases.is_paused:
-            return Decision((), (*self._deferred.take(), *self._batch.drain()))
+            return Decision((), (*self._deferred.drain(), *self._batch.drain()))
         open_batch = () if is_due else self._batch.pending
         batch = self._batch.drain() if is_due else []
         known = [*self._deferred.pending, *batch]
         self._deferred.drop_superseded(batch)
-        requests = [*self._deferred.take(), *batch]
+        requests = [*self._deferred.drain(), *batch]
         planned = self.arbiter.decide([*requests, *open_batch], leases.free, now, leases.leased_requests, leases.usage)
         keys = {received.key for received in requests}
         offers = tuple(plan for plan in planned if plan.received_request.key in keys)

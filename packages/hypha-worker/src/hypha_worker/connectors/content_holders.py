@@ -21,12 +21,14 @@ import anyio.from_thread
 
 from hypha_net import content_directory, instrumentation, transfer
 from hypha_net.backoff import jittered
+from hypha_net.connectors.content import CachedVersion
 from hypha_net.content_directory import ContentHolder, is_sha256
 from hypha_net.errors import ContentMismatchError, NetError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.transfer import PullRequest
 from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import StorageExceededError, bad_request, not_found, peer_failed, to_bridge_error
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
     """
     sha256 = check_sha256(text)
     digest = f"sha256:{sha256}"
-    size = await files.storage.take_cached(digest, target)
+    size = await files.storage.take_cached_version(DIGEST, digest, target)
     if size is not None:
         return transfer.PullResult(size, digest)
     failures: dict[PeerId, NetError] = {}
@@ -126,7 +128,7 @@ async def _pull_from_several(
         return None
     pulled = await _pull_parts(peers, digest, size, target, files)
     if pulled is not None:
-        await files.storage.put_cached(target, digest)
+        await files.storage.put_cached_version(DIGEST, digest, target, CachedVersion(digest, ""))
     return pulled
 
 

@@ -19,6 +19,7 @@ from typing import Final
 import anyio
 
 from hypha_net import transfer
+from hypha_net.connectors.content import CachedVersion
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
 from hypha_proto.bridge_api import FetchedFile
@@ -38,6 +39,7 @@ from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
+from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import (
     BridgeError,
     DiskFaultError,
@@ -269,10 +271,12 @@ class PeerFiles:
         if not wanted.is_cached or self.storage.cache is None:
             return await self._pull_from(peer, wanted)
         digest = wanted.digest or await self._announced_digest(peer, wanted.address)
-        if digest is not None and (size := await self.storage.take_cached(digest, wanted.target)) is not None:
-            return transfer.PullResult(size, digest)
+        if digest is not None:
+            size = await self.storage.take_cached_version(DIGEST, digest, wanted.target)
+            if size is not None:
+                return transfer.PullResult(size, digest)
         pulled = await self._pull_from(peer, wanted)
-        await self.storage.put_cached(wanted.target, pulled.digest)
+        await self.storage.put_cached_version(DIGEST, pulled.digest, wanted.target, CachedVersion(pulled.digest, ""))
         return pulled
 
     async def _announced_digest(self, peer: PeerId, address: SliceAddress) -> str | None:

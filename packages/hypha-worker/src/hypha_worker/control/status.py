@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from hypha_net.node.descriptors import descriptor_limit
 from hypha_net.peer_names import known_name
 from hypha_proto.resources import Resources
 from hypha_worker.accounts.storage import earned_since, read_accounts
+from hypha_worker.bidding.rejection import MAX_EXECUTORS
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
 from hypha_worker.draining import WorkerDrain
@@ -31,66 +32,57 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """The parts of a worker that its status is read from."""
+class StatusCommand:
+    """See the module; with the parts of a worker that its status is read from."""
 
     endpoint: Endpoint
     leases: LeaseManager
     draining: WorkerDrain
     history: RequestHistory
     readiness: Readiness
-    starts: Sequence[ExecutorStarts] = ()
-    wall_clock: Callable[[], float] = time.time
-
-
-@dataclass(frozen=True, slots=True)
-class StatusCommand:
-    """See the module."""
-
-    view: WorkerView
+    starts: Sequence[ExecutorStarts]
     work_dir: Path
 
     async def run(self, arguments: Mapping[str, Any], answer: Answer) -> None:
         """See `server.Command`."""
         if arguments:
             raise ValueError("status takes no arguments")
-        now = self.view.wall_clock()
+        now = time.time()
         accounts = await anyio.to_thread.run_sync(read_accounts, self.work_dir, now)
         midnight = datetime.fromtimestamp(now).astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
         earned = round(earned_since(accounts, midnight.timestamp()), 6)
-        await answer({**describe_worker(self.view), "earned_today": earned})
+        await answer({**self._describe(), "earned_today": earned})
 
-
-def describe_worker(view: WorkerView) -> dict[str, Any]:
-    """Return the status as JSON values; times are UTC."""
-    leases, now, failures = view.leases, anyio.current_time(), view.endpoint.gateway_failures()
-    since_epoch = view.wall_clock() - now
-    peers = [
-        *(peer for peer in view.endpoint.gateways().values() if peer is not None),
-        *(lease.scheduler for lease in leases.leases),
-        *(request.scheduler for request in view.history.decided),
-    ]
-    return {
-        "peer_id": str(view.endpoint.peer_id),
-        "names": {str(peer): name for peer in peers if (name := known_name(peer)) is not None},
-        "state": "draining" if leases.is_closed else "paused" if leases.is_paused else "running",
-        "ready": view.readiness.is_ready,
-        "reason": view.readiness.reason,
-        "gateways": [
-            {"address": address, "peer": None if peer is None else str(peer), "failure": failures.get(address)}
-            for address, peer in view.endpoint.gateways().items()
-        ],
-        "excluded": [
-            {"executor": str(starts.executor), "reason": starts.exclusion}
-            for starts in view.starts
-            if starts.exclusion is not None
-        ],
-        "open_files": descriptor_limit(),
-        "free": _amounts(leases.free.resources),
-        "leases": [_describe_lease(lease, now) for lease in leases.leases],
-        "jobs": [_describe_task(run, since_epoch) for run in view.draining.running],
-        "requests": [_describe_request(request) for request in reversed(view.history.decided)],
-    }
+    def _describe(self) -> dict[str, Any]:
+        """Return the status as JSON values; times are UTC."""
+        endpoint, leases, now = self.endpoint, self.leases, anyio.current_time()
+        failures, since_epoch = endpoint.gateway_failures(), time.time() - now
+        peers = [
+            *(peer for peer in endpoint.gateways().values() if peer is not None),
+            *(lease.scheduler for lease in leases.leases),
+            *(decided.received.scheduler for decided in self.history.decided),
+        ]
+        return {
+            "peer_id": str(endpoint.peer_id),
+            "names": {str(peer): name for peer in peers if (name := known_name(peer)) is not None},
+            "state": "draining" if leases.is_closed else "paused" if leases.is_paused else "running",
+            "ready": self.readiness.is_ready,
+            "reason": self.readiness.reason,
+            "gateways": [
+                {"address": address, "peer": None if peer is None else str(peer), "failure": failures.get(address)}
+                for address, peer in endpoint.gateways().items()
+            ],
+            "excluded": [
+                {"executor": str(starts.executor), "reason": starts.exclusion}
+                for starts in self.starts
+                if starts.exclusion is not None
+            ],
+            "open_files": descriptor_limit(),
+            "free": _amounts(leases.free.resources),
+            "leases": [_describe_lease(lease, now) for lease in leases.leases],
+            "jobs": [_describe_task(run, since_epoch) for run in self.draining.running],
+            "requests": [_describe_request(decided) for decided in reversed(self.history.decided)],
+        }
 
 
 def _describe_lease(lease: Lease, now: float) -> dict[str, Any]:
@@ -120,16 +112,17 @@ def _describe_task(run: TaskRun, since_epoch: float) -> dict[str, Any]:
     }
 
 
-def _describe_request(request: DecidedRequest) -> dict[str, Any]:
+def _describe_request(decided: DecidedRequest) -> dict[str, Any]:
+    request = decided.received.request
     return {
-        "at": time_text(request.decided_at),
-        "scheduler": str(request.scheduler),
-        "request": request.request_id,
-        "executors": list(request.executors),
-        "resources": _amounts(request.resources),
+        "at": time_text(decided.decided_at),
+        "scheduler": str(decided.received.scheduler),
+        "request": str(request.id),
+        "executors": list(map(str, request.spec.executor[:MAX_EXECUTORS])),
+        "resources": _amounts(request.spec.resources),
         "bid": request.bid,
-        "price": request.price,
-        "reasons": list(request.reasons),
+        "price": decided.price,
+        "reasons": list(decided.reasons),
     }
 
 

@@ -164,6 +164,15 @@ class LeaseManager:
         return tuple(self._leases.values())
 
     @property
+    def held_by_scheduler(self) -> Mapping[PeerId, tuple[uuid.UUID, ...]]:
+        """The leases of each scheduler that has taken some and not lost them."""
+        held: dict[PeerId, tuple[uuid.UUID, ...]] = {}
+        for lease in self.leases:
+            if lease.state in (LeaseState.HELD, LeaseState.ORPHANED):
+                held[lease.scheduler] = (*held.get(lease.scheduler, ()), lease.id)
+        return held
+
+    @property
     def owed(self) -> float:
         """Tokens that schedulers owe for all leases so far, as of the last sweep."""
         return self._settled + sum(lease.owed for lease in self._leases.values())
