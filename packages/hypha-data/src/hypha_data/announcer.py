@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Final, TypeVar
 
 import anyio
 
 from hypha_data.verification import SliceVerifier
-from hypha_net import dataset_directory
-from hypha_net.backoff import jittered
+from hypha_net import backoff, dataset_directory
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import UnreachableError
+from hypha_net.errors import NetError, UnreachableError
 from hypha_proto.datasets import DatasetRecord
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INTERVAL: Final = 900.0
 """Seconds between announcements; in between the endpoint renews the last one repeatedly."""
@@ -64,9 +66,10 @@ async def _wait_for_usable_slice(verifier: SliceVerifier, waiting: Callable[[str
 
 
 async def _announce(endpoint: Endpoint, verifier: SliceVerifier) -> frozenset[int]:
-    """Announce one dataset; retry until a directory server accepts the record. Return the slices that are withheld."""
-    dataset, attempt = verifier.dataset, 0
-    while True:
+    """Announce one dataset until a directory server accepts the record; return the slices that are withheld."""
+    dataset = verifier.dataset
+
+    async def announce() -> frozenset[int]:
         withheld = verifier.withheld
         # the clock serves as a counter that also increases across restarts; it is not compared with other clocks
         record = DatasetRecord(
@@ -75,14 +78,21 @@ async def _announce(endpoint: Endpoint, verifier: SliceVerifier) -> frozenset[in
             manifest=dataset.digest,
             withheld=tuple(sorted(withheld)[:MAX_WITHHELD]) or None,
         )
-        try:
-            await dataset_directory.announce_dataset(endpoint, dataset.name, record)
-        except UnreachableError as error:
-            delay = jittered(RETRY, attempt)
-            _log.warning("dataset %s is not announced yet, trying again in %.1f s: %s", dataset.name, delay, error)
-            await anyio.sleep(delay)
-            attempt += 1
-        else:
-            but = f", {len(withheld)} of them not served" if withheld else ""
-            _log.info("dataset %s announced: %d slices%s", dataset.name, record.num_slices, but)
-            return withheld
+        await dataset_directory.announce_dataset(endpoint, dataset.name, record)
+        return withheld
+
+    withheld = await until_accepted(f"dataset {dataset.name}", announce)
+    but = f", {len(withheld)} of them not served" if withheld else ""
+    _log.info("dataset %s announced: %d slices%s", dataset.name, len(dataset.manifest.slices), but)
+    return withheld
+
+
+async def until_accepted(what: str, announce: Callable[[], Awaitable[T]]) -> T:
+    """Call `announce` until a directory server accepts the record; return what it returns."""
+
+    def on_failure(error: NetError, pause: float) -> None:
+        if not isinstance(error, UnreachableError):
+            raise error
+        _log.warning("%s is not announced yet, trying again in %.1f s: %s", what, pause, error)
+
+    return await backoff.retry(announce, (backoff.jittered(RETRY, attempt) for attempt in count()), on_failure)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
@@ -49,6 +49,13 @@ class Fingerprint(NamedTuple):
         """Return the fingerprint of a file with this status."""
         return cls(status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
+    def matches(self, path: Path) -> bool:
+        """Return whether a file is in this state."""
+        try:
+            return Fingerprint.of(path.stat()) == self
+        except OSError:
+            return False
+
 
 class RememberedDigest(Message, frozen=True):
     """One file in the cache."""
@@ -76,10 +83,15 @@ def ignore_progress(_count: int) -> None:
     """Do nothing; an `OnRead`."""
 
 
-def _read_digest(path: Path, on_read: OnRead) -> tuple[Fingerprint, str]:
+def read_digest(path: Path, on_read: OnRead, hasher: Any) -> tuple[Fingerprint, str]:
+    """Read a file; return its fingerprint, and its digest by `hasher`, which has the interface of `hashlib`.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or changed while it was read.
+    """
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
         raise OSError("not a regular file")
-    hasher, block = blake3(), memoryview(bytearray(_BLOCK))
+    block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:  # not memory-mapped: a file cut short meanwhile would end the process
         before = Fingerprint.of(os.fstat(file.fileno()))
         while count := file.readinto(block):
@@ -87,7 +99,7 @@ def _read_digest(path: Path, on_read: OnRead) -> tuple[Fingerprint, str]:
             on_read(count)
         if Fingerprint.of(os.fstat(file.fileno())) != before:
             raise OSError("it changed while it was read")
-    return before, f"blake3:{hasher.hexdigest()}"
+    return before, f"{hasher.name}:{hasher.hexdigest()}"
 
 
 class DigestCache:
@@ -132,7 +144,7 @@ class DigestCache:
         Raises:
             OSError: the file cannot be read, or changed while it was read.
         """
-        found, digest = _read_digest(path, on_read)
+        found, digest = read_digest(path, on_read, blake3())
         if abs(time.time_ns() - found.changed_ns) >= SETTLED_NS:
             self._entries[path.name] = RememberedDigest(file=path.name, digest=digest, **found._asdict())
             self._unsaved = True

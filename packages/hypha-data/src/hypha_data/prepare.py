@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -37,7 +37,7 @@ from hypha_data.sources.formats import (
 from hypha_data.sources.options import HF, ReadOptions
 from hypha_data.sources.plain_bytes import unpack
 from hypha_data.sources.reader import BLOCK_BYTES, OnProgress, files_state
-from hypha_data.staging import stage
+from hypha_data.staging import StagedSamples, stage
 from hypha_data.workspace import WORK, Workspace
 from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
@@ -316,18 +316,8 @@ def _count_tensor_samples(source: Path) -> int:
         raise DatasetError(f"{error}; if it is of another format, name that by --format") from None
 
 
-class _StoredTensors(Protocol):
-    """Samples as tensors, of which parts are read."""
-
-    tensors: dict[str, TensorInfo]
-
-    def stored(self, name: str) -> Any:
-        """Return what gives a tensor's elements for an array of numbers of samples."""
-        ...
-
-
 class _JoinedTensors:
-    """Tensors of several files, one file after the other; a `_StoredTensors`."""
+    """Tensors of several files, one file after the other."""
 
     def __init__(self, files: Sequence[TensorFile], lengths: Sequence[int]) -> None:
         """Join files.
@@ -381,46 +371,23 @@ def _kind(info: TensorInfo) -> str:
     return f"{_DTYPES[info.dtype]}[{','.join(str(size) for size in info.shape[1:])}]"
 
 
-class _Samples(Protocol):
-    """Samples of a source."""
-
-    form: str
-    """Format of the slices."""
-    source: Path
-    size: int
-    """Size of all slices in bytes, about."""
-    labels: tuple[str, ...] | None
-    """Names of the classes."""
-
-    def __len__(self) -> int: ...
-
-    def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
-        """Write a slice with the samples of these numbers."""
-        ...
-
-    def columns(self) -> dict[str, str]:
-        """Return the kind of each column, as in the manifest."""
-        ...
-
-    def notices(self) -> Iterator[str]:
-        """Yield what the owner should know of the samples, one line each."""
-        ...
-
-
 class _TensorSamples:
     form = SAFETENSORS
+    """Format of the slices."""
 
     def __init__(
         self,
         source: Path,
-        tensors: _StoredTensors,
+        tensors: StagedSamples | _JoinedTensors,
         length: int,
         labels: tuple[str, ...] | None = None,
         notices: tuple[str, ...] = (),
     ) -> None:
         self.source = source
         self.labels = labels
+        """Names of the classes."""
         self.size = sum(info.nbytes for info in tensors.tensors.values())
+        """Size of all slices in bytes, about."""
         self._tensors = tensors
         self._length = length
         self._notices = notices
@@ -429,9 +396,11 @@ class _TensorSamples:
         return self._length
 
     def notices(self) -> Iterator[str]:
+        """Yield what the owner should know of the samples, one line each."""
         yield from self._notices
 
     def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
+        """Write a slice with the samples of these numbers."""
         tensors = self._tensors.tensors
         shapes = {name: TensorInfo(info.dtype, (len(rows), *info.shape[1:])) for name, info in tensors.items()}
         with TensorFileWriter(path, shapes) as writer:
@@ -445,6 +414,7 @@ class _TensorSamples:
         return entry
 
     def columns(self) -> dict[str, str]:
+        """Return the kind of each column, as in the manifest."""
         return {name: _kind(info) for name, info in self._tensors.tensors.items()}
 
 
@@ -482,6 +452,9 @@ class _RowSamples:
 
     def columns(self) -> dict[str, str]:
         return self._columns.kinds
+
+
+_Samples = _TensorSamples | _RowSamples
 
 
 def _slice_path(folder: Path, index: int, form: str) -> Path:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,11 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_data.announcer import INTERVAL, RETRY
-from hypha_data.digest_cache import Fingerprint, OnRead
+from hypha_data.announcer import INTERVAL, until_accepted
+from hypha_data.digest_cache import Fingerprint, OnRead, read_digest
 from hypha_data.errors import DatasetError
 from hypha_net import content_directory, instrumentation
-from hypha_net.backoff import jittered
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import UnreachableError
 from hypha_net.transfer import PullSource, TransferError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest, Refusal
@@ -31,7 +27,6 @@ from hypha_proto.transfer import PullRequest, Refusal
 _log = logging.getLogger(__name__)
 
 DIGEST_PREFIX: Final = "sha256:"
-_BLOCK: Final = 4 << 20
 _SERVED: Final = instrumentation.Counter("hypha.data.provided", "{file}", "Provided files that were given to peers.")
 
 
@@ -46,10 +41,7 @@ class ProvidedFile:
     @property
     def is_unchanged(self) -> bool:
         """Whether it is still what was read."""
-        try:
-            return Fingerprint.of(self.path.stat()) == self.fingerprint
-        except OSError:
-            return False
+        return self.fingerprint.matches(self.path)
 
 
 def read_file(path: Path, on_read: OnRead) -> ProvidedFile:
@@ -59,20 +51,10 @@ def read_file(path: Path, on_read: OnRead) -> ProvidedFile:
         DatasetError: it cannot be read, or changes meanwhile.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
-            raise DatasetError(f"{path} is not a regular file: name a file to provide")
-        sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-        with path.open("rb", buffering=0) as file:
-            before = Fingerprint.of(os.fstat(file.fileno()))
-            while count := file.readinto(block):
-                sha256.update(block[:count])
-                on_read(count)
-            after = Fingerprint.of(os.fstat(file.fileno()))
+        found, digest = read_digest(path, on_read, hashlib.sha256())
     except OSError as error:
-        raise DatasetError(f"{path} cannot be provided: {error.strerror}") from error
-    if after != before:
-        raise DatasetError(f"{path} changed while it was read: provide it when it is complete")
-    return ProvidedFile(path, sha256.hexdigest(), before)
+        raise DatasetError(f"{path} cannot be provided: {error.strerror or error}") from error
+    return ProvidedFile(path, digest.removeprefix(DIGEST_PREFIX), found)
 
 
 class ProvidedFiles:
@@ -116,21 +98,9 @@ async def keep_provided(
     files.add(file)
     _log.info("%s is %s%s, %d bytes", path, DIGEST_PREFIX, file.sha256, file.fingerprint.size)
     while file.is_unchanged:
-        await _announce(endpoint, file)
+        await until_accepted(
+            str(path), lambda: content_directory.announce_content(endpoint, file.sha256, file.fingerprint.size)
+        )
         announced()
         await anyio.sleep(INTERVAL)
     _log.error("%s is not announced any more: it has changed since it was read", path)
-
-
-async def _announce(endpoint: Endpoint, file: ProvidedFile) -> None:
-    attempt = 0
-    while True:
-        try:
-            await content_directory.announce_content(endpoint, file.sha256, file.fingerprint.size)
-        except UnreachableError as error:
-            delay = jittered(RETRY, attempt)
-            _log.warning("%s is not announced yet, trying again in %.1f s: %s", file.path, delay, error)
-            await anyio.sleep(delay)
-            attempt += 1
-        else:
-            return

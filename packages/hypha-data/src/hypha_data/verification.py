@@ -129,14 +129,7 @@ class SliceVerifier:
 
     async def is_unchanged(self, verified: VerifiedSlice) -> bool:
         """Return whether the file is still the one that was verified."""
-
-        def current() -> Fingerprint | None:
-            try:
-                return Fingerprint.of(verified.path.stat())
-            except OSError:
-                return None
-
-        return await anyio.to_thread.run_sync(current) == verified.fingerprint
+        return await anyio.to_thread.run_sync(verified.fingerprint.matches, verified.path)
 
     async def find_usable(self) -> bool:
         """Return whether any slice can be served; reads until one can."""
