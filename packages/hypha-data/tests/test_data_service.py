@@ -16,6 +16,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.pulling import pull_bytes
 from support.waiting import until
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification
@@ -284,7 +285,7 @@ async def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monke
         tasks.start_soon(node.pull, 0)
         for index in (1, 2, 3):
             request = PullRequest(dataset="digits", index=index)
-            await transfer.pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
+            await pull_bytes(node.worker, node.peer, request, max_bytes=1 << 20)
         release.set()
 
 

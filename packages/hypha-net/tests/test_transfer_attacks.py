@@ -273,7 +273,7 @@ async def _never(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
 Giver = Callable[[Stream, int], Awaitable[None]]
 
 
-async def pulled_from(giver: Giver, attacker: Endpoint, victim: Endpoint, kind: Kind, folder: Path) -> NetError:
+async def pulled_from(giver: Giver, attacker: Endpoint, victim: Endpoint, folder: Path) -> NetError:
     """Return the error of a pull from a peer that answers request `number`, from 0, with `giver(stream, number)`."""
     asked = 0
 
@@ -286,10 +286,7 @@ async def pulled_from(giver: Giver, attacker: Endpoint, victim: Endpoint, kind: 
     attacker.handle(PULL, give)
     await anyio.Path(folder).mkdir(exist_ok=True)
     with pytest.raises(transfer.TransferError) as caught:
-        if kind == "file":
-            await transfer.pull(victim, attacker.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
-        else:
-            await transfer.pull_bytes(victim, attacker.peer_id, REQUEST, max_bytes=LIMIT, timeout=20)
+        await transfer.pull(victim, attacker.peer_id, REQUEST, folder / "target", max_bytes=LIMIT, timeout=20)
     assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
     return caught.value
 
@@ -315,8 +312,7 @@ LIES = {
 }
 
 
-@each_kind
-async def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path, kind: Kind) -> None:
+async def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_path: Path) -> None:
     async with opener(3) as (_, attacker, victim):
         for sent, content, reason in LIES.values():
 
@@ -326,14 +322,13 @@ async def test_pull_of_wrong_content_fails_with_a_reason(opener: Opener, tmp_pat
                     await stream.send_all(content)
                     await stream.send_eof()
 
-            error = await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
+            error = await pulled_from(giver, attacker, victim, tmp_path / "landing")
             assert reason in str(error)
             assert list((tmp_path / "landing").iterdir()) == []
 
 
-@each_kind
 async def test_peer_that_changes_its_answer_is_retried_a_few_times(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt gets another size for the same digest, or another digest, and is interrupted half way."""
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
@@ -351,17 +346,14 @@ async def test_peer_that_changes_its_answer_is_retried_a_few_times(
 
     async with opener(3) as (_, attacker, victim):
         victims.append(victim)
-        await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
+        await pulled_from(giver, attacker, victim, tmp_path / "landing")
         assert asked == [0, 1, 2]
         waiting = list((tmp_path / "landing").iterdir())
         assert all(path.name.startswith(".hypha-blake3-") for path in waiting)
-        assert len(waiting) <= (3 if kind == "file" else 0)
+        assert len(waiting) <= 3
 
 
-@each_kind
-async def test_pull_that_trickles_is_aborted(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
+async def test_pull_that_trickles_is_aborted(opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.IDLE_TIMEOUT", 0.2)
 
     async def giver(stream: Stream, _number: int) -> None:
@@ -371,7 +363,7 @@ async def test_pull_that_trickles_is_aborted(
             await anyio.sleep(0.01)
 
     async with opener(3) as (_, attacker, victim):
-        error = await pulled_from(giver, attacker, victim, kind, tmp_path / "landing")
+        error = await pulled_from(giver, attacker, victim, tmp_path / "landing")
         assert "bytes moved in" in str(error)
         assert list((tmp_path / "landing").iterdir()) == []
 

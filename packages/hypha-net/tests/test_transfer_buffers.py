@@ -1,4 +1,4 @@
-"""Transfers between files and memory: the same protocol and rules for each source and sink, over either network."""
+"""Transfers from files and memory into files: the same protocol and rules for each source, over either network."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refus
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Kind = Literal["file", "memory"]
 KINDS: tuple[Kind, ...] = ("file", "memory")
-SOURCES_AND_TARGETS: dict[str, tuple[tuple[Kind, Kind], ...]] = {
-    "push": (("memory", "file"), ("file", "file")),
-    "pull": (("memory", "memory"), ("memory", "file"), ("file", "memory")),
-}
-"""A push is received into a file, a pull into either."""
 
 SIZE = 8 << 20
 CUT_AT = 3 << 20
@@ -82,7 +77,7 @@ class Mover:
     refusal: Refusal | None = None
     landed: list[bytes] = field(default_factory=list)
 
-    async def move(self, data: bytes, source: Kind, target: Kind) -> int | None:
+    async def move(self, data: bytes, source: Kind) -> int | None:
         """Transfer the content once; return what `push` returned."""
         self.folder.mkdir(exist_ok=True)
         given: Path | bytes = data
@@ -91,7 +86,7 @@ class Mover:
             given.write_bytes(data)
         if self.how == "push":
             return await self._push(data, given)
-        await self._pull(given, target)
+        await self._pull(given)
         return None
 
     @property
@@ -119,20 +114,15 @@ class Mover:
         await done.wait()
         return sent
 
-    async def _pull(self, given: Path | bytes, target: Kind) -> None:
+    async def _pull(self, given: Path | bytes) -> None:
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             assert (request.dataset, request.index) == ("d", 2)
             return self.refusal or transfer.PullSource(given, self.digest)
 
         transfer.serve_pulls(self.giver, resolve)
-        peer = self.giver.peer_id
-        if target == "file":
-            path = self.folder / "landed"
-            await transfer.pull(self.taker, peer, REQUEST, path, max_bytes=self.max_bytes)
-            self.landed.append(path.read_bytes())
-        else:
-            got = await transfer.pull_bytes(self.taker, peer, REQUEST, max_bytes=self.max_bytes)
-            self.landed.append(bytes(got))
+        path = self.folder / "landed"
+        await transfer.pull(self.taker, self.giver.peer_id, REQUEST, path, max_bytes=self.max_bytes)
+        self.landed.append(path.read_bytes())
 
 
 each_way = pytest.mark.parametrize("how", ["push", "pull"])
@@ -142,14 +132,14 @@ each_way = pytest.mark.parametrize("how", ["push", "pull"])
 
 
 @each_way
-async def test_content_is_transferred_between_files_and_memory(
+async def test_content_is_transferred_from_files_and_memory(
     opener: Opener, tmp_path: Path, how: Literal["push", "pull"]
 ) -> None:
     async with opener(3) as (_, a, b):
         mover = Mover(how, a, b, tmp_path / "landing")
-        for (source, target), size in product((*SOURCES_AND_TARGETS[how], ("file", "file")), (0, 1, 3_333_333)):
+        for source, size in product(KINDS, (0, 1, 3_333_333)):
             data = content(size)
-            sent = await mover.move(data, source, target)
+            sent = await mover.move(data, source)
             assert mover.landed.pop() == data
             assert sent in (None, size)
         assert [path.name for path in (tmp_path / "landing").iterdir()] == ["landed"]
@@ -251,7 +241,7 @@ async def offsets_into(offsets: list[int], serving: Endpoint) -> None:
 
 
 @each_way
-async def test_interrupted_transfer_resumes_for_files_and_memory(
+async def test_interrupted_transfer_resumes_from_files_and_memory(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["push", "pull"]
 ) -> None:
     monkeypatch.setattr("hypha_net.transfer.progress.EVENT_INTERVAL", 0.0)
@@ -259,12 +249,12 @@ async def test_interrupted_transfer_resumes_for_files_and_memory(
         transfer.limit_bandwidth(
             b, transfer.BandwidthLimits(download=20 << 20)
         )  # slow enough to be interrupted half way
-        for seed, (source, target) in enumerate(SOURCES_AND_TARGETS[how]):
+        for seed, source in enumerate(KINDS):
             mover, offsets, data = Mover(how, a, b, tmp_path / "landing"), list[int](), content(SIZE, seed)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(offsets_into, offsets, mover.serving)
                 tasks.start_soon(disconnect_at, mover, CUT_AT)
-                await mover.move(data, source, target)
+                await mover.move(data, source)
                 tasks.cancel_scope.cancel()
             assert mover.landed == [data]
             assert offsets[0] == 0
@@ -281,7 +271,7 @@ async def test_repeated_buffer_push_takes_over_from_one_that_hangs(
         mover = Mover("push", a, b, tmp_path / "landing")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(offsets_into, offsets, b)
-            await mover.move(b"", "memory", "memory")
+            await mover.move(b"", "memory")
             with b.events.follow(Transferred) as events:
                 stream = await a.open_stream(b.peer_id, [PUSH])
                 await send_message(stream, to_cbor(PushHeader, header_of(data)))
@@ -331,13 +321,12 @@ async def test_equal_content_under_different_names_or_of_different_tasks_is_inde
 @given(
     how=st.sampled_from(["push", "pull"]),
     source=st.sampled_from(KINDS),
-    target=st.sampled_from(KINDS),
     size=st.integers(0, 16).map(lambda number: number * 333_333),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_received_content_is_intact_on_an_unreliable_link(
-    how: Literal["push", "pull"], source: Kind, target: Kind, size: int, seed: int
+    how: Literal["push", "pull"], source: Kind, size: int, seed: int
 ) -> None:
     data = content(size, seed)
 
@@ -346,11 +335,9 @@ def test_received_content_is_intact_on_an_unreliable_link(
         with anyio.fail_after(30):
             async with network.endpoint("a") as a, network.endpoint("b") as b:
                 mover = Mover(how, a, b, folder / "landing")
-                await mover.move(data, source, target)
+                await mover.move(data, source)
         assert set(mover.landed) == {data}  # more than once if the receipt was lost
-        assert [path.name for path in (folder / "landing").iterdir()] == (
-            ["landed"] if how == "push" or target == "file" else []
-        )
+        assert [path.name for path in (folder / "landing").iterdir()] == ["landed"]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(retry, "PAUSES", (0.001,) * 200)
@@ -368,7 +355,7 @@ async def test_cancelled_transfer_ends_immediately_at_both_ends(
         transfer.limit_bandwidth(b, transfer.BandwidthLimits(download=20 << 20))
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(mover.move, data, "memory", "memory")
+                tasks.start_soon(mover.move, data, "memory")
                 with b.events.follow(Transferred) as events:
                     while (await of_transfer(events)).done <= 2 << 20:
                         pass
@@ -394,15 +381,15 @@ async def test_wrong_oversized_or_refused_content_is_not_published(
         "refused by the peer: not now": {"refusal": Refusal(reason="not now")},
     }
     async with opener(3) as (_, a, b):
-        for (source, target), (match, lie) in product(SOURCES_AND_TARGETS[how], lies.items()):
+        for source, (match, lie) in product(KINDS, lies.items()):
             mover = Mover(how, a, b, tmp_path / "landing", **lie)
             with pytest.raises(transfer.TransferError, match=match):
-                await mover.move(content(3 << 20), source, target)
+                await mover.move(content(3 << 20), source)
             assert mover.landed == []
     assert list((tmp_path / "landing").iterdir()) == []
 
 
-async def test_pull_of_another_digest_fails(opener: Opener) -> None:
+async def test_pull_of_another_digest_fails(opener: Opener, tmp_path: Path) -> None:
     async with opener(3) as (_, a, b):
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
@@ -411,7 +398,7 @@ async def test_pull_of_another_digest_fails(opener: Opener) -> None:
         transfer.serve_pulls(b, resolve)
         wanted = digest_of(b"those")
         with pytest.raises(transfer.TransferError, match="is wanted"):
-            await transfer.pull_bytes(a, b.peer_id, REQUEST, max_bytes=100, digest=wanted)
+            await transfer.pull(a, b.peer_id, REQUEST, tmp_path / "landed", max_bytes=100, digest=wanted)
 
 
 # ---------------------------------------------------------------------------------------------------- rates and events
@@ -434,7 +421,7 @@ def test_transfer_respects_its_bandwidth_limit(
         async with network.endpoint("a") as a, network.endpoint("b") as b:
             transfer.limit_bandwidth(b if "download" in limit else a, transfer.BandwidthLimits(**{limit: rate}))
             began = anyio.current_time()
-            await Mover(how, a, b, tmp_path / "landing").move(content(size), "memory", "memory")
+            await Mover(how, a, b, tmp_path / "landing").move(content(size), "memory")
             assert size / rate - BURST <= anyio.current_time() - began <= size / rate
 
     simulate(main)
@@ -449,7 +436,7 @@ async def test_both_ends_emit_progress_events(
         name = "update" if how == "push" else "d/2"
         with a.events.follow(Transferred) as at_a, b.events.follow(Transferred) as at_b:
             for kind in KINDS:
-                await Mover(how, a, b, tmp_path / "landing").move(content(SIZE), kind, kind)
+                await Mover(how, a, b, tmp_path / "landing").move(content(SIZE), kind)
                 for events, expected in ((at_a, (b.peer_id, "sent")), (at_b, (a.peer_id, "received"))):
                     told = [await of_transfer(events)]
                     while told[-1].state != "done":

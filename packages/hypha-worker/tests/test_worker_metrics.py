@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from support.pulling import pull_bytes
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -210,7 +211,7 @@ async def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Any, re
         assert finished is not None
         dataset = finished.outputs[0].dataset
         await tasks.until(lambda: [held for held in values(recorded, "hypha.worker.outputs.held") if held])
-        await transfer.pull_bytes(lab.server, lab.peer, PullRequest(dataset=dataset, index=0), max_bytes=9)
+        await pull_bytes(lab.server, lab.peer, PullRequest(dataset=dataset, index=0), max_bytes=9)
         scheduler, job_id = lab.scheduler.endpoint, tasks.job_id
         push = PushOutput(job_id=job_id, delivery=uuid.uuid4(), to=lab.peer, files=(PushedFile(dataset, 0, "0"),))
         assert not (await rpc.call(scheduler, lab.peer, PUSH_OUTPUT, push)).accepted

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pulling import pull_bytes
 from support.task_bridge_client import EXECUTOR
 
-from hypha_net import transfer
 from hypha_proto.bridge_api import read_resource_transfer, read_task_update
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -41,7 +41,7 @@ async def content_of(lab: Any, report: TaskReport, name: str) -> bytes:
     assert report.finished is not None, report
     output = next(output for output in report.finished.outputs if output.name == name)
     request = PullRequest(dataset=output.dataset, index=0)
-    return bytes(await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
+    return await pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20)
 
 
 FETCH = """

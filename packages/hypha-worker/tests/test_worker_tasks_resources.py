@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 from support.fake_http_server import files, served
+from support.pulling import pull_bytes
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer
@@ -91,7 +92,7 @@ def output_of(report: TaskReport, name: str = "out") -> StoredOutput:
 async def found_by(lab: Any, report: TaskReport) -> Any:
     """Return what a task with the code `READ` has found."""
     request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-    return json.loads(await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
+    return json.loads(await pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
 
 
 async def make_output(
@@ -174,7 +175,7 @@ async def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, ma
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=resources, executor="python")
             report = await tasks.end("t")
             request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-            found = json.loads(await transfer.pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
+            found = json.loads(await pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
             assert found == {"r": FOUND, "single": "same"}
             assert report.finished is not None
             assert report.finished.bytes_received == 17
@@ -393,7 +394,7 @@ async def test_a_result_is_pushed_to_another_worker(
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
             report = await tasks.end("t")
             request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-            found = json.loads(await transfer.pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
+            found = json.loads(await pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
             assert found == {"r": FOUND}
             assert begun == [PushBegun(accepted=True)]
             assert report.finished is not None

@@ -18,9 +18,10 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from support.liveness import is_alive
+from support.pulling import pull_bytes
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler, kind_of
 
-from hypha_net import rpc, transfer
+from hypha_net import rpc
 from hypha_net.errors import TransferRefusedError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
@@ -49,7 +50,7 @@ InTaskLab = Callable[..., Any]
 
 async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -> bytes:
     request = PullRequest(dataset=output.dataset, index=index)
-    return bytes(await transfer.pull_bytes(endpoint, peer, request, max_bytes=1 << 20))
+    return await pull_bytes(endpoint, peer, request, max_bytes=1 << 20)
 
 
 def outputs_of(report: TaskReport) -> dict[str, StoredOutput]:
@@ -401,7 +402,7 @@ async def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab
             PullRequest(dataset=outputs["x"].dataset, index=0, name="manifest"),
         ):
             with pytest.raises(TransferRefusedError, match="has no file"):
-                await transfer.pull_bytes(lab.server, lab.peer, request, max_bytes=100)
+                await pull_bytes(lab.server, lab.peer, request, max_bytes=100)
         assert recorded.total("hypha.worker.output.requests", hypha_request="pull", hypha_outcome="refused") == 3
 
         async def release(peer: Any, job_id: uuid.UUID, *names: str) -> int:

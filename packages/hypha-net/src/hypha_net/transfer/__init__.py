@@ -1,13 +1,12 @@
 """Transfer of files and buffers between peers: push and pull with length and digest, in bounded memory, resumable.
 
 Content is visible only when it is complete. A header announces name, length and digest, and a receipt ends a push
-(`hypha_proto.transfer`). A push is received into a file, a pull into a file or memory; the sender may send a file or a
-buffer.
+(`hypha_proto.transfer`). Content is received into a file; the sender may send a file or a buffer.
 
 `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols; `framing` sends and receives their
 headers. `push_slots` lets only one push of a peer at a time write a file.
 `retry` resumes what was interrupted, `progress` emits the events. The bytes themselves are moved by `io`: `sources`,
-`sinks`, `stream_copy`, `io_thread`, `partial_file`, `partial_buffer` and `integrity`.
+`stream_copy`, `io_thread`, `partial_file` and `integrity`.
 """
 
 from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth
@@ -15,7 +14,7 @@ from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
 from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sources import Buffer, Content, describe
-from hypha_net.transfer.pull_client import PullResult, announced_content, pull, pull_bytes
+from hypha_net.transfer.pull_client import PullResult, announced_content, pull
 from hypha_net.transfer.pull_range import pull_range
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
@@ -37,7 +36,6 @@ __all__ = [
     "describe",
     "limit_bandwidth",
     "pull",
-    "pull_bytes",
     "pull_range",
     "push",
     "serve_pulls",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
@@ -26,9 +27,8 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
-from hypha_net.transfer.io.partial_file import StorageQuota
-from hypha_net.transfer.io.sinks import FileSink, MemorySink, Sink
-from hypha_net.transfer.io.stream_copy import receive_and_verify
+from hypha_net.transfer.io.partial_file import StorageQuota, resumable_bytes
+from hypha_net.transfer.io.stream_copy import incoming_file, receive_and_verify
 from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
@@ -76,34 +76,8 @@ async def pull(
         TransferError: interrupted, too large, or too slow.
         OSError: the file cannot be written.
     """
-    incoming = _Pull(endpoint, peer, request, FileSink(target, quota), max_bytes, digest)
+    incoming = _Pull(endpoint, peer, request, target, quota, max_bytes, digest)
     return await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
-
-
-async def pull_bytes(
-    endpoint: Endpoint,
-    peer: PeerId,
-    request: PullRequest,
-    *,
-    max_bytes: int,
-    digest: str | None = None,
-    timeout: float = 600.0,
-) -> bytearray:
-    """Pull from `peer` into memory, as `pull` does into a file; the caller owns the bytes.
-
-    An interrupted pull is resumed within this call. It uses memory for the received bytes, at most `max_bytes` and two
-    blocks.
-
-    Raises:
-        UnreachableError: the peer cannot be reached.
-        TransferRefusedError: the peer refuses, and says why.
-        ContentMismatchError: length or digest of what the peer has is wrong.
-        TransferError: interrupted, too large, out of memory, or too slow.
-    """
-    sink = MemorySink()
-    incoming = _Pull(endpoint, peer, request, sink, max_bytes, digest)
-    await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
-    return sink.data
 
 
 async def announced_content(
@@ -140,7 +114,8 @@ class _Pull:
     endpoint: Endpoint
     peer: PeerId
     request: PullRequest
-    sink: Sink
+    target: Path
+    quota: StorageQuota | None
     max_bytes: int
     expected_digest: str | None
     announced_digest: str | None = None
@@ -158,7 +133,9 @@ class _Pull:
         return f"pull of {describe_request(self.request)} from {self.peer}"
 
     async def attempt(self) -> PullResult:
-        offset = 0 if self.restart else await self.sink.resumable_bytes(self.announced_digest)
+        offset = 0
+        if not self.restart:
+            offset = await anyio.to_thread.run_sync(resumable_bytes, self.target, self.announced_digest)
         stream = await self.endpoint.open_stream(self.peer, [PULL])
         async with reset_on_error(stream, self.what):
             return await self._pull_from(stream, offset)
@@ -188,7 +165,7 @@ class _Pull:
             )
 
     async def _receive(self, stream: Stream, announced: PullStart, offset: int) -> PullResult:
-        async with self.sink.open(announced.size, announced.digest) as content:
+        async with incoming_file(self.target, announced.size, announced.digest, self.quota) as content:
             if content.received != offset:
                 self.restart = content.received == 0
                 raise TransferInterruptedError(f"{self.what} can go on at byte {content.received}, not {offset}")

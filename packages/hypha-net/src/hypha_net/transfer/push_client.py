@@ -17,7 +17,7 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
-from hypha_net.transfer.io.sources import Content, ReadableContent, make_source
+from hypha_net.transfer.io.sources import Content, Source, make_source
 from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
@@ -52,7 +52,7 @@ async def push(
 class _Push:
     endpoint: Endpoint
     peer: PeerId
-    source: ReadableContent
+    source: Source
     header: PushHeader
     progress: TransferProgress = field(init=False)
 

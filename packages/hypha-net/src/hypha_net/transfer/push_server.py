@@ -25,10 +25,8 @@ from hypha_net.transfer.framing import (
     send_message,
     send_refusal,
 )
-from hypha_net.transfer.io.integrity import IncomingContent
-from hypha_net.transfer.io.partial_file import StorageQuota
-from hypha_net.transfer.io.sinks import FileSink
-from hypha_net.transfer.io.stream_copy import receive_and_verify
+from hypha_net.transfer.io.partial_file import PartialFile, StorageQuota
+from hypha_net.transfer.io.stream_copy import incoming_file, receive_and_verify
 from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.push_slots import PushSlots, SlotKey
 from hypha_proto.codec import from_cbor, to_cbor
@@ -134,10 +132,10 @@ def _slot_key(target: FilePushTarget, peer: PeerId, header: PushHeader) -> SlotK
 
 
 @asynccontextmanager
-async def _open_target(target: FilePushTarget, header: PushHeader) -> AsyncIterator[IncomingContent]:
-    """Start receiving a push, or resume what is there of it; see `Sink.open`."""
+async def _open_target(target: FilePushTarget, header: PushHeader) -> AsyncIterator[PartialFile]:
+    """Start receiving a push, or resume what is there of it; see `incoming_file`."""
     try:
-        async with FileSink(target.path, target.quota).open(header.size, header.digest) as content:
+        async with incoming_file(target.path, header.size, header.digest, target.quota) as content:
             yield content
     except (NoSpaceError, OSError) as error:
         if target.on_disk_error is not None:

@@ -59,7 +59,6 @@ from hypha_worker.job_traffic import JobTraffic
 
 _log = logging.getLogger(__name__)
 
-_NO_DIGEST: Final = f"blake3:{0:064}"
 _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
 UNAVAILABLE_DELAYS: Final = (2.0, 5.0, *(10.0,) * 48)
 """Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
@@ -238,13 +237,11 @@ class PeerFiles:
             return False
         request = PullRequest(dataset=address.dataset, index=0, name="manifest")
         try:
-            # nothing has this digest: the answer is known before a byte of the manifest is sent
-            await transfer.pull_bytes(self.endpoint, peer, request, max_bytes=sys.maxsize, digest=_NO_DIGEST)
-        except ContentMismatchError:
-            return False
+            await transfer.announced_content(self.endpoint, peer, request)
         except NetError as refusal:
             _log.info("%s does not serve %s now: %s", peer, address.dataset, refusal)
-        return True
+            return True
+        return False
 
     async def _pull_from_any(
         self, peers: Sequence[PeerId], wanted: _Wanted

@@ -1,46 +1,12 @@
-"""Incoming content, and the check of its length and digest.
-
-`partial_file` and `partial_buffer` implement `IncomingContent`; `stream_copy` fills it.
-"""
+"""The check of the length and digest of incoming content, for `partial_file`."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
 
 from blake3 import blake3
 
 from hypha_net.errors import ContentMismatchError
-
-
-class IncomingContent(Protocol):
-    """Content that is being received, into a file or into memory. Its methods block; only one may run at a time."""
-
-    @property
-    def size(self) -> int:
-        """Total number of bytes."""
-        ...
-
-    @property
-    def received(self) -> int:
-        """Number of bytes received so far."""
-        ...
-
-    def rehash_existing(self) -> None:
-        """Hash what an earlier transfer left, so that more can be appended."""
-        ...
-
-    def append(self, block: memoryview) -> None:
-        """Append a block; raise `TransferError` if there is no space for it."""
-        ...
-
-    def finish(self) -> str:
-        """Verify length and digest, publish the content and return its digest.
-
-        Raises:
-            TransferError: it is not what was announced.
-        """
-        ...
 
 
 class ContentVerifier:

@@ -62,7 +62,7 @@ class StorageQuota(Protocol):
 
 @dataclass(slots=True)
 class PartialFile:
-    """Open incomplete file; see `IncomingContent`."""
+    """Open incomplete file. Its methods block; only one may run at a time."""
 
     path: Path
     target: Path
@@ -80,7 +80,7 @@ class PartialFile:
         self._verifier = ContentVerifier(self.size, self.digest)
 
     def rehash_existing(self) -> None:
-        """See `IncomingContent.rehash_existing`."""
+        """Hash what an earlier transfer left, so that more can be appended."""
         block = memoryview(bytearray(min(_HASH_BLOCK, max(1, self.received))))
         self.file.seek(0)
         while self._hashed < self.received:

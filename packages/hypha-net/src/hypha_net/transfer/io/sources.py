@@ -9,7 +9,6 @@ import os
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 import anyio.to_thread
 from blake3 import blake3
@@ -24,22 +23,6 @@ Content = Path | FileIO | Buffer
 """What can be sent: a file by its path, an open file, or memory."""
 
 
-class ReadableContent(Protocol):
-    """Content that can be read repeatedly, from any byte on."""
-
-    def size(self) -> int:
-        """Return its current size in bytes."""
-        ...
-
-    async def describe(self) -> tuple[int, str]:
-        """See `describe`."""
-        ...
-
-    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FileContent:
     """File, by its path."""
@@ -50,7 +33,7 @@ class FileContent:
         return str(self.path)
 
     def size(self) -> int:
-        """See `ReadableContent.size`."""
+        """Return its current size in bytes."""
         return self.path.stat().st_size
 
     async def describe(self) -> tuple[int, str]:
@@ -58,7 +41,7 @@ class FileContent:
         return await anyio.to_thread.run_sync(_describe_path, self.path)
 
     async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """See `ReadableContent.send`."""
+        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
         with self.path.open("rb", buffering=0) as file:
             await send_file(stream, file, offset, size, progress)
 
@@ -73,7 +56,7 @@ class OpenFileSource:
         return "the file"
 
     def size(self) -> int:
-        """See `ReadableContent.size`."""
+        """Return its current size in bytes."""
         return os.fstat(self.file.fileno()).st_size
 
     async def describe(self) -> tuple[int, str]:
@@ -81,7 +64,7 @@ class OpenFileSource:
         return await anyio.to_thread.run_sync(_describe, self.file)
 
     async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """See `ReadableContent.send`."""
+        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
         await send_file(stream, self.file, offset, size, progress)
 
 
@@ -95,7 +78,7 @@ class MemorySource:
         return "the buffer"
 
     def size(self) -> int:
-        """See `ReadableContent.size`."""
+        """Return its current size in bytes."""
         return len(self.view)
 
     async def describe(self) -> tuple[int, str]:
@@ -104,11 +87,15 @@ class MemorySource:
         return len(self.view), f"blake3:{hasher.hexdigest()}"
 
     async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """See `ReadableContent.send`."""
+        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
         await send_buffer(stream, self.view[offset:size], progress)
 
 
-def make_source(content: Content) -> ReadableContent:
+Source = FileContent | OpenFileSource | MemorySource
+"""Content that can be read repeatedly, from any byte on."""
+
+
+def make_source(content: Content) -> Source:
     """Return the source that reads `content`.
 
     Raises:

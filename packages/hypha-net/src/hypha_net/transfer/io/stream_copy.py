@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from io import FileIO
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -18,8 +21,8 @@ from hypha_net.bandwidth import TransferPacer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import TransferError
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
-from hypha_net.transfer.io.integrity import IncomingContent
 from hypha_net.transfer.io.io_thread import io_thread
+from hypha_net.transfer.io.partial_file import PartialFile, StorageQuota, open_partial_file
 from hypha_net.transfer.progress import TransferProgress
 
 CHUNK: Final = 2 << 20
@@ -82,7 +85,33 @@ async def send_buffer(stream: Stream, buffer: memoryview, progress: TransferProg
     await _send(stream, buffer, progress, progress.pacer)
 
 
-async def receive_content(stream: Stream, content: IncomingContent, progress: TransferProgress) -> None:
+@asynccontextmanager
+async def incoming_file(
+    path: Path, size: int, digest: str, quota: StorageQuota | None = None
+) -> AsyncIterator[PartialFile]:
+    """Start receiving a file, or resume what is there of it; what an interrupted transfer received is kept.
+
+    Args:
+        path: where it appears when it is complete.
+        size: total number of bytes.
+        digest: expected digest.
+        quota: bounds what this and other transfers store together.
+
+    Raises:
+        TransferError: there is no space for it.
+        OSError: the file cannot be written.
+    """
+    with anyio.CancelScope(shield=True):
+        partial = await anyio.to_thread.run_sync(open_partial_file, path, size, digest, quota)
+    try:
+        yield partial
+    finally:
+        if not partial.file.closed:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(partial.suspend)
+
+
+async def receive_content(stream: Stream, content: PartialFile, progress: TransferProgress) -> None:
     """Receive the rest of some content, up to its size or the clean end before it; keep what came in every case.
 
     Raises:
@@ -111,7 +140,7 @@ async def receive_content(stream: Stream, content: IncomingContent, progress: Tr
         await thread.result()
 
 
-async def receive_and_verify(stream: Stream, content: IncomingContent, progress: TransferProgress) -> tuple[int, str]:
+async def receive_and_verify(stream: Stream, content: PartialFile, progress: TransferProgress) -> tuple[int, str]:
     """Receive the rest of some content, verify and publish it; return its size and digest.
 
     Raises:
