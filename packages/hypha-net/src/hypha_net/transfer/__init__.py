@@ -14,8 +14,7 @@ from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.transfer.framing import IDLE_TIMEOUT
 from hypha_net.transfer.io.partial_file import StorageQuota
 from hypha_net.transfer.io.sources import Buffer, Content, describe
-from hypha_net.transfer.pull_client import PullResult, announced_content, pull
-from hypha_net.transfer.pull_range import pull_range
+from hypha_net.transfer.pull_client import PullResult, announced_content, pull, pull_range
 from hypha_net.transfer.pull_server import PullSource, serve_pulls
 from hypha_net.transfer.push_client import push
 from hypha_net.transfer.push_server import FilePushTarget, serve_pushes

@@ -5,8 +5,13 @@ The other side is `pull_server`.
 
 from __future__ import annotations
 
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -20,6 +25,7 @@ from hypha_net.errors import (
     TransferError,
 )
 from hypha_net.transfer.framing import (
+    IDLE_TIMEOUT,
     TransferInterruptedError,
     describe_request,
     receive_message,
@@ -36,6 +42,8 @@ from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
+
+_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +100,8 @@ async def announced_content(
     """
     what = f"question for {describe_request(request)} of {peer}"
     with anyio.move_on_after(timeout):
-        stream = await endpoint.open_stream(peer, [PULL])
-        try:
-            await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
-            answer = from_cbor(PullAnswer, await receive_message(stream, timeout))
-        except (StreamResetError, StreamClosedError) as error:
-            raise TransferError(f"{what} broke off: {error}") from error
-        except DecodeError as error:
-            raise TransferError(f"{what}: malformed header: {error}") from error
-        finally:
-            with anyio.CancelScope(shield=True):
-                await stream.reset()
-        if isinstance(answer, Refusal):
-            raise refusal_error(answer)
-        return PullResult(answer.size, answer.digest)
+        async with _asked(endpoint, peer, request, what) as (_, answer):
+            return PullResult(answer.size, answer.digest)
     raise TransferError(f"{what}: no answer within {timeout:g} s")
 
 
@@ -181,3 +177,85 @@ def _with_offset(request: PullRequest, offset: int) -> PullRequest:
         offset=offset,
         traceparent=request.traceparent,
     )
+
+
+async def pull_range(
+    endpoint: Endpoint, peer: PeerId, request: PullRequest, file: FileIO, end: int, *, size: int, digest: str
+) -> None:
+    """Pull the bytes from `request.offset` to `end` and write them at their place in an open file.
+
+    So several peers can send parts of the same content at once. A part cannot be verified by itself: the caller
+    verifies the whole content.
+
+    Args:
+        endpoint: this node.
+        peer: who has the content.
+        request: names the content at the peer.
+        file: open for writing; its position does not matter.
+        end: position after the last wanted byte.
+        size: bytes of the whole content.
+        digest: digest of the whole content; the peer must announce both.
+
+    Raises:
+        UnreachableError: the peer cannot be reached.
+        TransferRefusedError: the peer refuses, and says why.
+        ContentMismatchError: the peer announces another size or digest.
+        TransferError: it was interrupted, or no bytes came for `IDLE_TIMEOUT` seconds.
+        OSError: the file cannot be written.
+    """
+    what = f"pull of {describe_request(request)} from {peer}"
+    async with _asked(endpoint, peer, request, what) as (stream, answer):
+        if (answer.size, answer.digest) != (size, digest):
+            raise ContentMismatchError(
+                f"the peer has {answer.size} bytes with {answer.digest}, not {size} with {digest}"
+            )
+        progress = TransferProgress(endpoint, peer, describe_request(request), "received")
+        with progress.report_outcome():
+            progress.begin(request.offset, size)
+            await _receive_range(stream, file, request.offset, end, progress)
+
+
+async def _receive_range(stream: Stream, file: FileIO, offset: int, end: int, progress: TransferProgress) -> None:
+    block, pacer = memoryview(bytearray(min(_BLOCK, end - offset))), progress.pacer
+    while offset < end:
+        wanted, filled = block[: end - offset], 0
+        while filled < len(wanted):
+            with anyio.move_on_after(IDLE_TIMEOUT) as scope:
+                count = await stream.receive_into(wanted[filled : filled + pacer.chunk_size])
+            if scope.cancelled_caught:
+                raise TransferError(f"no bytes came for {IDLE_TIMEOUT:g} s")
+            if not count:
+                raise TransferError(f"the stream ended after {offset + filled} bytes")
+            filled += count
+            progress.advance(count)
+            await pacer.wait(count)
+        await anyio.to_thread.run_sync(_write, file, wanted, offset)
+        offset += filled
+
+
+def _write(file: FileIO, block: memoryview, offset: int) -> None:
+    while block:
+        count = os.pwrite(file.fileno(), block, offset)
+        block, offset = block[count:], offset + count
+
+
+@asynccontextmanager
+async def _asked(
+    endpoint: Endpoint, peer: PeerId, request: PullRequest, what: str
+) -> AsyncIterator[tuple[Stream, PullStart]]:
+    """Ask for a file, of which the end is not wanted: the stream is reset when the context ends."""
+    stream = await endpoint.open_stream(peer, [PULL])
+    try:
+        await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
+        await stream.send_eof()
+        answer = from_cbor(PullAnswer, await receive_message(stream))
+        if isinstance(answer, Refusal):
+            raise refusal_error(answer)
+        yield stream, answer
+    except (StreamResetError, StreamClosedError) as error:
+        raise TransferError(f"{what} broke off: {error}") from error
+    except DecodeError as error:
+        raise TransferError(f"{what}: malformed header: {error}") from error
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stream.reset()
