@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypha_aim_driver import repository
 from hypha_aim_driver.app import AimMetrics, create_app
 from hypha_aim_driver.cli import main
-from hypha_aim_driver.retry_queue import NotWrittenError, RetryQueue, Writer
+from hypha_aim_driver.retry_queue import NotWrittenError, RetryQueue
 from hypha_aim_driver.runs import JobRuns
 
 A = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
@@ -85,7 +85,7 @@ class ListWriter:
 
 
 @contextmanager
-def running_queue(writer: Writer, **options: Any) -> Iterator[RetryQueue]:
+def running_queue(writer: Any, **options: Any) -> Iterator[RetryQueue]:
     queue = RetryQueue(writer, **options)
     try:
         yield queue

@@ -6,7 +6,7 @@ The sink is `LogSink`, or `retry_queue.RetryQueue` to write to AIM.
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
@@ -15,6 +15,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
+
+if TYPE_CHECKING:
+    from hypha_aim_driver.retry_queue import RetryQueue
 
 _log = logging.getLogger(__name__)
 
@@ -52,23 +55,11 @@ class SinkFullError(Exception):
     """The sink is full; the client should retry later."""
 
 
-class MetricSink(Protocol):
-    """Destination of metrics."""
-
-    def record(self, metric: AimMetrics) -> None:
-        """Store a metric without blocking; called from the event loop.
-
-        Raises:
-            SinkFullError: the metric was not stored.
-        """
-        ...
-
-
 class LogSink:
     """Sink that writes every metric to the log; used without an AIM repository."""
 
     def record(self, metric: AimMetrics) -> None:
-        """See `MetricSink.record`."""
+        """Store a metric without blocking; called from the event loop. A full sink raises `SinkFullError`."""
         job = "" if metric.job_id is None else f"job {metric.job_id} "
         _log.info("%s%s round %d %s = %g", job, metric.worker_id, metric.round, metric.metric_name, metric.value)
 
@@ -102,7 +93,7 @@ def _request_schema() -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def create_app(sink: MetricSink) -> FastAPI:
+def create_app(sink: LogSink | RetryQueue) -> FastAPI:
     """Create the application with the route ``POST /status``.
 
     A malformed metric gets the response 422 with the reasons, one of more than `MAX_BODY` bytes 413; a full sink leads

@@ -52,7 +52,11 @@ class AimRepository:
         self._repo: Any = None
 
     def open(self, job_id: str | None) -> AimRun:
-        """See `hypha_aim_driver.runs.Repository.open`."""
+        """Open the existing run of a job or create one; always create one without a job id.
+
+        Raises:
+            NotWrittenError: AIM fails.
+        """
         with _translate_errors(f"opening a run in {self._location}"):
             repo = self._connect()
             known = None if job_id is None else self._find(job_id)
@@ -94,7 +98,7 @@ class AimRepository:
 
 
 class AimRun:
-    """One job's run in AIM; see `hypha_aim_driver.runs.MetricRun`."""
+    """One job's run in AIM. Every method raises `NotWrittenError` when AIM fails."""
 
     def __init__(self, run: Any, location: str) -> None:
         """Wrap an ``aim.Run`` that is open for writing."""
@@ -102,7 +106,7 @@ class AimRun:
         self._location = location
 
     def track(self, value: float, *, name: str, step: int, worker: str) -> None:
-        """Write one value in the worker's context."""
+        """Write one value in the worker's context; the same name, step and worker overwrite an earlier value."""
         with _translate_errors(f"writing to {self._location}"):
             self._run.track(value, name=name, step=step, context={"worker": worker})
 

@@ -11,11 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hypha_aim_driver.app import AimMetrics, SinkFullError
+
+if TYPE_CHECKING:
+    from hypha_aim_driver.runs import JobRuns
 
 _log = logging.getLogger(__name__)
 
@@ -33,32 +36,12 @@ class NotWrittenError(Exception):
     """Metrics were not written, or it is unknown whether they were; writing them again is safe."""
 
 
-class Writer(Protocol):
-    """Destination of the queue; called only by the queue's thread."""
-
-    def write(self, metrics: Sequence[AimMetrics]) -> int:
-        """Write at least the first of `metrics` and return how many were written; must be idempotent.
-
-        Raises:
-            NotWrittenError: some metrics may not have been written.
-        """
-        ...
-
-    def on_idle(self) -> None:
-        """Handle that no metric has arrived for some seconds."""
-        ...
-
-    def close(self) -> None:
-        """Finish; no more metrics follow."""
-        ...
-
-
 class RetryQueue:
     """Sink that writes metrics in order on a background thread."""
 
     def __init__(
         self,
-        writer: Writer,
+        writer: JobRuns,
         *,
         capacity: int = CAPACITY,
         retry: float = _RETRY_FIRST,
@@ -92,7 +75,7 @@ class RetryQueue:
             return len(self._waiting)
 
     def record(self, metric: AimMetrics) -> None:
-        """See `Sink.record`."""
+        """See `app.LogSink.record`."""
         with self._changed:
             if self._busy_since is not None and time.monotonic() - self._busy_since > self._stall_timeout:
                 self._report_failure(f"no answer for {self._stall_timeout:g} s")

@@ -9,53 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hypha_aim_driver.app import AimMetrics
+
+if TYPE_CHECKING:
+    from hypha_aim_driver.repository import AimRepository, AimRun
 
 _UNNAMED: Final = ""
 _IDLE_TIMEOUT: Final = 600.0
 """Seconds without a metric after which a job's run is closed and AIM shows it as finished; a metric reopens it."""
 
 
-class MetricRun(Protocol):
-    """One job's run. Every method raises `NotWrittenError` when AIM fails."""
-
-    def track(self, value: float, *, name: str, step: int, worker: str) -> None:
-        """Write one value; the same name, step and worker overwrite an earlier value."""
-        ...
-
-    def confirm(self) -> None:
-        """Wait until everything tracked has been written."""
-        ...
-
-    def close(self) -> None:
-        """Mark the run as ended."""
-        ...
-
-
-class Repository(Protocol):
-    """Storage of runs."""
-
-    def open(self, job_id: str | None) -> MetricRun:
-        """Open the existing run of a job or create one; always create one without a job id.
-
-        Raises:
-            NotWrittenError: AIM fails.
-        """
-        ...
-
-
 @dataclass(slots=True)
 class _OpenRun:
-    run: MetricRun
+    run: AimRun
     used_at: float
 
 
 class JobRuns:
-    """`retry_queue.Writer` that writes to the runs of a repository."""
+    """Writes to the runs of a repository; called only by the thread of `retry_queue`."""
 
-    def __init__(self, repository: Repository, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, repository: AimRepository, clock: Callable[[], float] = time.monotonic) -> None:
         """Write to `repository`; opens nothing yet."""
         self._repository = repository
         self._clock = clock
@@ -64,7 +39,13 @@ class JobRuns:
         """Last round of each worker and metric of the job without an id."""
 
     def write(self, metrics: Sequence[AimMetrics]) -> int:
-        """See `Writer.write`; stops where a job without an id ends, so that a retry writes to the same run."""
+        """Write at least the first of `metrics` and return how many were written; idempotent.
+
+        Stops where a job without an id ends, so that a retry writes to the same run.
+
+        Raises:
+            NotWrittenError: some metrics may not have been written.
+        """
         if self._starts_new_job(metrics[0], self._rounds):
             self._close_run(_UNNAMED)
             self._rounds = {}
@@ -88,7 +69,7 @@ class JobRuns:
         """Return whether a worker reports an earlier round without a job id."""
         return metric.job_id is None and metric.round < rounds.get((metric.worker_id, metric.metric_name), 0)
 
-    def _run(self, job_id: str | None) -> MetricRun:
+    def _run(self, job_id: str | None) -> AimRun:
         key = job_id or _UNNAMED
         if key not in self._open:
             self._open[key] = _OpenRun(self._repository.open(job_id), 0.0)
@@ -101,11 +82,11 @@ class JobRuns:
             del self._open[key]
 
     def on_idle(self) -> None:
-        """See `Writer.on_idle`; closes the runs of jobs without recent metrics."""
+        """Close the runs of jobs without recent metrics."""
         for key in [key for key, run in self._open.items() if self._clock() - run.used_at > _IDLE_TIMEOUT]:
             self._close_run(key)
 
     def close(self) -> None:
-        """See `Writer.close`."""
+        """Close all runs; no more metrics follow."""
         for key in list(self._open):
             self._close_run(key)
