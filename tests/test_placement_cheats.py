@@ -90,32 +90,3 @@ def test_a_hundred_requests_in_each_batch_window() -> None:
     found = place({"cheat": flood}, Demand(train=1, timeout=10.0))
     assert flood.sent >= 500
     assert found.placement.seconds < 5.0, found.placement.failure
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_of_ten_jobs_that_compete_all_that_fit_are_placed(seed: int) -> None:
-    """Ten jobs of 4 leases each ask 20 workers with one lease each at the same moment; five can be placed."""
-
-    async def main() -> list[Placement]:
-        found: list[Placement] = []
-        all_asked = anyio.Event()
-
-        async def job(name: str) -> None:
-            async with network.place(name, Demand(train=3, timeout=30.0)) as placement:
-                found.append(placement)
-                if len(found) == 10:
-                    all_asked.set()
-                await all_asked.wait()
-
-        async with open_placement_network(seed) as network:
-            await network.add_workers(20, ONE_CORE)
-            await anyio.sleep(1.0)
-            async with anyio.create_task_group() as tasks:
-                for number in range(10):
-                    tasks.start_soon(job, f"scheduler-{number}")
-        return found
-
-    with seeded_ids(seed):
-        found = simulate(main, seed=seed)
-    assert sum(not placement.failure for placement in found) == 5
