@@ -60,7 +60,7 @@ class FakeWorker:
     slices: list[Path]
     rounds: int = 3
     batches: int = 20
-    """Batches per round; to executors that report one at a time, the last two are announced by a count."""
+    """Batches per round."""
     epochs: int = 1000
     outer: Outer = field(default_factory=lambda: Outer(1.0, 0.0))
     reports: list[Any] = field(default_factory=list)
@@ -82,7 +82,6 @@ class FakeWorker:
     def __post_init__(self) -> None:
         self.handed_out = 0
         self.done_rounds = 0
-        self.batches_seen = 0
         self.events: queue.Queue[Any] = queue.Queue()
 
     def fetch(self, body: Any) -> tuple[int, Any]:
@@ -120,13 +119,8 @@ class FakeWorker:
 
     def status(self, body: Any) -> tuple[int, Any]:
         self.reports.append(body)
-        if isinstance(body, dict) and "status" in body:
-            self.batches_seen += 1
-            due = self.batches_seen == self.batches - 2
-            return 200, {"type": "ScheduleUpdate", "counter": 2} if due else {"type": "Continue"}
         if body != "update-received":
             return 200, {"type": "Ok"}
-        self.batches_seen = 0
         self.done_rounds += 1
         return 200, {"type": "Done" if self.done_rounds == self.rounds else "Continue"}
 
