@@ -20,7 +20,7 @@ from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.security import certificate_monitor
 from hypha_net.certificate_validation import WARN_AT, CertificateVerifier, ExpiryWarnings, build_chain
-from hypha_net.errors import RefusedError, StreamResetError, UnreachableError
+from hypha_net.errors import StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, PeerRejected
 from hypha_net.identity import Identity, load_identity
 
@@ -224,23 +224,6 @@ async def test_a_peer_whose_certificate_expires_while_connected_is_disconnected(
         assert isinstance(refused, PeerRejected)
         assert (refused.peer, refused.reason) == (identity.peer_id, "expired")
         await until(lambda: not one.connected_peers())
-
-
-@pytest.mark.nightly
-async def test_a_certificate_that_expires_by_the_real_clock_ends_its_connections(authority: Any) -> None:
-    brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
-    async with (
-        opened(authority.identity("gateway"), role="gateway") as one,
-        opened(brief) as two,
-    ):
-        await two.connect(one.addresses[0])
-        with one.events.follow(PeerRejected) as events:
-            refused = await anext(events)
-        assert isinstance(refused, PeerRejected)
-        assert (refused.peer, refused.reason) == (brief.peer_id, "expired")
-        await until(lambda: not one.connected_peers())
-        with pytest.raises(RefusedError, match="ours has expired"):
-            await two.connect(one.addresses[0])
 
 
 async def test_peers_of_a_ca_removed_from_the_trust_bundle_are_disconnected(

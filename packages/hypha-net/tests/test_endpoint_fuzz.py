@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import ssl
-import struct
 import subprocess
 import sys
 import uuid
@@ -23,7 +21,6 @@ import anyio
 import anyio.to_thread
 import psutil
 import pytest
-import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.kad_dht.pb.kademlia_pb2 import Message as KadMessage
 from libp2p.pubsub.pb.rpc_pb2 import RPC
@@ -32,7 +29,6 @@ from support import fuzz_target
 from support.mutation import mutated
 from support.process_ready import first_line
 from support.waiting import run
-from support.wire_peer import line
 
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -186,77 +182,6 @@ def run_attack(authority: Any, folder: Path, attack: Callable[[Target], Any]) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
-
-
-HELLO = line("/multistream/1.0.0")
-
-
-async def drain(stream: Any, seconds: float) -> None:
-    """Read and drop for some seconds."""
-    with anyio.move_on_after(seconds), suppress(trio.BrokenResourceError, ssl.SSLError):
-        while await stream.receive_some(65536):
-            pass
-
-
-def test_negotiation_and_tls_handshake(authority: Any, tmp_path: Path) -> None:
-    context = authority.identity("base").client_context()
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(incoming, outgoing).do_handshake()
-    valid = HELLO + line("/tls/1.0.0") + outgoing.read()
-
-    async def attack(target: Target) -> None:
-        for seed in range(300):
-            chance = random.Random(seed)
-            stream = await trio.open_tcp_stream("127.0.0.1", target.port)
-            with suppress(trio.BrokenResourceError):
-                await stream.send_all(mutated(valid, chance))
-            await drain(stream, 0.01)
-            await stream.aclose()
-
-    run_attack(authority, tmp_path, attack)
-
-
-def test_yamux_frames(authority: Any, tmp_path: Path) -> None:
-    context = authority.identity("attacker").client_context()
-    data = HELLO + line("/ipfs/ping/1.0.0") + bytes(32)
-    frame = struct.Struct(">BBHII").pack
-    valid = b"".join(
-        (
-            frame(0, 1, 1, 1, 0),
-            frame(0, 0, 0, 1, len(data)) + data,
-            frame(0, 2, 1, 0, 7),
-            frame(0, 1, 0, 1, 65536),
-            frame(0, 0, 4, 1, 0),
-            frame(0, 3, 0, 0, 0),
-        )
-    )
-
-    async def attack(target: Target) -> None:
-        for seed in range(200):
-            stream = await trio.open_tcp_stream("127.0.0.1", target.port)
-            await stream.send_all(HELLO + line("/tls/1.0.0"))
-            await read_exactly(stream, len(HELLO + line("/tls/1.0.0")))
-            secured = trio.SSLStream(stream, context, https_compatible=True)
-            chance = random.Random(seed)
-            # every second case mutates the muxer negotiation as well
-            begin = HELLO + line("/yamux/1.0.0")
-            with suppress(trio.BrokenResourceError):
-                await secured.do_handshake()
-                await secured.send_all((mutated(begin, chance) if seed % 2 else begin) + mutated(valid, chance))
-            await drain(secured, 0.01)
-            await stream.aclose()
-
-    run_attack(authority, tmp_path, attack)
-
-
-async def read_exactly(stream: Any, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = await stream.receive_some(size - len(data))
-        assert part, data
-        data += part
-    return data
 
 
 def test_all_protocols(authority: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import signal
@@ -19,14 +18,8 @@ import anyio
 import anyio.to_thread
 import pytest
 import trio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives import serialization as ser
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-from support.endpoint_helpers import echo_at_once, publish_until_heard
-from support.process_ready import first_line
-from support.waiting import run, until
+from support.endpoint_helpers import echo_at_once
+from support.waiting import until
 from support.wire_peer import expect, line
 
 from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
@@ -36,18 +29,16 @@ from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.yamux import session
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import (
-    RefusedError,
     RequestError,
     RequestTimeoutError,
     StreamResetError,
     TransferError,
     UnreachableError,
 )
-from hypha_net.identity import load_identity
 from hypha_net.transfer import retry
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.protocols import HEALTH, PULL
+from hypha_proto.protocols import HEALTH
 from hypha_proto.transfer import PullRequest
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -141,40 +132,6 @@ async def test_connection_without_mutual_tls_is_closed(
         await check_serves(gateway, authority)
 
 
-def issue_ecdsa(authority: Any, folder: Path) -> ssl.SSLContext:
-    """Return the TLS context of a client whose certificate has an ECDSA key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    now = dt.datetime.now(dt.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ecdsa")]))
-        .issuer_name(authority.org.certificate.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .sign(authority.org.key, None)
-    )
-    path = folder / "ecdsa.pem"
-    path.write_bytes(
-        certificate.public_bytes(ser.Encoding.PEM)
-        + authority.org.pem()
-        + key.private_bytes(ser.Encoding.PEM, ser.PrivateFormat.PKCS8, ser.NoEncryption())
-    )
-    assert isinstance(certificate.signature_hash_algorithm, hashes.HashAlgorithm | None)
-    context = cast(ssl.SSLContext, authority.identity("base").client_context())
-    context.load_cert_chain(path)
-    return context
-
-
-def expired(authority: Any, _folder: Path) -> ssl.SSLContext:
-    day = dt.timedelta(days=1)
-    cert, key, _trust = authority.files("expired", valid=(-3 * day, -day))
-    context = cast(ssl.SSLContext, authority.identity("base").client_context())
-    context.load_cert_chain(cert, key)
-    return context
-
-
 def without_certificate(authority: Any, _folder: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -182,40 +139,20 @@ def without_certificate(authority: Any, _folder: Path) -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [(expired, "has expired: its owner"), (issue_ecdsa, "Ed25519"), (without_certificate, "showed no certificate")],
-    ids=["expired", "ecdsa", "no certificate"],
-)
-async def test_bad_certificates_are_refused_with_the_reason(
-    authority: Any, tmp_path: Path, make: Callable[[Any, Path], ssl.SSLContext], reason: str, caplog: Any
-) -> None:
+async def test_a_peer_without_a_certificate_is_refused_with_the_reason(authority: Any, caplog: Any) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.identity("base").trust_pem)
     with caplog.at_level(logging.WARNING):
         async with open_gateway(authority) as gateway:
-            secured = await dial_tls(gateway, make(authority, tmp_path))
+            secured = await dial_tls(gateway, context)
             with anyio.fail_after(15):
                 await read_to_end(secured)
-            await until(lambda: reason in caplog.text)
+            await until(lambda: "showed no certificate" in caplog.text)
             assert not gateway.connected_peers()
             await until(lambda: inbound_tokens(gateway) == 0)
             await check_serves(gateway, authority)
     assert "Traceback" not in caplog.text
-
-
-async def test_both_sides_of_different_authorities_name_the_remedy(
-    authority: Any, foreign_authority: Any, caplog: Any
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        cert, key, trust = foreign_authority.files("stranger")
-        trust.write_bytes(trust.read_bytes() + authority.org.pem() + authority.root.pem())
-        async with (
-            open_gateway(authority) as gateway,
-            open_endpoint(load_identity(cert, key, trust), EndpointSettings()) as stranger,
-        ):
-            with pytest.raises(RefusedError, match="compare trust_pem of both nodes"):
-                await stranger.connect(gateway.addresses[0])
-            await until(lambda: "is refused here" in caplog.text)
-    assert "compare trust_pem of both nodes" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -251,13 +188,13 @@ async def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(
 # --------------------------------------------------------------------------------------------------------- reconnecting
 
 
-async def connect_repeatedly(authority: Any, times: int) -> None:
+async def test_more_connections_in_turn_than_the_limit_leak_no_tokens(authority: Any) -> None:
     async with (
-        open_gateway(authority, max_connections=8) as gateway,
-        open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(max_connections=8)) as leaf,
+        open_gateway(authority, max_connections=4) as gateway,
+        open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(max_connections=4)) as leaf,
     ):
         gateway.handle(ECHO, echo_at_once)
-        for _ in range(times):
+        for _ in range(10):
             await leaf.connect(gateway.addresses[0])
             stream = await leaf.open_stream(gateway.peer_id, [ECHO])
             await stream.send_all(b"x")
@@ -267,11 +204,6 @@ async def connect_repeatedly(authority: Any, times: int) -> None:
             await leaf.disconnect(gateway.peer_id)
         await until(lambda: inbound_tokens(gateway) == 0)
         await check_serves(gateway, authority)
-
-
-@pytest.mark.nightly
-def test_hundred_connections_in_turn_leak_no_tokens(authority: Any) -> None:
-    run(lambda: connect_repeatedly(authority, 100), 60)
 
 
 async def test_reconnects_to_a_gateway_that_drops_peers_back_off(
@@ -334,20 +266,6 @@ async def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> No
             with pytest.raises(Exception, match="speaks none of"):
                 await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
         await until(lambda: open_streams() <= before)
-
-
-async def test_header_with_excessive_length_resets_the_stream(libp2p_opener: Opener) -> None:
-    async with libp2p_opener(2) as (gateway, leaf):
-
-        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
-            raise AssertionError("a hostile header must not get here")
-
-        transfer.serve_pulls(gateway, resolve)
-        stream = await leaf.open_stream(gateway.peer_id, [PULL])
-        await stream.send_all((1 << 62).to_bytes(8, "little") + bytes(1000))
-        with anyio.fail_after(15), pytest.raises(StreamResetError):
-            await stream.receive_some()
-        await stream.aclose()
 
 
 # ------------------------------------------------------------------------------------------------------------ crashes
@@ -434,63 +352,3 @@ async def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
         assert ends == ["reset"]
         assert not target.exists()  # a partial file has another name
         await until(lambda: inbound_tokens(gateway) == 0)
-
-
-GATEWAY = """
-import sys
-from pathlib import Path
-import anyio
-from hypha_net import EndpointSettings, open_endpoint
-from hypha_net.identity import load_identity
-
-async def main(cert, key, trust, listen, state):
-    identity = load_identity(Path(cert), Path(key), Path(trust))
-    settings = EndpointSettings(listen_addresses=(listen,), role="gateway", state_dir=Path(state))
-    async with open_endpoint(identity, settings) as gateway, gateway.subscribe("t"):
-        print(gateway.addresses[0], flush=True)
-        await anyio.sleep_forever()
-
-anyio.run(main, *sys.argv[1:], backend="trio")
-"""
-
-
-def start_gateway(files: tuple[Path, ...], listen: str, state: Path) -> tuple[subprocess.Popen[str], str]:
-    """Start a gateway in its own process; return the process and its address."""
-    command = [sys.executable, "-c", GATEWAY, *map(str, files), listen, str(state)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    return process, first_line(process)
-
-
-@pytest.mark.nightly
-async def test_nodes_recover_after_their_gateway_was_killed_and_restarted(authority: Any, tmp_path: Path) -> None:
-    files = authority.files("gateway", "gateway")
-    state = tmp_path / "state"
-    state.mkdir()
-    process, address = await anyio.to_thread.run_sync(start_gateway, files, LOOPBACK, state)
-    settings = EndpointSettings(gateway_addresses=(address,))
-    try:
-        async with (
-            open_endpoint(authority.identity("one", "data"), settings) as one,
-            open_endpoint(authority.identity("two", "worker"), settings) as two,
-            one.subscribe("t"),
-            two.subscribe("t") as heard,
-        ):
-            for node in (one, two):
-                await node.wait_for_gateway(10)
-            await one.put_record(b"digits", b"{}")
-            process.kill()
-            await until(lambda: not one.connected_peers() and not two.connected_peers())
-            with pytest.raises(UnreachableError):
-                await two.find_records(b"digits")
-            process.wait()
-            process, _ = await anyio.to_thread.run_sync(start_gateway, files, address.split("/p2p/")[0], state)
-            await until(lambda: bool(one.topic_peers("t") and two.topic_peers("t")), 20)
-            (record,) = await two.find_records(b"digits")
-            assert record.publisher == one.peer_id
-            await until(lambda: bool(one.addresses and two.addresses))  # they have reservations again
-            two.handle(ECHO, echo_at_once)
-            await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-            await publish_until_heard(one, "t", b"as before", heard)
-    finally:
-        process.kill()
-        process.wait()

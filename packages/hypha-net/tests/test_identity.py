@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime as dt
 import logging
 import os
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hypha_net.errors import IdentityError
-from hypha_net.identity import Identity, load_identity
+from hypha_net.identity import load_identity
 
 DAY = dt.timedelta(days=1)
 
@@ -119,47 +118,6 @@ def test_a_key_readable_by_other_users_is_logged_as_a_warning(authority: Any, ca
     with caplog.at_level(logging.WARNING):
         load_identity(*files)
     assert "chmod 600" in caplog.text
-
-
-def handshake(server: Identity, client: Identity) -> None:
-    """Run a TLS handshake in memory. Raises `ssl.SSLError` if one side refuses."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = [
-        client.client_context().wrap_bio(to_client, to_server),
-        server.server_context().wrap_bio(to_server, to_client, server_side=True),
-    ]
-    for _ in range(4):
-        for side in sides:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-    assert all(side.getpeercert(binary_form=True) for side in sides)
-
-
-@pytest.mark.parametrize("with_root", [True, False])
-def test_revocation_lists_reject_only_revoked_certificates(authority: Any, with_root: bool) -> None:
-    def load(name: str, crls: Path | None = None) -> Identity:
-        cert, key, trust = authority.files(name)
-        if not with_root:  # as the Rust tool writes it: the node's own certificate and the organisation's CA
-            trust.write_bytes(cert.read_bytes())
-        return load_identity(cert, key, trust, crls)
-
-    bad = load("bad")
-    crls = authority.revocations(bad.certificate.serial)
-    one, two = load("one", crls), load("two", crls)
-    handshake(one, two)
-    with pytest.raises(ssl.SSLError, match="revoked"):
-        handshake(one, bad)
-    with pytest.raises(ssl.SSLError, match="revoked"):
-        handshake(bad, two)
-
-
-@pytest.mark.parametrize("with_root", [True, False])
-def test_nodes_of_another_authority_do_not_verify(authority: Any, foreign_authority: Any, with_root: bool) -> None:
-    cert, key, trust = authority.files("one")
-    if not with_root:
-        trust.write_bytes(cert.read_bytes())
-    with pytest.raises(ssl.SSLError):
-        handshake(load_identity(cert, key, trust), load_identity(*foreign_authority.files("stranger")))
 
 
 def test_the_key_is_left_neither_on_disk_nor_open(authority: Any) -> None:

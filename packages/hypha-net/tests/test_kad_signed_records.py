@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
 import trio
 import trio.testing
-from support.node_processes import Child, crew
 from support.waiting import until
 
 from hypha_net import EndpointSettings, dataset_directory, open_endpoint
@@ -277,42 +274,3 @@ def test_a_lower_seq_of_the_same_publisher_never_wins(key: bytes) -> None:
     assert store.put(key, before + b'{"seq": 5}', PEERS[0].raw, 20)
     assert not store.put(key, before + b'{"seq": 4}', PEERS[0].raw, 20)
     assert store.put(key, before + b'{"seq": 6}', PEERS[0].raw, 20)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(150)
-async def test_killed_or_stopped_processes_do_not_delay_look_ups(authority: Any, tmp_path: Path) -> None:
-    """A killed data node is no longer found after 30 s, and a suspended gateway does not delay look-ups."""
-    async with crew(tmp_path / "nodes.log") as start:
-        listening = {"listen_addresses": [LOOPBACK], "role": "gateway"}
-        gateways = [await start([authority.files(f"gateway-{n}", "gateway")], listening) for n in range(2)]
-        addresses = [(await gateway.opened())["addresses"][0][0] for gateway in gateways]
-        names = ("a", "b", "s")
-        nodes = [await start([authority.files(name)], {"gateway_addresses": addresses}) for name in names]
-        ids = [(await node.opened())["ids"][0] for node in nodes]
-        for node in nodes:
-            await until(lambda node=node: bool(node.of("state", peers=2)), 30)  # type: ignore[misc]
-        for node in nodes[:2]:
-            await node.do(0, "put", key="digits", value='{"num_slices": 4}', ttl=dataset_directory.RECORD_TTL)
-            await until(lambda node=node: bool(node.of("put")), 10)  # type: ignore[misc]
-        found, _ = await look_up(nodes[2])
-        assert found == set(ids[:2])
-        await nodes[1].kill()
-        killed = time.monotonic()
-        gateways[0].stop()
-        while ids[1] in found:
-            found, took = await look_up(nodes[2])
-            assert took < 5  # five times the second that a look-up may take with an unresponsive gateway
-            assert time.monotonic() - killed < 5 * 30
-            assert ids[0] in found
-            await anyio.sleep(0.5)
-        print(f"\ngone {time.monotonic() - killed:.1f} s after it was killed; the last look-up took {took:.2f} s")
-        gateways[0].go_on()
-
-
-async def look_up(node: Child) -> tuple[set[str], float]:
-    """Return the data nodes that are found, and the seconds that took."""
-    before, began = len(node.of("found")), time.monotonic()
-    await node.do(0, "find", key="digits")
-    await until(lambda: len(node.of("found")) > before, 20)
-    return {publisher for publisher, _ in node.of("found")[-1]["records"]}, time.monotonic() - began

@@ -291,17 +291,3 @@ async def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: An
             await until(lambda: "does it expect another peer here" in caplog.text)
             assert "'leaf'" in caplog.text
             assert not one.connected_peers()
-
-
-@pytest.mark.nightly
-async def test_node_with_expired_certificate_learns_it_from_its_peer(authority: Any) -> None:
-    brief = load_identity(*authority.files("brief", valid=(-DAY, dt.timedelta(seconds=6))))
-    async with (
-        open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,), role="gateway")) as one,
-        open_endpoint(brief, EndpointSettings((LOOPBACK,))) as two,
-    ):
-        await anyio.sleep(max(0.0, brief.certificate.not_after - dt.datetime.now().timestamp() + 0.1))
-        with pytest.raises(RefusedError, match=r"this node's certificate: ours has expired: have it renewed"):
-            await two.connect(one.addresses[0])
-        with pytest.raises(RefusedError, match=r"'brief' .* has expired: its owner has to have it renewed"):
-            await one.connect(two.addresses[0])

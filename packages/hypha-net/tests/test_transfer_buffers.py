@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from hypha_net import transfer
 from hypha_net.bandwidth import BURST
-from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.endpoint import Endpoint
 from hypha_net.events import EventFollower, Transferred
 from hypha_net.testing import Faults, MemoryNetwork, simulate
 from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_net.transfer.io.partial_file import MIN_RESUMABLE
 from hypha_proto.attempt_id import AttemptId
-from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
@@ -173,40 +173,6 @@ def test_non_contiguous_memory_is_refused_before_sending() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- wire protocol
-
-
-@asynccontextmanager
-async def recorded_push(a: Endpoint, b: Endpoint, given: Path | bytes, data: bytes) -> AsyncIterator[list[bytes]]:
-    """Record what a pusher sends to a receiver that has the first bytes already."""
-    said: list[bytes] = []
-
-    async def take(stream: Stream) -> None:
-        said.append(await receive_message(stream))
-        await send_message(stream, bytes.fromhex("a1 64 476f4f6e a1 66 6f6666736574 03"))  # {"GoOn": {"offset": 3}}
-        rest = bytearray()
-        while part := await stream.receive_some():
-            rest += part
-        said.append(bytes(rest))
-        answer = b"\xa1\x67Receipt\xa1\x64size\x1a" + len(data).to_bytes(4, "big")
-        await send_message(stream, answer)
-        await stream.send_eof()
-
-    b.handle(PUSH, take)
-    await transfer.push(a, b.peer_id, given, header_of(data))
-    yield said
-
-
-async def test_pushed_buffer_and_file_look_the_same_on_the_wire(opener: Opener, tmp_path: Path) -> None:
-    data = content(3_000_000)
-    (tmp_path / "file").write_bytes(data)
-    async with opener(3) as (_, a, b):
-        async with recorded_push(a, b, tmp_path / "file", data) as of_file:
-            pass
-        async with recorded_push(a, b, data, data) as of_buffer:
-            pass
-        assert of_file == of_buffer
-        assert from_cbor(PushHeader, of_buffer[0]) == header_of(data)
-        assert of_buffer[1] == data[3:]
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming

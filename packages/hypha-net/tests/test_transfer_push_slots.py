@@ -13,27 +13,6 @@ from hypha_proto.ids import PeerId
 KEY = (PeerId.from_public_key(bytes(32)), "slot")
 
 
-@pytest.mark.virtual_clock
-async def test_last_push_takes_over_although_the_first_hangs() -> None:
-    slots, ends = PushSlots(), {}
-
-    async def push(name: str, *, hangs: bool, task_status: anyio.abc.TaskStatus[None]) -> None:
-        try:
-            async with slots.hold(KEY, name):
-                task_status.started()
-                with anyio.CancelScope(shield=hangs):
-                    await anyio.sleep(1)
-                await anyio.lowlevel.checkpoint()
-            ends[name] = "held on"
-        except TransferInterruptedError:
-            ends[name] = "gave way"
-
-    async with anyio.create_task_group() as tasks:
-        for name, hangs in (("first", True), ("second", False), ("third", False)):
-            await tasks.start(lambda name=name, hangs=hangs, **status: push(name, hangs=hangs, **status))
-    assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}
-
-
 def test_later_of_two_waiting_pushes_gets_the_slot() -> None:
     async def main(order: str) -> None:
         slots, ends = PushSlots(), dict[str, str]()
