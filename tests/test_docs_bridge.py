@@ -21,16 +21,15 @@ import httpx
 import pytest
 from support.doc_snippets import block
 from support.fake_http_server import files, served
-from support.training_bridge import ATTEMPT, fail_for_disk, make_context
+from support.task_settings import all_of, training
+from support.training_bridge import ATTEMPT, make_bridge, make_context
 
 from hypha.accelerate_executor.training import read_settings
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_proto.job_spec import Adam, All, HuggingFaceReference, Model, PeersReference, SchedulerReference, TrainConfig
+from hypha_proto.job_spec import HuggingFaceReference, Model, SchedulerReference
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.bridge.server import open_bridge
-from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.executors.process.execution import task_json
 
@@ -87,24 +86,16 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         worker, one, two = [await stack.enter_async_context(network.endpoint(name)) for name in ("worker", "1", "2")]
-        peers = PeersReference(peers=(one.peer_id, two.peer_id), strategy=All())
         model = HuggingFaceReference(repository="owner/repo", filenames=("config.json",))
-        config = TrainConfig(
+        config = training(
+            one.peer_id,
             model=Model(task="auto", artifact=model, input_names=("x",)),
             data=SchedulerReference(peer=one.peer_id, dataset="imagenet"),
-            updates=peers,
-            results=peers,
-            optimizer=Adam(learning_rate=0.1),
-            batch_size=1,
+            updates=all_of(one.peer_id, two.peer_id),
+            results=all_of(one.peer_id, two.peer_id),
         )
         context = make_context(folder, worker, one.peer_id, config)
-        training = TrainingBridge(context, config, fail_for_disk)
-        backend = BridgeBackend(context, training, fail_for_disk)
-
-        async def accept(peer: Any, header: PushHeader) -> transfer.FilePushTarget | Refusal:
-            return training.queue.accept(peer, header)
-
-        transfer.serve_pushes(worker, accept)
+        bridge, backend = make_bridge(context)
         await stack.enter_async_context(open_bridge(backend, SocketPlace(socket), lambda _pid: True))
         transport = httpx.AsyncHTTPTransport(uds=str(socket))
         client = await stack.enter_async_context(
@@ -113,7 +104,7 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
         try:
             yield Bridge(client, context.work_dir, worker, (one, two))
         finally:
-            training.close()
+            bridge.close()
 
 
 AtBridge = Callable[[], AbstractAsyncContextManager[Bridge]]

@@ -6,11 +6,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from hypha_local.processes import script
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
-NAP = "import time; time.sleep(4)"
 LONG = {"name": "sleeps", "driver": {"shell/python": {"code": SLEEP}}}
 SHORT = {"name": "passes", "driver": {"shell/pass": {}}}
 PRINTED = re.compile(r"^worker-1…\w{6}: asleep$", re.MULTILINE)
@@ -124,60 +121,6 @@ def test_three_jobs_of_which_two_are_cancelled(network: TaskNetwork) -> None:
     assert PRINTED.search(commands.run("logs", "one", "--tail", "100")), "its worker keeps the log"
     wait_until(lambda: not network.executors(), 60, "the end of all executors")
     assert Path(commands.jobs("--all")["three"]["directory"], "result.json").exists()
-
-
-def test_accounts_of_worker_and_scheduler_agree(network: TaskNetwork) -> None:
-    """Those of the jobs above: each lease to a second or a percent."""
-    commands = Commands(network)
-    commands.run("submit", commands.file("four", {"name": "sleeps", "driver": {"shell/python": {"code": NAP}}}))
-
-    def accounts(program: str, node: str) -> dict[str, dict[str, Any]]:
-        config = str(network.folders.configuration / f"{node}.toml")
-        done = subprocess.run(
-            [script(program), "accounts", "--config", config, "--format", "json"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return {entry["lease"]: entry for entry in json.loads(done.stdout)}
-
-    def both() -> bool:
-        nonlocal paid, earned
-        paid, earned = accounts("hypha-scheduler", "scheduler"), accounts("hypha-worker", "worker-1")
-        return paid.keys() == earned.keys() and all(entry["outcome"] != "running" for entry in earned.values())
-
-    paid: dict[str, dict[str, Any]] = {}
-    earned: dict[str, dict[str, Any]] = {}
-    wait_until(both, 60, "the end of all leases at the worker")
-    assert max(entry["seconds"] for entry in paid.values()) > 3
-    for lease, entry in paid.items():
-        assert entry["ended"]
-        assert entry["name"] == "worker-1"
-        assert entry["price"] == earned[lease]["price"]
-        assert entry["seconds"] == pytest.approx(earned[lease]["seconds"], rel=0.01, abs=1.0)
-
-
-def test_two_thousand_clients_do_not_keep_others_out(network: TaskNetwork) -> None:
-    """They connect, ask for nothing and stay."""
-    commands = Commands(network)
-    with ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2000)]
-        for client in clients:
-            client.settimeout(30)
-            client.connect(commands.socket)
-        with clients[-1].makefile("rb") as answer:
-            refused = json.loads(answer.readline())
-        assert refused["code"] == "busy"
-
-        def answers() -> bool:
-            process = commands.start("jobs")
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 0 or "clients are connected; try again" in errors, errors
-            return process.returncode == 0
-
-        wait_until(answers, 60, "an answer to another client")
-    commands.run("submit", commands.file("afterwards", SHORT))
 
 
 def test_the_documented_program_submits_and_follows_a_job(network: TaskNetwork) -> None:

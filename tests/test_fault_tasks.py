@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.task_network import Submission, TaskNetwork, task_network
-from support.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -70,72 +67,6 @@ def test_a_killed_worker_costs_its_attempts_and_its_outputs_are_made_again(netwo
     summary = job.wait(120)
     check(job, 6, 5)
     assert summary["job_id"] == job.job_id
-
-
-@pytest.mark.processes
-def test_a_killed_executor_is_one_failed_attempt(network: TaskNetwork) -> None:
-    job = network.submit(chains(3, 3, 1.0))
-    found: list[psutil.Process] = []
-
-    def runs() -> bool:
-        found[:] = network.commands() if job.events("task_started") else []
-        return bool(found)
-
-    wait_until(runs, 60, "a task's process")
-    found[0].send_signal(signal.SIGKILL)
-    job.wait(120)
-    check(job, 3, 3)
-    failed = [record for record in job.records("ended") if record["outcome"] == "failed"]
-    assert len(failed) == 1
-    assert failed[0]["exit_code"] == -signal.SIGKILL
-
-
-@pytest.mark.processes
-def test_the_outputs_of_a_killed_holder_are_made_again(network: TaskNetwork) -> None:
-    """The holder of every output is killed while a task waits that reads them."""
-    make = "import time; open('x', 'w').write(str(time.time()))"
-    first = {"name": "first", "driver": {"shell/python": {"code": make}}, "count": 3, "outputs": {"x": "x"}}
-    pause = "import time; time.sleep(4); open('done', 'w').write('')"
-    wait = {"name": "wait", "driver": {"shell/python": {"code": pause}}, "outputs": {"done": "done"}}
-    join = "import os; open('y', 'w').write(str(len(os.listdir(task['settings']['x']))))"
-    last = {
-        "name": "last",
-        "driver": {"shell/python": {"code": join, "x": "x"}},
-        "resources": [
-            {"name": "x", "result": {"task": "first", "output": "x"}},
-            {"name": "after", "result": {"task": "wait", "output": "done"}},
-        ],
-        "outputs": {"y": "y"},
-    }
-    job = network.submit([first, wait, last])
-    job.wait_for_finished(3)
-    holder = next(event["worker"] for event in job.events("task_ended") if event["task"].startswith("first"))
-    network.kill(network.worker_of(holder))
-    job.wait(120)
-    assert (job.directory / "results" / "last" / "y").read_text() == "3"
-
-
-@pytest.mark.processes
-def test_a_worker_that_is_told_to_end_hands_its_tasks_over(network: TaskNetwork) -> None:
-    job = network.submit(chains(6, 4, 0.3))
-    job.wait_for_finished(6)
-    assert network.stop_child(network.processes.child("worker-2")) == 0
-    job.wait(120)
-    check(job, 6, 4)
-    assert [record for record in job.records("ended") if record["outcome"] == "failed"] == []
-
-
-def test_a_task_stream_that_is_cut_goes_on_without_loss(tmp_path: Path) -> None:
-    """Scheduler and workers are connected through the gateway, which is killed and started again."""
-    with task_network(tmp_path / "run", workers=2, relayed=True) as network:
-        job = network.submit(chains(2, 6, 0.5))
-        job.wait_for_finished(3)
-        network.kill("gateway")
-        network.revive()
-        job.wait(120)
-        check(job, 2, 6)
-        assert Counter(job.finished()) == dict.fromkeys(job.finished(), 1)
-        assert [record for record in job.records("ended") if record["outcome"] != "finished"] == []
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["by the command", "by the scheduler"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fault_table import FaultRow
 from support.local_network import LocalNetwork, local_network, trainer
 from support.member_faults import JOINED, RESTARTED, name_of
 from support.proof import check_used_once
@@ -27,7 +28,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNetwork]:
         yield running
 
 
-def test_executors_that_die_or_stand_still_begin_anew_and_the_job_is_computed_again(network: LocalNetwork) -> None:
+def test_executors_that_die_or_stand_still_begin_anew_and_the_job_is_computed_again(
+    network: LocalNetwork, fault_row: FaultRow
+) -> None:
     job = network.job(rounds=ROUNDS, kind="slow", workers=WORKERS, min_workers=1)
     job.wait_for_round(2, 120)
     killed, stopped = sorted(job.events("round")[-1]["counts"])[:2]
@@ -42,7 +45,8 @@ def test_executors_that_die_or_stand_still_begin_anew_and_the_job_is_computed_ag
     finally:
         executor.resume()
     job.wait_for_event(JOINED, after=began, worker=stopped)
-    job.wait_for_event(JOINED, after=began, worker=killed)
+    joined = job.wait_for_event(JOINED, after=began, worker=killed)
+    fault_row("an executor with torch is killed", f"trains again after {joined['time'] - began:.1f} s")
     assert job.wait(180) == 0, job.log
     assert "Traceback" not in job.log
     check_used_once(job)

@@ -10,11 +10,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-
-import psutil
 
 from hypha_local.datasets.digits import load_digits
 from hypha_local.processes import script
@@ -113,30 +111,6 @@ class InferenceNetwork(TaskNetwork):
         """Return the results of a job."""
         parts = sorted((job.directory / "results").glob("part-*.jsonl"))
         return [json.loads(line) for path in parts for line in path.read_text().splitlines()]
-
-    def is_computing(self, name: str, job: Submission) -> bool:
-        """Return whether an executor of a job at a worker has loaded the model."""
-        logs = (self.folders.work / name).glob(f"logs/{job.job_id}/*.log")
-        return any("ready after" in path.read_text() for path in logs)
-
-    @contextmanager
-    def suspended(self, name: str) -> Iterator[None]:
-        """Suspend a worker and its executors."""
-        worker = self.process(name)
-        processes = [worker, *worker.children(recursive=True)]
-        try:
-            for process in processes:
-                with suppress(psutil.NoSuchProcess):  # a short-lived child
-                    process.suspend()
-            yield
-        finally:
-            for process in processes:
-                with suppress(psutil.NoSuchProcess):
-                    process.resume()
-
-    def process(self, name: str) -> psutil.Process:
-        """Return the process of a node."""
-        return psutil.Process(self.processes.child(name).process.pid)
 
 
 @contextmanager

@@ -90,15 +90,8 @@ class Submission:
 class TaskNetwork(LocalNetwork):
     """A local network without training."""
 
-    def __init__(self, root: Path, workers: int, leases: int, *, relayed: bool = False) -> None:
-        """Plan the network.
-
-        Args:
-            root: run directory.
-            workers: number of workers.
-            leases: tasks that one worker can run at once.
-            relayed: whether scheduler and workers reach each other through the gateway only.
-        """
+    def __init__(self, root: Path, workers: int, leases: int) -> None:
+        """Plan the network, with workers that can each run `leases` tasks at once."""
         super().__init__(root, workers)
         self.shared = root / "shared"
         """File system that the workers' owners allow jobs to read."""
@@ -116,11 +109,6 @@ class TaskNetwork(LocalNetwork):
             self.configuration(name).write_text(f"{text}{resources}{roots}{code}")
         scheduler, _, _ = self.configuration("scheduler").read_text().partition("output_dir")
         self.configuration("scheduler").write_text(f'{scheduler}output_dir = "../runs"\n')
-        if relayed:
-            for name in (*self.trainers, "scheduler"):
-                text = self.configuration(name).read_text()
-                assert "exclude_cidr = []" in text
-                self.configuration(name).write_text(text.replace("exclude_cidr = []", 'exclude_cidr = ["127.0.0.0/8"]'))
         data, _, _ = self.configuration("data").read_text().partition("[[datasets]]")
         self.configuration("data").write_text(f'{data}[[datasets]]\nname = "numbers"\npath = "../data/numbers"\n')
 
@@ -181,9 +169,9 @@ class TaskNetwork(LocalNetwork):
 
 
 @contextmanager
-def task_network(root: Path, workers: int = 2, leases: int = 1, *, relayed: bool = False) -> Iterator[TaskNetwork]:
+def task_network(root: Path, workers: int = 2, leases: int = 1) -> Iterator[TaskNetwork]:
     """Run a healthy network; at the end none of its processes is left."""
-    with running(TaskNetwork(root, workers, leases, relayed=relayed)) as network:
+    with running(TaskNetwork(root, workers, leases)) as network:
         yield network
 
 

@@ -29,13 +29,8 @@ from hypha_proto.contributions import (
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.job_spec import (
-    Adam,
-    All,
-    HuggingFaceReference,
-    Model,
     One,
     PeersReference,
-    SchedulerReference,
     SliceAddress,
     TrainConfig,
 )
@@ -55,6 +50,7 @@ from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
+from support.task_settings import training
 
 JOB, LEASE = uuid.UUID(int=7), uuid.UUID(int=8)
 ATTEMPT = AttemptId(JOB, "train", 0)
@@ -267,25 +263,13 @@ def make_context(
 
 def make_config(scheduler: MemoryEndpoint, server: MemoryEndpoint, **changes: Any) -> TrainConfig:
     """Return the settings of a task that trains; `changes` replace some of them."""
-    peers = PeersReference(peers=(server.peer_id,), strategy=All())
-    model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
     weights = PeersReference(
         peers=(scheduler.peer_id,),
         strategy=One(),
         resource=SliceAddress(dataset=f"{JOB}/weights", index=0),
         filenames=("weights.safetensors",),
     )
-    fields: dict[str, Any] = {
-        "model": Model(task="auto", artifact=model, input_names=("x",)),
-        "data": SchedulerReference(peer=scheduler.peer_id, dataset="digits"),
-        "updates": peers,
-        "results": peers,
-        "optimizer": Adam(learning_rate=0.1),
-        "batch_size": 1,
-        "term": 2,
-        "weights": weights,
-    }
-    return TrainConfig(**(fields | changes))
+    return training(scheduler.peer_id, server.peer_id, **({"term": 2, "weights": weights} | changes))
 
 
 def fail_for_disk(error: object) -> None:
@@ -298,13 +282,13 @@ def make_bridge(
 ) -> tuple[TrainingBridge, BridgeBackend]:
     """Return the bridge of a task that trains, which accepts what peers push to its worker."""
     assert context.spec.training is not None
-    training = TrainingBridge(context, context.spec.training, on_disk_fault)
+    bridge = TrainingBridge(context, context.spec.training, on_disk_fault)
 
     async def accept(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
-        return training.queue.accept(peer, header)
+        return bridge.queue.accept(peer, header)
 
     transfer.serve_pushes(context.endpoint, accept)
-    return training, BridgeBackend(context, training, on_disk_fault)
+    return bridge, BridgeBackend(context, bridge, on_disk_fault)
 
 
 @asynccontextmanager
@@ -318,8 +302,8 @@ async def open_rounds(folder: Path, **changes: Any) -> AsyncIterator[Rounds]:
     ):
         config = make_config(scheduler, server, **changes)
         context = make_context(folder, worker, scheduler.peer_id, config)
-        training, backend = make_bridge(context)
-        rounds = Rounds(network, folder, worker, scheduler, server, context, training, backend)
+        bridge, backend = make_bridge(context)
+        rounds = Rounds(network, folder, worker, scheduler, server, context, bridge, backend)
 
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             rounds.pulled.append(request.index)
@@ -332,9 +316,9 @@ async def open_rounds(folder: Path, **changes: Any) -> AsyncIterator[Rounds]:
         rpc.serve(scheduler, AWAIT_COMMIT, rounds.await_commit)
         rpc.serve(scheduler, JOIN_ROUND, rounds.join)
         await worker.connect_peer(scheduler.peer_id)
-        tasks.start_soon(training.run)
+        tasks.start_soon(bridge.run)
         try:
             yield rounds
         finally:
-            training.close()
+            bridge.close()
             tasks.cancel_scope.cancel()
