@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 from blake3 import blake3
 from click.testing import CliRunner, Result
 from support.requirements import skip_outside_ci
 from support.scripted_task_scheduler import ENDS, PYTHON, ScriptedTaskScheduler, kind_of
 from support.task_bridge_client import BRIDGE
+from support.task_settings import aggregation, training
 
 from hypha_net import pubsub, rpc, transfer
 from hypha_net.node.health import serve_health
@@ -32,17 +32,6 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import (
-    Adam,
-    AggregateConfig,
-    All,
-    HuggingFaceReference,
-    Model,
-    Nesterov,
-    PeersReference,
-    SchedulerReference,
-    TrainConfig,
-)
 from hypha_proto.leases import (
     RELEASE_LEASE,
     RENEW_LEASE,
@@ -303,27 +292,12 @@ class Lab:
 
     def train_spec(self, **changes: Any) -> TaskSpec:
         """Make a task that trains, with data from the scheduler, which exchanges updates with the `server` peer."""
-        server = PeersReference(peers=(self.server.peer_id,), strategy=All())
-        model = HuggingFaceReference(repository="org/model", filenames=("config.json",), token="hf_secret")
-        config = TrainConfig(
-            model=Model(task="image-classification", artifact=model, input_names=("pixel_values",)),
-            data=SchedulerReference(peer=self.scheduler.endpoint.peer_id, dataset="digits"),
-            updates=server,
-            results=server,
-            optimizer=Adam(learning_rate=0.001),
-            batch_size=8,
-        )
-        return TaskSpec(executor="train/script", training=msgspec.structs.replace(config, **changes))
+        config = training(self.scheduler.endpoint.peer_id, self.server.peer_id, **changes)
+        return TaskSpec(executor="train/script", training=config)
 
     def aggregate_spec(self, senders: list[PeerId], receivers: list[PeerId], **changes: Any) -> TaskSpec:
-        config = AggregateConfig(
-            updates=PeersReference(peers=tuple(senders), strategy=All()),
-            results=PeersReference(peers=tuple(receivers), strategy=All()),
-            optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
-            term=1,
-        )
-        aggregation = msgspec.structs.replace(config, **changes)
-        return TaskSpec(executor="aggregate/parameter-server", aggregation=aggregation)
+        config = aggregation(senders, receivers, **changes)
+        return TaskSpec(executor="aggregate/parameter-server", aggregation=config)
 
     def write_script(self, text: str) -> None:
         """Write the script that the executor runs."""

@@ -206,30 +206,6 @@ def test_a_machine_that_lists_no_storage_reserves_none_by_default() -> None:
     assert offer.allocation.resources == Resources(cpu=1.0)
 
 
-def test_a_default_of_gpu_memory_is_a_whole_device() -> None:
-    machine = Capacity(Resources(cpu=2.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)))
-    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), Resources(gpu=8.0)))
-    [offer] = worker.decide([received(request(cpu=1.0))], machine, 0.0)
-    assert offer.allocation.devices == (GpuCapacity(0, 24.0),)
-
-
-def test_a_lease_gets_whole_devices() -> None:
-    machine = Capacity(Resources(cpu=8.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 80.0), GpuCapacity(2, 24.0)))
-    assert machine.resources.gpu == 128.0
-    small = machine.fit(Resources(gpu=10.0))
-    assert small is not None
-    assert (small.devices, small.resources.gpu) == ((GpuCapacity(0, 24.0),), 24.0)
-    left = machine.without([small])
-    assert left.resources.gpu == 104.0
-    assert left.fit(Resources(gpu=100.0)) is None
-    both = left.fit(Resources(gpu=100.0), sharded=True)
-    assert both is not None
-    assert both.devices == (GpuCapacity(1, 80.0), GpuCapacity(2, 24.0))
-    assert left.without([both]).resources.gpu == 0.0
-    assert left.without([both]).fit(Resources(gpu=1.0)) is None
-    assert machine.fit(Resources(cpu=1.0)).devices == ()  # type: ignore[union-attr]
-
-
 TWO_CARDS = Capacity(Resources(cpu=2.0), (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)))
 
 

@@ -134,17 +134,6 @@ async def open_site(terms: LeaseTerms | None = None) -> AsyncIterator[Site]:
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("delay", [0.005, 0.05, 0.15, 0.3])
-async def test_an_offer_can_be_accepted_over_a_link_of_any_length(delay: float) -> None:
-    async with open_site() as site:
-        [scheduler, _] = site.schedulers
-        site.delay(scheduler, delay)
-        offer = await scheduler.get_offer()
-        assert offer.timeout_ms == pytest.approx(500 + 4000 * delay, abs=1)
-        await anyio.sleep(0.25)  # the scheduler's decision window
-        assert isinstance(await scheduler.renew(site.peer, offer.id), Renewed)
-
-
 async def test_the_life_of_an_offer_counts_from_when_its_scheduler_is_connected() -> None:
     async with open_site() as site:
         [scheduler, _] = site.schedulers
@@ -214,30 +203,6 @@ async def test_an_offer_is_made_after_an_attempt_to_connect_has_failed() -> None
         await anyio.sleep(11.0)
         site.delay(lost, 0.0)
         await lost.get_offer()
-
-
-async def test_a_scheduler_that_only_renews_loses_its_lease(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "hypha_worker")
-    async with open_site() as site:
-        scheduler, other = site.schedulers
-        offer, begun = await scheduler.get_offer(bid=1e9, cpu=4.0), anyio.current_time()
-        while isinstance(await scheduler.renew(site.peer, offer.id), Renewed):
-            assert anyio.current_time() < begun + 61
-            await anyio.sleep(3.3)
-        assert anyio.current_time() >= begun + 60
-        await other.get_offer(cpu=4.0)
-        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-        assert [line for line in lines if f"lease {offer.id}" in line and "ended: no job ran on it" in line]
-        assert any(line.startswith("renewal refused: ") for line in lines)
-
-
-async def test_a_flood_of_requests_leaves_capacity_for_an_equal_bid() -> None:
-    async with open_site() as site:
-        cheat, honest = site.schedulers
-        for _ in range(100):
-            await cheat.publish()
-        await honest.get_offer()
-        assert len(cheat.offers) <= 3
 
 
 async def test_a_worker_answers_why_it_would_not_bid_with_codes() -> None:

@@ -28,6 +28,7 @@ import msgspec
 import pytest
 import uvicorn
 from blake3 import blake3
+from support.task_settings import training
 from support.training_bridge import ATTEMPT, fail_for_disk, make_bridge, make_context
 
 from hypha_net import rpc, transfer
@@ -36,7 +37,6 @@ from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.job_spec import (
-    Adam,
     All,
     HuggingFaceReference,
     Model,
@@ -111,22 +111,15 @@ def plain(reference: Any) -> Any:
 
 
 def make_config(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> TrainConfig:
-    peers = PeersReference(peers=(server.peer_id,), strategy=All())
     model = PeersReference(
         peers=(data.peer_id, server.peer_id),
         strategy=One(),
         resource=SliceAddress(dataset="job/model", index=0),
         filenames=("config.json", "sub/model.safetensors"),
     )
-    fields = {
-        "model": Model(task="auto", artifact=model, input_names=("x",)),
-        "data": SchedulerReference(peer=server.peer_id, dataset="digits"),
-        "updates": peers,
-        "results": peers,
-        "optimizer": Adam(learning_rate=0.1),
-        "batch_size": 1,
-    }
-    return TrainConfig(**(fields | changes))
+    return training(
+        server.peer_id, **({"model": Model(task="auto", artifact=model, input_names=("x",)), "batch_size": 1} | changes)
+    )
 
 
 @asynccontextmanager
@@ -143,13 +136,13 @@ async def open_test_bridge(
         worker, server, data, outsider = [await stack.enter_async_context(network.endpoint(name)) for name in names]
         config = make_config(server, data, **changes)
         context = make_context(tmp_path, worker, server.peer_id, config, limit=LIMIT, access=access)
-        training, backend = make_bridge(context, on_disk_fault)
+        under_test, backend = make_bridge(context, on_disk_fault)
         path = short / "b.sock"
         await stack.enter_async_context(open_bridge(backend, SocketPlace(path), lambda _pid: True))
         client = await stack.enter_async_context(
             httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
         )
-        queue, work_dir = training.queue, context.work_dir
+        queue, work_dir = under_test.queue, context.work_dir
         bridge = BridgeUnderTest(network, worker, server, data, outsider, config, queue, work_dir, path, client)
 
         async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
@@ -160,7 +153,7 @@ async def open_test_bridge(
         try:
             yield bridge
         finally:
-            training.close()
+            under_test.close()
 
 
 @pytest.fixture

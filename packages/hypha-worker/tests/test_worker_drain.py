@@ -72,33 +72,6 @@ def let_go(lab: Any, lease: uuid.UUID) -> None:
     (run._context.work_dir / "go").touch()
 
 
-async def test_drain_ends_when_the_last_job_has_ended_and_is_reported(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        told = Told()
-        told.listen(lab)
-        first, second = await start_job(lab, UNTIL_TOLD), await start_job(lab, UNTIL_TOLD)
-        ended: list[Any] = []
-        async with anyio.create_task_group() as tasks:
-
-            async def drain() -> None:
-                ended.append(await lab.worker.draining.run())
-                assert {end.lease for end in lab.scheduler.ends} == {first, second}
-
-            tasks.start_soon(drain)
-            lab.worker.draining.request(3600.0, "its owner drains it")
-            await lab.scheduler.until(lambda: told.drains)
-            let_go(lab, first)
-            await lab.scheduler.ended()
-            assert not ended
-            let_go(lab, second)
-        assert ended == [()]
-        [message] = told.drains
-        assert set(message.leases) == {first, second}
-        assert 3_500_000 < message.left_ms <= 3_600_000
-        assert message.reason == "its owner drains it"
-        assert {end.outcome for end in lab.scheduler.ends} == {"finished"}
-
-
 @pytest.mark.parametrize("is_released", [False, True])
 async def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, is_released: bool) -> None:
     """Unless its scheduler has released the lease meanwhile: it acknowledges nothing on its stream any more."""

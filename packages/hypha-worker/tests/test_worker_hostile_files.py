@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.task_settings import all_of, training
 from support.training_bridge import ATTEMPT, make_bridge, make_context
 
 from hypha_net import transfer
@@ -27,13 +28,10 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import Transfer
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
-    Adam,
     All,
-    Model,
     One,
     PeersReference,
     SliceAddress,
-    TrainConfig,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader
 from hypha_worker.bridge.backend import BridgeBackend
@@ -154,18 +152,6 @@ def swapping(folder: Path, *names: str) -> Iterator[None]:
             process.kill()
 
 
-def make_config(peer: MemoryEndpoint) -> TrainConfig:
-    peers = PeersReference(peers=(peer.peer_id,), strategy=All())
-    return TrainConfig(
-        model=Model(task="auto", artifact=peers, input_names=("x",)),
-        data=peers,
-        updates=peers,
-        results=peers,
-        optimizer=Adam(learning_rate=0.1),
-        batch_size=1,
-    )
-
-
 @asynccontextmanager
 async def open_job(folder: Path) -> AsyncIterator[Job]:
     network = MemoryNetwork()
@@ -175,8 +161,8 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
         outside.mkdir()
         (outside / "secret").write_bytes(SECRET)
         served.write_bytes(b"served")
-        context = make_context(folder, worker, peer.peer_id, make_config(peer))
-        training, backend = make_bridge(context)
+        context = make_context(folder, worker, peer.peer_id, training(peer.peer_id, data=all_of(peer.peer_id)))
+        bridge, backend = make_bridge(context)
         job = Job(backend, peer, context.work_dir, outside)
 
         async def accept_sent(_sender: Any, _header: PushHeader) -> transfer.FilePushTarget:
@@ -194,7 +180,7 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
         transfer.serve_pushes(peer, accept_sent)
         transfer.serve_pulls(peer, serve)
         yield job
-        training.close()
+        bridge.close()
         job.check_untouched()
 
 

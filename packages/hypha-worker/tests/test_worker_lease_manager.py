@@ -57,36 +57,6 @@ def test_an_expired_lease_is_not_renewed_before_the_sweep() -> None:
         offered().renew(ID, MINE, 0.5)
 
 
-def test_another_schedulers_lease_cannot_be_used_and_looks_unknown() -> None:
-    manager = offered()
-    for use in (
-        lambda: manager.renew(ID, OTHER, 0.1),
-        lambda: manager.attach_job(ID, OTHER, 0.1),
-        lambda: manager.release(ID, OTHER),
-    ):
-        with pytest.raises(LeaseError, match="has no lease"):
-            use()
-    assert manager.find(ID, OTHER) is None
-    manager.renew(ID, MINE, 0.1)
-
-
-@pytest.mark.parametrize("how", ["release", "sweep"])
-def test_resources_are_free_only_after_the_processes_have_ended(how: str) -> None:
-    manager = offered()
-    manager.attach_job(ID, MINE, 0.1)
-    if how == "release":
-        manager.release(ID, MINE)
-    else:
-        assert [lease.id for lease in manager.sweep(10.1)] == [ID]
-        assert manager.sweep(10.4) == [], "a job is cancelled once"
-    assert manager.free.resources.cpu == 1.0
-    with pytest.raises(LeaseError):
-        manager.renew(ID, MINE, 10.2)
-    manager.detach_job(ID)
-    assert manager.free.resources.cpu == 4.0
-    assert manager.leases == ()
-
-
 @pytest.mark.parametrize("is_released", [False, True])
 def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is_released: bool) -> None:
     manager = offered()
@@ -109,44 +79,6 @@ def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is
     assert (manager.free.resources.cpu, freed[-1]) == (4.0, 4.0)
 
 
-def test_an_orphaned_lease_keeps_its_job_is_not_charged_and_can_be_taken_back() -> None:
-    manager = offered(orphan_grace=30.0)
-    manager.renew(ID, MINE, 0.0)
-    lease = manager.attach_job(ID, MINE, 1.0, 120.0)
-    assert manager.sweep(10.9) == []
-    assert lease.state is LeaseState.HELD
-    assert manager.sweep(11.0) == []
-    assert (lease.state, lease.remaining(11.0), manager.free.resources.cpu) == (LeaseState.ORPHANED, 0.0, 1.0)
-    with pytest.raises(LeaseError, match="has no lease"):
-        manager.renew(ID, OTHER, 12.0)
-    assert manager.sweep(40.9) == []
-    assert lease.charged == 11.0
-    assert manager.renew(ID, MINE, 40.9).remaining(40.9) == 10.0
-    manager.sweep(50.0)
-    assert (lease.state, lease.charged, manager.owed) == (LeaseState.HELD, pytest.approx(20.1), 100.0 * 20.1 / 3600)
-    manager.sweep(60.0)
-    assert manager.sweep(80.8) == []
-    assert manager.sweep(80.9) == [lease], "it ends when the owner's bound is over"
-    with pytest.raises(LeaseError, match="is over"):
-        manager.renew(ID, MINE, 80.9)
-    manager.detach_job(ID)
-    assert manager.free.resources.cpu == 4.0
-
-
-def test_a_lease_whose_job_ended_without_its_scheduler_is_held_for_the_grace() -> None:
-    manager = offered(orphan_grace=30.0)
-    manager.attach_job(ID, MINE, 0.0, 30.0)
-    manager.sweep(15.0)
-    manager.detach_job(ID)
-    manager.sweep(39.0)
-    assert manager.free.resources.cpu == 1.0
-    assert manager.renew(ID, MINE, 39.0).remaining(39.0) == 10.0
-    manager.sweep(78.9)
-    assert len(manager.leases) == 1, "the end of its job is still not reported"
-    manager.sweep(79.0)
-    assert manager.leases == ()
-
-
 @pytest.mark.parametrize("ended", [5.0, 15.0])
 def test_a_lease_without_a_job_is_not_held_without_renewals_when_the_end_is_reported(ended: float) -> None:
     manager = offered(orphan_grace=30.0)
@@ -160,15 +92,6 @@ def test_a_lease_without_a_job_is_not_held_without_renewals_when_the_end_is_repo
         manager.renew(ID, MINE, 15.1)
     manager.sweep(15.2)
     assert manager.leases == ()
-
-
-def test_a_lease_takes_another_job_but_never_two_at_once() -> None:
-    manager = offered()
-    manager.attach_job(ID, MINE, 0.1)
-    with pytest.raises(LeaseError, match="runs on lease"):
-        manager.attach_job(ID, MINE, 0.2)
-    manager.detach_job(ID)
-    assert manager.attach_job(ID, MINE, 0.3).state is LeaseState.HELD
 
 
 def test_an_offer_that_could_not_be_sent_is_cancelled() -> None:
@@ -277,15 +200,6 @@ def test_a_lease_ends_when_no_job_follows_the_last() -> None:
     assert len(manager.leases) == 1
     manager.sweep(130.0)
     assert manager.leases == ()
-
-
-def test_a_job_keeps_its_lease_however_long_it_runs() -> None:
-    manager = offered()
-    manager.renew(ID, MINE, 0.4)
-    renew_until(manager, 0.4, 50.0)
-    manager.attach_job(ID, MINE, 50.0)
-    renew_until(manager, 50.0, 4000.0)
-    assert [lease.state for lease in manager.leases] == [LeaseState.HELD]
 
 
 def test_the_quota_of_jobs_is_checked_at_dispatch() -> None:

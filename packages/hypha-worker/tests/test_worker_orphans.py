@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.scripted_task_scheduler import ENDS, ScriptedTaskScheduler, kind_of
+from support.task_settings import aggregation, training
 
 from hypha_net import rpc, transfer
 from hypha_net.endpoint import Endpoint
@@ -34,17 +35,6 @@ from hypha_proto.contributions import (
 )
 from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import (
-    Adam,
-    AggregateConfig,
-    All,
-    HuggingFaceReference,
-    Model,
-    Nesterov,
-    PeersReference,
-    SchedulerReference,
-    TrainConfig,
-)
 from hypha_proto.leases import (
     RELEASE_LEASE,
     RENEW_LEASE,
@@ -298,29 +288,6 @@ class Site:
         return anyio.current_time() - begun
 
 
-def make_spec(scheduler: PeerId) -> TaskSpec:
-    peers = PeersReference(peers=(scheduler,), strategy=All())
-    config = TrainConfig(
-        model=Model(task="x", artifact=HuggingFaceReference(repository="a/b", filenames=("c",)), input_names=("x",)),
-        data=SchedulerReference(peer=scheduler, dataset="digits"),
-        updates=peers,
-        results=peers,
-        optimizer=Adam(learning_rate=0.1),
-        batch_size=8,
-    )
-    return TaskSpec(executor="train/x", training=config)
-
-
-def make_server_spec(trainer: PeerId, scheduler: PeerId) -> TaskSpec:
-    config = AggregateConfig(
-        updates=PeersReference(peers=(trainer,), strategy=All()),
-        results=PeersReference(peers=(trainer, scheduler), strategy=All()),
-        optimizer=Nesterov(learning_rate=0.7, momentum=0.9),
-        term=1,
-    )
-    return TaskSpec(executor="aggregate/x", aggregation=config)
-
-
 def make_worker(
     endpoint: Endpoint, leases: LeaseManager, tasks: anyio.abc.TaskGroup, folder: Path, script: Script, jobs: list[Job]
 ) -> Worker:
@@ -346,7 +313,8 @@ async def open_site(folder: Path, script: Script, terms: LeaseTerms) -> AsyncIte
         tasks.start_soon(worker.sweep_loop)
         scheduler = await stack.enter_async_context(network.endpoint("scheduler"))
         process = Process(scheduler, folder, ScriptedTaskScheduler(scheduler))
-        site = Site(network, worker, terms, make_spec(scheduler.peer_id), stack, jobs, process)
+        spec = TaskSpec(executor="train/x", training=training(scheduler.peer_id))
+        site = Site(network, worker, terms, spec, stack, jobs, process)
         site.process.listen()
         allocation = MACHINE.fit(Resources(cpu=3.0))
         assert allocation is not None
@@ -508,25 +476,6 @@ async def test_a_job_ends_when_the_grace_is_over(
     assert not list(tmp_path.glob("hypha-*")), "its folder is removed"
 
 
-async def test_without_the_field_a_report_fails_as_before(at_site: AtSite) -> None:
-    failures: list[BridgeError] = []
-
-    async def report_once(job: Job) -> None:
-        await anyio.sleep(1.0)
-        try:
-            await job.report(SendingUpdate())
-        except BridgeError as error:
-            failures.append(error)
-        await anyio.sleep_forever()
-
-    async with at_site(report_once) as site:
-        await site.dispatch(None)
-        other = site.process.endpoint
-        rpc.serve(other, REPORT, _fail)
-        await site.renew_for(30.0)
-        assert [error.kind for error in failures] == ["peer-failed"]
-
-
 async def _fail(_peer: PeerId, _report: ProgressRequest) -> ProgressResponse:
     raise RequestTimeoutError("broken")
 
@@ -570,19 +519,6 @@ async def test_an_orphaned_lease_can_be_released_and_its_job_cancelled(at_site: 
         assert site.worker.tasks.running == ()
 
 
-async def test_other_schedulers_cannot_take_an_orphaned_lease(at_site: AtSite) -> None:
-    async with at_site(compute) as site:
-        await site.dispatch(120.0)
-        await site.kill()
-        await site.seconds_until(lambda: site.state is LeaseState.ORPHANED)
-        async with site.network.endpoint("stranger") as stranger:
-            answer = await rpc.call(stranger, site.peer, RENEW_LEASE, RenewLease(id=LEASE))
-            assert type(answer).__name__ == "RenewalFailed"
-            released = await rpc.call(stranger, site.peer, RELEASE_LEASE, ReleaseLease(id=LEASE))
-            assert not released.known
-        assert site.state is LeaseState.ORPHANED
-
-
 async def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(at_site: AtSite) -> None:
     async def end_later(job: Job) -> None:
         await anyio.sleep(30.0)
@@ -601,20 +537,6 @@ async def test_the_end_of_a_job_is_reported_to_the_scheduler_that_takes_it_up(at
         assert [kind_of(end) for end in after.ends] == ["finished"]
         with anyio.fail_after(20.0):
             await site.worker.tasks.wait_until_idle()
-
-
-async def test_a_lease_without_a_job_is_not_orphaned(at_site: AtSite) -> None:
-    async def end_soon(_job: Job) -> None:
-        await anyio.sleep(1.0)
-
-    async with at_site(end_soon) as site:
-        await site.dispatch(120.0)
-        await site.renew_for(3.0)
-        await site.kill()
-        states: set[LeaseState | None] = set()
-        took = await site.seconds_until(lambda: states.add(site.state) or site.lease is None)
-        assert took < 11.0
-        assert states == {LeaseState.HELD, None}
 
 
 async def test_a_drain_ends_orphaned_leases_when_its_time_is_over(at_site: AtSite) -> None:
@@ -688,7 +610,8 @@ async def test_a_parameter_server_holds_its_outer_update_and_report(at_site: AtS
     async with at_site(compute) as site, site.network.endpoint("trainer") as endpoint:
         trainer = Process(endpoint, tmp_path, ScriptedTaskScheduler(endpoint))
         trainer.listen()
-        spec = make_server_spec(endpoint.peer_id, site.process.endpoint.peer_id)
+        receivers = [endpoint.peer_id, site.process.endpoint.peer_id]
+        spec = TaskSpec(executor="aggregate/x", aggregation=aggregation([endpoint.peer_id], receivers))
         await site.dispatch(120.0, spec=spec)
         tasks = site.process.tasks
         named = SetMembers(round=1, members=(Member(peer=endpoint.peer_id, samples=8),), deadline_ms=60_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import tracemalloc
@@ -19,7 +18,6 @@ from hypha_worker.executors.isolation.layers import Confined
 from hypha_worker.executors.isolation.stack import ConfinedRun
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 LEAVES_ANOTHER = """
 import subprocess, sys
 sleeper = [sys.executable, "-I", "-S", "-c", "import time; print(1, flush=True); time.sleep(60)"]
@@ -164,30 +162,6 @@ async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
         assert await terminate_tree(process, "t", layer, 0.1) is None
         assert process.returncode == -signal.SIGKILL
         await process.aclose()
-
-
-async def test_processes_that_survive_sigkill_are_named_and_returned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    kill = os.killpg
-    with anyio.fail_after(30):
-        process = await anyio.open_process(
-            SLEEPER, env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True, stdin=None
-        )
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "killpg", lambda *_: None)
-                patch.setattr(psutil.Process, "send_signal", lambda *_: None)
-                tree = await terminate_tree(process, "t", NO_LAYERS, 0.05, 0.3)
-            assert tree is not None
-            assert await tree.pids() == [process.pid]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                kill(process.pid, signal.SIGKILL)
-            await process.wait()
-        assert await tree.pids() == []
-        pid = process.pid
-    assert re.search(rf"processes {pid} of a job live 0.3 s after SIGKILL", caplog.text)
 
 
 FORGES_ENVIRONMENT = """

@@ -49,16 +49,6 @@ def test_a_flood_is_not_decided_alone_and_leaves_a_place_to_others() -> None:
     assert 9999 in found
 
 
-def test_a_scheduler_keeps_its_best_bids_and_the_earlier_of_equal_ones() -> None:
-    batch = RequestBatch(size=3)
-    for number, bid in enumerate((1.0, 5.0, 1.0, 9.0, 1.0, 7.0)):
-        batch.add(received(number, bid=bid))
-    assert numbers(batch) == [1, 3, 5]
-    for number in range(5):
-        batch.add(received(number, received_at=float(number)))
-    assert numbers(batch) == [0, 1, 2]
-
-
 def test_a_repeated_request_takes_one_place() -> None:
     batch = RequestBatch(size=3)
     for _ in range(5):

@@ -29,22 +29,6 @@ def deliver(collector: RoundCollector, peer: PeerId, number: int, norm: float = 
     return path
 
 
-def test_a_round_is_complete_when_every_member_has_delivered() -> None:
-    collector = RoundCollector({A, B, C})
-    assert collector.seconds_until_due(0.0) is None
-    first = deliver(collector, A, 1)
-    assert collector.set_members(members(1, {A: 40, B: 10}), 0.0)[0] is None
-    assert collector.seconds_until_due(0.4) == pytest.approx(0.6)
-    second = deliver(collector, B, 1)
-    assert collector.seconds_until_due(0.5) == 0.0
-    done = collector.close_round()
-    assert done.round == 1
-    assert done.updates == ((A, first, 40.0), (B, second, 10.0))
-    assert done.missing == ()
-    assert collector.round == 2
-    assert collector.seconds_until_due(0.6) is None
-
-
 def run_rounds(collector: RoundCollector, rounds: list[dict[PeerId, tuple[int, float]]]) -> list[set[PeerId]]:
     """Deliver updates, of samples and norm, round by round without outliers; return those of each round."""
     found = []
@@ -106,54 +90,11 @@ def test_an_outlier_is_described() -> None:
     assert collector.find_outliers() == {B: why}
 
 
-def test_late_members_are_left_out_at_the_deadline() -> None:
-    collector = RoundCollector({A, B})
-    collector.set_members(members(1, {A: 40, B: 10}), 5.0)
-    deliver(collector, A, 1)
-    assert collector.seconds_until_due(5.9) == pytest.approx(0.1)
-    assert collector.seconds_until_due(6.0) == 0.0
-    done = collector.close_round()
-    assert [peer for peer, _, _ in done.updates] == [A]
-    assert done.missing == (B,)
-    with pytest.raises(UpdateRefusedError, match="round 1 is over, the current round is 2"):
-        deliver(collector, B, 1)
-    assert collector.is_late(B, 1)
-    assert collector.is_late(A, 1)
-    assert not collector.is_late(C, 1)
-    assert not collector.is_late(B, 2)
-
-
-def test_a_sender_that_is_no_member_is_late_in_all_past_rounds() -> None:
-    collector = RoundCollector({A, B})
-    for number in range(1, 9):
-        collector.set_members(members(number, {A: 1}), 0.0)
-        deliver(collector, A, number)
-        collector.close_round()
-    assert all(collector.is_late(B, number) for number in range(1, 9))
-    assert not collector.is_late(B, 9)
-    assert not collector.is_late(OUTSIDER, 1)
-    collector.set_members(members(9, {A: 1}), 0.0)
-    assert collector.is_late(B, 9)
-    assert not collector.is_late(A, 9)
-    assert not collector.is_late(OUTSIDER, 9)
-
-
 def test_a_round_without_any_update_is_an_error_and_not_a_step() -> None:
     collector = RoundCollector({A, B})
     collector.set_members(members(1, {A: 1, B: 1}), 0.0)
     with pytest.raises(EmptyRoundError, match="no update of round 1 arrived"):
         collector.close_round()
-
-
-def test_a_later_message_replaces_the_members_of_a_round() -> None:
-    collector = RoundCollector({A, B, C})
-    collector.set_members(members(1, {A: 4, B: 1, C: 2}), 0.0)
-    deliver(collector, A, 1)
-    lost = deliver(collector, C, 1)
-    _, dropped = collector.set_members(members(1, {A: 4, B: 1}), 0.1)
-    assert dropped == [lost]
-    deliver(collector, B, 1)
-    assert [weight for _, _, weight in collector.close_round().updates] == [4.0, 1.0]
 
 
 def test_non_members_and_wrong_rounds_are_refused() -> None:
@@ -173,17 +114,6 @@ def test_non_members_and_wrong_rounds_are_refused() -> None:
     assert collector.close_round().round == 3
 
 
-def test_a_peer_announced_later_may_send() -> None:
-    collector = RoundCollector({A})
-    collector.set_members(members(1, {A: 1}), 0.0)
-    collector.set_members(members(2, {A: 1, OUTSIDER: 1}), 0.0)
-    deliver(collector, OUTSIDER, 2)
-    deliver(collector, A, 1)
-    assert collector.close_round().round == 1
-    deliver(collector, A, 2)
-    assert len(collector.close_round().updates) == 2
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -200,14 +130,6 @@ def test_members_of_an_invalid_round_are_refused(message: SetMembers, reason: st
     found, _ = collector.set_members(message, 0.0)
     assert found is not None
     assert reason in found
-
-
-def test_an_update_sent_again_replaces_the_first() -> None:
-    collector = RoundCollector({A})
-    collector.set_members(members(1, {A: 1}), 0.0)
-    collector.add(A, 1, Path("first"), "digest", 1.0)
-    assert collector.add(A, 1, Path("second"), "digest", 1.0) == Path("first")
-    assert collector.close_round().updates == ((A, Path("second"), 1.0),)
 
 
 class Rounds(RuleBasedStateMachine):

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 from support.fake_http_server import served
 from support.task_bridge_client import EXECUTOR
+from support.task_settings import training
 
+from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import (
-    Adam,
-    All,
     HuggingFaceReference,
     Model,
-    PeersReference,
     Preprocessor,
-    TrainConfig,
     UriReference,
 )
 from hypha_proto.tasks import TaskResource, TaskSpec, UriSource
@@ -177,11 +175,7 @@ def test_executors_name_urls_by_what_is_not_secret_of_them(web: Web) -> None:
     """Two that differ in what is hidden stay two."""
     first, second = web.uri("/get"), UriReference(value=web.url("/get") + "&id=2")
     plain = UriReference(value="https://host/model.safetensors")
-    nobody = PeersReference(peers=(), strategy=All())
-    settings = with_artifacts(first, second)
-    config = TrainConfig(
-        data=plain, updates=nobody, results=nobody, optimizer=Adam(learning_rate=0.1), batch_size=1, **settings
-    )
+    config = training(PeerId.from_public_key(bytes(32)), data=plain, **with_artifacts(first, second))
     spec = TaskSpec(executor="train/x", training=config)
     shown: Any = without_secrets(config)
     assert_no_secret(repr(shown))

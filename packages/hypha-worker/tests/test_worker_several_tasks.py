@@ -11,23 +11,13 @@ from pathlib import Path
 import anyio
 import pytest
 from support.scripted_task_scheduler import ScriptedTaskScheduler
+from support.task_settings import aggregation, all_of, training
 
 from hypha_net import transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import (
-    Adam,
-    AggregateConfig,
-    All,
-    Model,
-    Nesterov,
-    PeersReference,
-    SchedulerReference,
-    TrainConfig,
-    UriReference,
-)
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import Stop, TaskSpec
@@ -49,13 +39,13 @@ class FakeExecution(Execution):
     """An execution that runs until it is stopped, and records the rounds of what is pushed to it."""
 
     def __init__(self, context: TaskContext, lab: Lab) -> None:
-        training, aggregation = context.spec.training, context.spec.aggregation
+        spec = context.spec
         self.context, self._lab = context, lab
-        if training is not None:
-            self._senders, self._kind = reference_peers([training.results]), OUTER_UPDATE
+        if spec.training is not None:
+            self._senders, self._kind = reference_peers([spec.training.results]), OUTER_UPDATE
         else:
-            assert aggregation is not None
-            self._senders, self._kind = reference_peers([aggregation.updates]), PSEUDO_GRADIENT
+            assert spec.aggregation is not None
+            self._senders, self._kind = reference_peers([spec.aggregation.updates]), PSEUDO_GRADIENT
         self.received: list[int] = []
 
     @property
@@ -130,29 +120,16 @@ class Lab:
         return ""
 
 
-def peers(*endpoints: MemoryEndpoint) -> PeersReference:
-    return PeersReference(peers=tuple(endpoint.peer_id for endpoint in endpoints), strategy=All())
-
-
 def train(lab: Lab, *senders: MemoryEndpoint, grace_ms: int | None = None) -> TaskSpec:
     """Make a task that trains, and takes outer updates from `senders`."""
-    scheduler = lab.schedulers[0].endpoint
-    config = TrainConfig(
-        model=Model(task="auto", artifact=UriReference(value="file:///model"), input_names=("x",)),
-        data=SchedulerReference(peer=scheduler.peer_id, dataset="digits"),
-        updates=peers(scheduler),
-        results=peers(*senders),
-        optimizer=Adam(learning_rate=0.1),
-        batch_size=1,
-    )
+    results = all_of(*(sender.peer_id for sender in senders))
+    config = training(lab.schedulers[0].endpoint.peer_id, results=results)
     return TaskSpec(executor="train/fake", training=config, orphan_grace_ms=grace_ms)
 
 
 def aggregate(lab: Lab, *senders: MemoryEndpoint) -> TaskSpec:
     """Make a parameter server that takes updates from `senders`."""
-    results = peers(lab.schedulers[0].endpoint)
-    optimizer = Nesterov(learning_rate=1.0, momentum=0.0)
-    config = AggregateConfig(updates=peers(*senders), results=results, optimizer=optimizer, term=1)
+    config = aggregation([sender.peer_id for sender in senders], [lab.schedulers[0].endpoint.peer_id])
     return TaskSpec(executor="aggregate/fake", aggregation=config)
 
 

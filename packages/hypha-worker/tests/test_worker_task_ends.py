@@ -17,9 +17,8 @@ import anyio
 import psutil
 import pytest
 
-from hypha_net import rpc, transfer
+from hypha_net import transfer
 from hypha_proto.job_spec import All, PeersReference
-from hypha_proto.leases import WHY_NOT, RenewalFailed, Renewed, WhyNot
 from hypha_proto.progress import (
     BatchDone,
     Continue,
@@ -281,14 +280,6 @@ async def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab, t
         assert "program' is not found" in end.reason
 
 
-async def test_processes_left_by_an_executor_are_ended_with_it(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        await lab.start(SLEEPER)
-        end = await lab.scheduler.ended()
-        assert end.outcome == "finished"
-        assert alive(lab.folder / "work") == []
-
-
 @pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])
 async def test_shutdown_ends_jobs_soon_and_reports_it(
     in_lab: InLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
@@ -304,34 +295,6 @@ async def test_shutdown_ends_jobs_soon_and_reports_it(
     assert (end.outcome, end.reason) == ("cancelled", "the worker is shutting down")
     assert alive(tmp_path / "work") == []
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["control", "logs"]
-
-
-async def test_other_peers_cannot_use_a_lease(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        lease = await lab.start(WAITS)
-        await lab.scheduler.until(lambda: lab.scheduler.reports)
-        stranger = type(lab.scheduler)(lab.data)
-        assert isinstance(await stranger.renew(lab.peer, lease), RenewalFailed)
-        assert not await stranger.release(lab.peer, lease)
-        assert lab.worker.tasks.running
-        assert isinstance(await lab.scheduler.renew(lab.peer, lease), Renewed)
-
-
-async def test_a_worker_explains_why_it_would_not_bid(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-
-        async def reasons(**wanted: float) -> tuple[str, ...]:
-            message = WhyNot(request=lab.scheduler.request(**wanted))
-            answer = await rpc.call(lab.scheduler.endpoint, lab.peer, WHY_NOT, message)
-            return tuple(rejection.text for rejection in answer.rejections)
-
-        assert await reasons(cpu=1.0) == ()
-        assert await reasons(cpu=8.0, bid=10.0) == (
-            "the bid of 10 is below 50, the least this worker accepts",
-            "cpu: 8 requested, this worker has 2",
-        )
-        await lab.scheduler.hire(cpu=2.0)
-        assert await reasons(cpu=1.0) == ("cpu: this worker has enough, but too much of it is leased",)
 
 
 async def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
@@ -357,13 +320,6 @@ async def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer
         lease.expires = anyio.current_time()
         await lab.scheduler.until(lambda: not lab.worker.tasks._sessions)
         assert lab.worker.tasks.running == ()
-
-
-async def test_a_release_without_a_job_frees_the_machine_at_once(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        lease = await lab.scheduler.hire(cpu=2.0)
-        assert await lab.scheduler.release(lab.peer, lease)
-        assert lab.worker.lease_manager.free.resources.cpu == 2.0
 
 
 PRINTS = """
