@@ -159,30 +159,6 @@ def test_a_silent_worker_is_suspected_by_its_own_rhythm_once() -> None:
     assert not [effect for effect in silent(rounds, 7.9) if isinstance(effect, Suspected) and effect.peer == C]
 
 
-def test_a_round_goes_on_without_a_stopped_worker_and_the_next_does_not_wait_for_it() -> None:
-    rounds = make()
-    rounds.training_began(A, 2.0)
-    post(rounds, 2.0, A, B)
-    effects = silent(rounds, 12.0)
-    assert [type(effect) for effect in effects] == [Suspected, Late, AnnounceRound]
-    close(rounds, 1, 12.0, A, B)
-    assert announced(post(rounds, 13.5, A, B)) == [[A, B]]
-    assert rounds.is_away(C)
-
-
-def test_a_worker_that_misses_three_rounds_is_replaced() -> None:
-    rounds = make()
-    post(rounds, 2.0, A, B)
-    silent(rounds, 12.0)
-    found: list[Effect] = []
-    for number, now in ((1, 12.0), (2, 15.0), (3, 18.0), (4, 21.0)):
-        found += close(rounds, number, now, A, B)
-        post(rounds, now + 2.0, A, B)
-    assert [effect for effect in found if isinstance(effect, Overdue)] == [
-        Overdue(C, "3 rounds in succession went on without it")
-    ]
-
-
 def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once() -> None:
     rounds = make()
     post(rounds, 2.0, A, B)
@@ -254,24 +230,7 @@ def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_a
     assert silent(rounds, 55.5) == [Suspected(C, 1, pytest.approx(5.0))]
 
 
-def test_an_announced_round_is_announced_to_the_next_parameter_server() -> None:
-    rounds = make()
-    post(rounds, 2.0, A, B, C)
-    rounds.server_lost("power", 3.0)
-    assert not rounds.is_announced(1)
-    assert announced(rounds.server_ready(4.0)) == [[A, B, C]]
-
-
 # ---------------------------------------------------------------------------------------------- restarts
-
-
-def test_an_executor_that_is_started_again_is_waited_for_by_no_round() -> None:
-    rounds = make()
-    post(rounds, 2.0, A, B)
-    assert announced(rounds.restart(C, "killed", 3.0)) == [[A, B]]
-    assert rounds.join(C, 4.0) == (None, ())
-    close(rounds, 1, 5.0, A, B)
-    assert rounds.join(C, 6.5)[0] == 2
 
 
 def test_a_stated_update_of_an_executor_that_has_died_counts() -> None:
@@ -342,15 +301,6 @@ def test_a_late_update_is_sent_back_without_counting_as_a_fault_and_its_samples_
     assert {(part.epoch, part.slice, at) for at in range(part.first, part.end)} <= free
     state.join_round(B, WEIGHTS, 31.0)
     assert state.slices.held_by(B) == ()
-
-
-def test_a_dead_executor_gives_its_samples_back_at_once() -> None:
-    state = state_of()
-    train(state, B, 0.0)
-    state.executor_lost(B, "killed", 2.0)
-    assert state.slices.held_by(B) == ()
-    answer, _ = state.state_contribution(B, statement(1, [], "b"), None, 2.0)
-    assert (answer.accepted, answer.rejoin) == (False, True)
 
 
 def announce_and_lose(state: TrainingState) -> None:

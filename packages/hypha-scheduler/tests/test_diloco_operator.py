@@ -16,7 +16,6 @@ from support.diloco_simulation import (
     PEERS,
     SCHEDULER,
     SERVER,
-    START,
     FakeDataset,
     Job,
     digest_of,
@@ -26,7 +25,7 @@ from support.diloco_simulation import (
 from hypha_net.transfer import PullSource
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import CommitStatus, SampleRange
-from hypha_proto.job_spec import AggregateConfig, PeersReference, SliceAddress, TrainConfig
+from hypha_proto.job_spec import AggregateConfig, TrainConfig
 from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, UpdateMerged
 from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 from hypha_scheduler.strategies.base import EmitEvent, PushTarget, RetryAfter, SliceToUse, TaskState
@@ -92,42 +91,6 @@ def used(job: Job) -> list[tuple[int, int, int]]:
 
 
 # -------------------------------------------------------------------------------------------------------------- records
-
-
-async def test_each_step_of_a_round_is_recorded() -> None:
-    job = begin()
-    await whole_round(job)
-    assert kinds(job) == ["began", "term", "contributed", "contributed", "contributed", "announced", "round"]
-    [record] = job.rounds
-    assert (record["round"], record["term"], record["unused"]) == (1, 1, [])
-    assert record["weights_before"] == START
-    assert record["weights"] == digest_of(START, record["update"])
-    assert members(job) == sorted(map(str, WORKERS), key=members(job).index)
-    assert {member["samples"] for member in record["members"]} == {2 * BATCH}
-    assert all(member["contribution"]["update"] == member["update"] for member in record["members"])
-    assert len(set(used(job))) == len(used(job)) == 6 * BATCH
-
-
-async def test_members_are_announced_with_the_digests() -> None:
-    job = begin()
-    job.holds_messages = True
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    [message] = job.unanswered
-    assert {member.peer: member.update for member in message.members} == {
-        peer: job.executors[peer].sent for peer in WORKERS
-    }
-
-
-async def test_job_runs_to_its_end() -> None:
-    job = begin()
-    for _ in range(3):
-        await whole_round(job)
-    for peer in (*WORKERS, SERVER):
-        job.end_task(peer)
-    await job.run_background()
-    assert (job.outcome, job.result.is_finished) == ("finished", True)
-    assert job.operator.summary({})["samples"] == 3 * 6 * BATCH
 
 
 async def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() -> None:
@@ -280,18 +243,6 @@ async def test_update_that_the_parameter_server_refuses_costs_its_round() -> Non
     assert (unused["peer"], unused["why"]) == (str(A), "tensor 'w' holds NaN")
     await whole_round(job)
     assert str(A) in members(job, 2)
-
-
-async def test_executor_that_ends_after_a_refusal_is_started_again() -> None:
-    job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    job.refuse(A)
-    job.end_task(A, TaskState.FAILED, "the update was refused")
-    assert job.outcome is None
-    assert [found["worker"] for found in job.named("worker_restarted")] == [str(A)]
-    await finish_round(job, B, C)
-    assert members(job) == [str(B), str(C)]
 
 
 async def refuse_in_three_rounds(job: Job) -> None:
@@ -612,31 +563,6 @@ async def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
 # ------------------------------------------------------------------------------------------------------ restart, resume
 
 
-async def test_resumed_job_begins_after_the_last_record_in_a_new_term() -> None:
-    job = begin()
-    await whole_round(job)
-    train(job, *WORKERS)
-    contribute(job, A)
-    before = used(job)
-    job.open()
-    job.lease(WORKERS)
-    train_config = job.specs[A].spec.training
-    assert train_config is not None
-    assert isinstance(train_config, TrainConfig)
-    assert (train_config.first_round, train_config.term) == (2, 2)
-    assert isinstance(train_config.weights, PeersReference)
-    assert train_config.weights.resource == SliceAddress(dataset=f"{JOB_ID}/weights", index=0)
-    aggregate = job.specs[SERVER].spec.aggregation
-    assert aggregate is not None
-    assert isinstance(aggregate, AggregateConfig)
-    assert (aggregate.term, aggregate.momentum is not None) == (2, True)
-    await whole_round(job)
-    assert [record["round"] for record in job.rounds] == [1, 2]
-    assert used(job)[: len(before)] == before
-    assert len(set(used(job))) == len(used(job))
-    assert kinds(job).count("began") == 1
-
-
 async def test_first_job_has_no_momentum_and_no_first_round() -> None:
     job = begin()
     train_config = job.specs[A].spec.training
@@ -660,23 +586,6 @@ async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
     assert (job.outcome, job.result.is_finished) == ("finished", True)
     assert job.operator.summary({})["rounds"] == 1
     assert job.operator.summary({})["samples"] == 6 * BATCH
-
-
-async def test_scheduler_that_is_back_goes_on_with_the_open_round() -> None:
-    job = begin()
-    await whole_round(job)
-    train(job, *WORKERS)
-    contribute(job, A)
-    job.open()
-    job.adopt()
-    assert [event["round"] for event in job.named("taken_up")] == [2]
-    assert kinds(job).count("term") == 1
-    contribute(job, B, C)
-    await finish_round(job)
-    assert sorted(members(job, 2)) == sorted(map(str, WORKERS))
-    assert len(set(used(job))) == len(used(job))
-    await whole_round(job)
-    assert len(job.rounds) == 3
 
 
 async def test_scheduler_that_is_back_takes_an_update_of_members_that_it_had_announced() -> None:
@@ -722,20 +631,6 @@ async def test_update_that_was_refused_before_a_restart_does_not_count() -> None
     assert members(job) == [str(B), str(C)]
 
 
-async def test_worker_that_was_lost_meanwhile_counts_if_it_was_averaged() -> None:
-    job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    held = set(positions(job.executors[C].used))
-    header = job.server.step()
-    del job.leases[C], job.executors[C]
-    job.open()
-    job.adopt()
-    assert await job.push(header) is None
-    assert sorted(members(job)) == sorted(map(str, WORKERS))
-    assert held <= set(used(job))
-
-
 async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged() -> None:
     """The members without it were announced, and nobody knows whether the parameter server has accepted that."""
     job = begin()
@@ -749,19 +644,6 @@ async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged
     job.adopt()
     assert await job.push(header) is None
     assert sorted(members(job)) == sorted(map(str, WORKERS))
-
-
-async def test_worker_that_was_lost_meanwhile_does_not_count_if_it_was_not_averaged() -> None:
-    job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    held = set(positions(job.executors[C].used))
-    del job.leases[C], job.executors[C]
-    job.open()
-    job.adopt()
-    assert await job.push() is None
-    assert sorted(members(job)) == sorted(map(str, (A, B)))
-    assert held <= set(available(job))
 
 
 async def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue() -> None:
@@ -787,6 +669,19 @@ async def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
     job.adopt()
     await job.run_background()
     assert (job.leases, job.outcome) == ({}, "finished")
+
+
+async def test_executors_that_fail_or_are_lost_when_all_is_merged_fail_no_job() -> None:
+    job = begin(rounds={"update_rounds": 1})
+    await whole_round(job)
+    job.end_task(A, TaskState.FAILED, "it crashed at its exit", 1)
+    job.lose(B)
+    job.end_task(C)
+    job.end_task(SERVER)
+    await job.run_background()
+    [warning] = job.named("warning")
+    assert "it crashed at its exit" in str(warning["text"])
+    assert job.outcome == "finished"
 
 
 # ---------------------------------------------------------------------------------------------------------- older peers

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.diloco_simulation import BATCH, JOB_ID, PEERS, SERVER, START, Job, job_table
+from support.diloco_simulation import JOB_ID, PEERS, SERVER, START, Job, job_table
 
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
-from hypha_proto.job_spec import AggregateConfig, PeersReference, TrainConfig
-from hypha_proto.progress import Done, RoundMetrics
+from hypha_proto.job_spec import TrainConfig
+from hypha_proto.progress import Done
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.strategies.base import RetryAfter, StartTask, TaskState
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
@@ -61,16 +61,6 @@ def train_config(start: StartTask) -> TrainConfig:
     return start.spec.training
 
 
-def used(job: Job) -> list[tuple[int, int, int]]:
-    return [
-        (epoch, index, at)
-        for record in job.rounds
-        for member in record["members"]
-        for epoch, index, first, end in member["ranges"]
-        for at in range(first, end)
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------------ executors
 
 
@@ -87,22 +77,6 @@ async def test_update_that_was_made_again_counts_after_the_first_one_did_not_arr
     assert job.outcome is None
 
 
-async def test_what_memory_ends_is_half_of_what_the_executor_has_taken() -> None:
-    job = begin()
-    job.report(A, RoundMetrics(round=1, metrics={"micro_batch": 4.0}))
-    job.report(B, RoundMetrics(round=1, metrics={"micro_batch": 1e30}))
-    job.report(C, RoundMetrics(round=1, metrics={"loss": 1.0}))
-    posted = {found["worker"]: found["value"] for found in job.named("metric") if found["name"] == "micro_batch"}
-    assert posted[str(A)] == 4.0
-    summary = job.operator.summary({})["workers"]
-    assert {found["peer"]: found["micro_batch"] for found in summary} == {  # type: ignore[attr-defined]
-        str(A): 4, str(B): BATCH, str(C): None
-    }  # fmt: skip
-    for expected in (2, 1):
-        job.end_task(A, TaskState.FAILED, "exited with status 75", 75)
-        assert train_config(job.specs[A]).micro_batch == expected
-
-
 async def _train_without_a(job: Job) -> None:
     """End the round that B has begun with the updates of B and C."""
     job.train_round(B, 1)
@@ -110,31 +84,6 @@ async def _train_without_a(job: Job) -> None:
     assert job.state(B) == (True, "")
     job.send(B)
     await finish_round(job, B, C)
-
-
-async def test_executor_that_dies_is_started_again_on_its_lease_and_joins() -> None:
-    job = begin()
-    job.train_round(A, 1)
-    job.train_round(B, 1)
-    lease, first = job.leases[A].lease, train_config(job.specs[A])
-    job.end_task(A, TaskState.FAILED, "it was killed", -9)
-    again = train_config(job.specs[A])
-    assert job.leases[A].lease == lease
-    assert job.leases[A].attempt == 1
-    assert (first.join, again.join, again.member, again.micro_batch) == (True, True, first.member, BATCH // 2)
-    [restarted] = job.named("worker_restarted")
-    assert (restarted["worker"], restarted["micro_batch"]) == (str(A), BATCH // 2)
-    assert "it was killed" in str(restarted["reason"])
-    assert not job.give_slice(A)  # it has to join first
-    assert isinstance(job.join(A), RetryAfter)
-    await _train_without_a(job)
-    assert members(job, 1) == names(B, C)
-    assert job.join(A) == RoundToJoin(round=2, weights=job.rounds[0]["weights"])
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    assert members(job, 2) == names(*WORKERS)
-    assert len(set(used(job))) == len(used(job))
-    assert job.outcome is None
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -167,46 +116,6 @@ async def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counte
     assert len(job.named("worker_excluded")) == (0 if counts else 1)
 
 
-async def test_samples_of_an_executor_that_died_go_to_others() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    job.train_round(A, 2)
-    held = {(e, i, at) for e, i, first, end in job.executors[A].used for at in range(first, end)}
-    job.end_task(A, TaskState.FAILED, "it exited", 1)
-    play_round(job, B, C, batches=9)
-    await finish_round(job, B, C)
-    assert held <= set(used(job))
-
-
-async def test_third_failure_on_a_lease_replaces_the_worker() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    for number in range(3):
-        job.end_task(A, TaskState.FAILED, f"failure {number}", 1, (f"error {'abc'[number]}",))
-    assert len(job.named("worker_restarted")) == 2
-    assert A not in job.leases
-    assert [lost["worker"] for lost in job.named("worker_lost")] == [str(A)]
-    wanted = {request.role: request for request in job.operator.role_requests()}
-    assert (wanted[TRAIN].count, wanted[TRAIN].excluded) == (3, {A})
-    [excluded] = job.named("worker_excluded")
-    assert (excluded["worker"], excluded["role"], excluded["seconds"]) == (str(A), TRAIN, 60.0)
-    job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
-    assert job.outcome is None, "it is used rather than that the job fails"
-    assert job.operator.role_requests()[0].excluded == frozenset()
-    job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
-    assert job.outcome is not None
-    assert job.outcome.endswith("2 of 3 held")
-
-
-@pytest.mark.parametrize("code", [2, 1])
-async def test_error_that_is_the_jobs_own_ends_it_with_its_last_lines(code: int) -> None:
-    job = begin()
-    job.end_task(A, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
-    if code == 1:
-        assert job.outcome is None
-        job.end_task(B, TaskState.FAILED, "it failed", code, ("Traceback", "ValueError: no such tensor"))
-    assert job.outcome is not None
-    assert "ValueError: no such tensor" in job.outcome
-
-
 async def test_executors_that_end_after_a_refusal_are_started_again_and_end_no_job() -> None:
     job = begin()
     play_round(job, *WORKERS)
@@ -219,45 +128,7 @@ async def test_executors_that_end_after_a_refusal_are_started_again_and_end_no_j
     assert job.outcome is None
 
 
-async def test_disk_that_is_full_replaces_the_worker_at_once() -> None:
-    job = begin()
-    job.end_task(A, TaskState.FAILED, "no room", 74, ("/scratch/x: No space left on device",))
-    assert job.named("worker_restarted") == []
-    [replaced] = job.named("worker_replaced")
-    assert "/scratch/x" in str(replaced["reason"])
-    play_round(job, B, C)
-    await finish_round(job, B, C)
-    assert job.outcome is None
-
-
 # -------------------------------------------------------------------------------------------------------------- workers
-
-
-async def test_lost_worker_is_replaced_by_one_that_joins_the_next_round() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    job.train_round(A, 1)
-    job.lose(C)
-    wanted = {request.role: request.count for request in job.operator.role_requests()}
-    assert wanted == {TRAIN: 3, AGGREGATE: 1}
-    job.acquire(D)
-    assert D in job.listed
-    assert C not in job.listed
-    assert train_config(job.specs[D]).member == 3
-    assert isinstance(job.join(D), RetryAfter)
-    job.train_round(A, 1)
-    play_round(job, B)
-    assert job.state(A) == (True, "")
-    job.send(A)
-    await finish_round(job, A, B)
-    assert members(job, 2) == names(A, B)
-    assert job.join(D) == RoundToJoin(round=3, weights=job.rounds[1]["weights"])
-    [joined] = [event for event in job.named("worker_joined") if event["worker"] == str(D)]
-    assert (joined["round"], joined["member"]) == (3, 3)
-    play_round(job, A, B, D)
-    await finish_round(job, A, B, D)
-    assert members(job, 3) == names(A, B, D)
 
 
 async def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> None:
@@ -283,22 +154,6 @@ async def test_worker_that_comes_back_has_a_number_of_its_own() -> None:
     assert members(job, 2) == names(*WORKERS)
 
 
-async def test_job_grows_to_its_maximum() -> None:
-    job = begin((A, B), rounds={"update_rounds": 9}, resources={"num_workers": 2, "max_workers": 4})
-    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
-    job.acquire(C)
-    job.acquire(D)
-    play_round(job, A, B)
-    for peer in (C, D):
-        assert isinstance(job.join(peer), RetryAfter)
-    await finish_round(job, A, B)
-    job.join(C)
-    job.join(D)
-    play_round(job, A, B, C, D)
-    await finish_round(job, A, B, C, D)
-    assert members(job, 2) == names(A, B, C, D)
-
-
 async def test_all_workers_follow_one_learning_rate_schedule() -> None:
     schedule = {"learning_rate": 1e-3, "schedule": "cosine-with-warmup"}
     job = begin((A, B), resources={"num_workers": 3, "min_workers": 2}, inner_optimizer=schedule)
@@ -322,57 +177,7 @@ async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
     assert isinstance(job.join(D), RoundToJoin)
 
 
-async def test_draining_worker_leaves_after_its_round_and_its_place_is_taken() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    job.apply(job.operator.on_lease_draining(job.leases[A].lease, 60.0, job.now))
-    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 4, AGGREGATE: 1}
-    job.acquire(D)
-    play_round(job, *WORKERS)
-    assert isinstance(job.join(D), RetryAfter)
-    await finish_round(job)
-    assert members(job, 1) == names(*WORKERS)
-    assert isinstance(job.merge(A), Done)
-    job.end_task(A)
-    job.merge(B)
-    job.merge(C)
-    assert [left["worker"] for left in job.named("worker_left")] == [str(A)]
-    assert isinstance(job.join(D), RoundToJoin)
-    play_round(job, B, C, D)
-    await finish_round(job, B, C, D)
-    assert members(job, 2) == names(B, C, D)
-
-
 # ----------------------------------------------------------------------------------------------------- parameter server
-
-
-async def test_lost_parameter_server_is_replaced_and_takes_the_step_of_the_open_round() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    play_round(job, *WORKERS)
-    job.lose(SERVER)
-    [paused] = job.named("paused")
-    assert "there is no parameter server" in str(paused["reason"])
-    assert job.outcome is None
-    job.acquire(OTHER_SERVER, AGGREGATE)
-    assert job.server.term == 2
-    aggregate = job.specs[OTHER_SERVER].spec.aggregation
-    assert aggregate is not None
-    assert isinstance(aggregate, AggregateConfig)
-    assert (aggregate.term, aggregate.momentum is not None) == (2, True)
-    assert isinstance(aggregate.updates, PeersReference)
-    assert set(aggregate.updates.peers) == set(WORKERS)
-    update = job.commits[1][0]
-    assert {(m.term, m.server, m.round, m.update) for m in job.told.values()} == {(2, OTHER_SERVER, 2, update)}
-    assert set(job.told) == set(WORKERS)
-    for peer in WORKERS:
-        job.send(peer)
-    await finish_round(job, *WORKERS)
-    assert members(job, 2) == names(*WORKERS)
-    assert [record["term"] for record in job.rounds] == [1, 2]
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    assert job.outcome is None
 
 
 async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete() -> None:
@@ -411,33 +216,6 @@ async def test_last_outer_update_is_served_to_workers() -> None:
     found = job.operator.on_pull_request(job.leases[A], PullRequest(dataset=f"{JOB_ID}/outer-update", index=0))
     assert isinstance(found, PullSource)
     assert job.result.updates[found.source] == job.commits[1][0]
-
-
-async def test_parameter_server_that_fails_is_sought_elsewhere() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    job.end_task(SERVER, TaskState.FAILED, "disk full: /scratch", None)
-    wanted = {request.role: request for request in job.operator.role_requests()}
-    assert (wanted[AGGREGATE].count, wanted[AGGREGATE].excluded) == (1, {SERVER})
-    [replaced] = job.named("worker_replaced")
-    assert (replaced["worker"], replaced["role"]) == (str(SERVER), AGGREGATE)
-    assert job.outcome is None
-
-
-async def test_draining_parameter_server_is_replaced_after_the_next_round() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    job.apply(job.operator.on_lease_draining(job.leases[SERVER].lease, 60.0, job.now))
-    assert {request.role: request.count for request in job.operator.role_requests()} == {TRAIN: 3, AGGREGATE: 2}
-    job.acquire(OTHER_SERVER, AGGREGATE)
-    assert OTHER_SERVER not in job.leases
-    play_round(job, *WORKERS)
-    assert await job.push() is None
-    assert SERVER not in job.leases
-    assert job.server.term == 2
-    for peer in WORKERS:
-        job.merge(peer)
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    assert [record["term"] for record in job.rounds] == [1, 2]
 
 
 async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> None:
@@ -493,29 +271,6 @@ async def test_worker_that_prepares_does_not_hold_up_the_end_of_the_job() -> Non
 
 
 # --------------------------------------------------------------------------------------------------------------- pauses
-
-
-async def test_job_pauses_without_its_minimum_and_goes_on_with_a_replacement() -> None:
-    job = begin(rounds={"update_rounds": 9}, resources={"num_workers": 3, "min_workers": 3})
-    play_round(job, A, B)
-    job.lose(C)
-    [paused] = job.named("paused")
-    assert "2 of at least 3 remain" in str(paused["reason"])
-    assert job.operator.next_deadline() is None
-    job.acquire(D)
-    assert job.join(D) == RoundToJoin(round=1)
-    play_round(job, D)
-    assert len(job.named("continued")) == 1
-    await finish_round(job, A, B, D)
-    assert members(job, 1) == names(A, B, D)
-
-
-def test_job_fails_when_nobody_was_found_in_time() -> None:
-    job = begin(resources={"num_workers": 3, "min_workers": 3})
-    job.lose(C)
-    job.apply(job.operator.on_allocation_timeout(TRAIN, "2 of 3 held", job.now))
-    assert job.outcome is not None
-    assert job.outcome.endswith("2 of at least 3 remain\n2 of 3 held")
 
 
 # -------------------------------------------------------------------------------------------------------------- restore

@@ -219,18 +219,6 @@ def test_a_journal_cut_at_any_byte_is_restored_to_its_last_whole_record(tmp_path
             assert restore(found) == expected[len(found)]
 
 
-def test_the_open_round_is_restored(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "journal", HISTORY)
-    restored = restore(read_journal(tmp_path / "journal"))
-    assert restored.began == BEGAN
-    assert (restored.term, restored.server, restored.workers) == (1, SERVER, tuple(PEERS))
-    assert restored.commits == {number: (digest(f"u{number}"), digest(f"w{number}")) for number in (1, 2)}
-    assert restored.announced is not None
-    assert restored.announced.members == ((PEERS[1], 2),)
-    assert restored.contributed.keys() == {PEERS[1]}
-    assert restored.contributed[PEERS[1]].spans == run.open[PEERS[1]].spans
-
-
 def restarted(path: Path) -> SliceLedger:
     ledger = SliceLedger(SIZES, SEED)
     restore(read_journal(path)).restore_ledger(ledger, PEERS)
@@ -261,36 +249,6 @@ def test_a_refused_update_has_gone_back_after_a_restart(
     assert ledger.held_by(PEERS[0]) == run.ledger.held_by(PEERS[0])
     assert sorted(ledger.available) == sorted(run.ledger.available)
     assert len(ledger.held_by(PEERS[0])) == (2 if is_assigned_again else 1)
-
-
-def test_what_a_lost_worker_has_contributed_is_restored_as_long_as_it_may_have_been_averaged(tmp_path: Path) -> None:
-    """A worker is lost after it was announced: the operator decides when its samples are free."""
-    run = Run(tmp_path / "journal")
-    with run.journal:
-        for peer in PEERS[:2]:
-            run.assign(peer)
-            run.contribute(peer, 3)
-        run.announce()
-        averaged = run.open[PEERS[0]].spans
-        run.act("lose", PEERS[0], 0)
-        run.announce()
-    restored = restore(read_journal(run.path))
-    assert restored.contributed[PEERS[0]].spans == averaged
-    ledger = SliceLedger(SIZES, SEED)
-    restored.restore_ledger(ledger, PEERS[1:2])
-    assert set(samples_of(averaged)) <= set(samples_of(ledger.available))
-
-
-def test_a_new_term_leaves_committed_rounds_only(tmp_path: Path) -> None:
-    run = Run(tmp_path / "journal")
-    with run.journal:
-        for what, peer, count in HISTORY:
-            run.act(what, peer, count)
-        run.write(term_record(2, PEERS[0], PEERS[2:]))
-    restored = restore(read_journal(tmp_path / "journal"))
-    assert (restored.term, restored.server, restored.workers) == (2, PEERS[0], (PEERS[2],))
-    assert (restored.closed, restored.contributed, restored.announced, restored.assigned) == (2, {}, None, {})
-    assert sorted(samples_of(restored.used)) == sorted(samples_of(run.used))
 
 
 def test_another_dataset_or_model_is_named() -> None:

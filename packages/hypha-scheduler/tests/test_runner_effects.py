@@ -27,7 +27,7 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.effect_queue import EffectQueue
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
-from hypha_scheduler.strategies.base import EmitEvent, EndJob, Lease, PushTarget, StartTask, TaskRef, WriteJournal
+from hypha_scheduler.strategies.base import EmitEvent, Lease, PushTarget, StartTask, TaskRef, WriteJournal
 
 pytestmark = pytest.mark.virtual_clock
 
@@ -81,18 +81,6 @@ async def open_queue(
                 tasks.start_soon(queue.run)
                 yield queue, carried_out, errors
                 tasks.cancel_scope.cancel()
-
-
-async def test_record_is_on_disk_before_later_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(monkeypatch)
-    async with open_queue(tmp_path / "j") as (queue, names, errors):
-        ticket = queue.submit((event("before"), record(), event("after")))
-        await disk.busy.wait()
-        assert (names, disk.syncs) == (["before"], 0)
-        assert read_journal(tmp_path / "j")[0]["number"] == 0  # written, but nobody may rely on it
-        disk.free.set()
-        assert await queue.wait(ticket)
-        assert (names, disk.syncs, errors) == (["before", "after"], 1, [])
 
 
 async def test_records_submitted_together_share_one_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,16 +322,3 @@ async def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
         events = (operator.context.directory / "metrics.jsonl").read_text()
         assert '"recorded"' not in events
         await worker.until(lambda: worker.released)
-
-
-async def test_job_ends_after_what_was_recorded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_recording(monkeypatch, tmp_path) as (lab, operator, disk):
-        operator.act(record(7), EndJob())
-        await disk.busy.wait()
-        await anyio.sleep(5)
-        assert lab.results == []
-        disk.free.set()
-        [result] = await lab.ended()
-        assert isinstance(result, Path)
-        kinds = [entry["record"] for entry in read_journal(operator.context.directory / JOURNAL)]
-        assert kinds == ["accepted", "placed", "step", "finished"]

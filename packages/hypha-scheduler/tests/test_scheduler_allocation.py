@@ -236,18 +236,6 @@ async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: f
         assert allocator.seconds < 0.6 + 8 * delay
 
 
-@pytest.mark.parametrize("slow", [0.05, 0.15, 0.3])
-async def test_slow_workers_delay_a_fast_one_by_less_than_its_round_trip(slow: float) -> None:
-    fast, seconds = 0.005, list[float]()
-    for offers in (False, True):
-        async with open_lab(2, delays=[fast, slow]) as lab:
-            lab.workers[1].offers = offers
-            allocator = lab.allocator(role_request("train", 1))
-            assert peers(await allocator.allocate()) == {lab.workers[0].endpoint.peer_id}
-            seconds.append(allocator.seconds)
-    assert seconds[1] <= seconds[0] + 2 * fast
-
-
 # -------------------------------------------------------------------------------------------------- behind a gateway
 
 
@@ -340,30 +328,6 @@ async def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> Non
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert 3.0 < allocator.seconds < 4.0
-
-
-async def test_a_flood_of_offers_does_not_displace_honest_ones() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].offers, workers[0].grants = False, deny
-
-    async with open_lab(2, prepare) as lab:
-        cheat, honest = lab.workers
-        allocator = lab.allocator(role_request("train", 1))
-
-        async def flood() -> None:
-            while True:
-                await anyio.sleep(0.1)
-                [request] = [request.id for request in allocator._requests.values()]
-                for number in range(4200):
-                    offer = WorkerOffer(
-                        id=uuid.UUID(int=number), request_id=request, price=110.0, resources=Resources(cpu=1),
-                        timeout_ms=60_000,
-                    )  # fmt: skip
-                    allocator.add_offer(cheat.endpoint.peer_id, offer)
-
-        lab.tasks.start_soon(flood)
-        assert peers(await allocator.allocate()) == {honest.endpoint.peer_id}
-        assert allocator.seconds < 1.0
 
 
 # ----------------------------------------------------------------------------------------------------- incomplete sets

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from hypha_proto.datasets import (
     SliceEntry,
     UnusableSlice,
 )
-from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, TrainConfig
@@ -76,7 +74,7 @@ from hypha_proto.progress import (
     UpdateMerged,
 )
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished
+from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.allocation.auction import DECISION_WINDOW
@@ -152,10 +150,8 @@ class Worker:
     """Number of batches after which its executor fails."""
     unusable: frozenset[int] = frozenset()
     """Slices that it gets from no provider."""
-    outcome: str = "failed"
     skipped_round: int = 0
     """Round whose outer update it does not send to the scheduler."""
-    hangs: bool = False
     evaluation_seconds: float = 0.0
     """Duration of the evaluation after the last round; 0 without one."""
     cannot_start: bool = False
@@ -266,13 +262,12 @@ class Worker:
         return answer
 
     async def end(self, start: ScriptedStart, code: int, reason: str, lines: tuple[str, ...]) -> None:
-        outcome = "finished" if code == 0 else self.outcome
+        outcome = "finished" if code == 0 else "failed"
         sent, received = self.traffic
         about: dict[str, Any] = {"bytes_sent": sent, "bytes_received": received}
         ends = {
             "finished": TaskFinished(outputs=(), **about),
             "failed": TaskFailed(reason=reason, exit_code=code, last_lines=lines, **about),
-            "cancelled": TaskCancelled(reason="the owner needs it", **about),
         }
         self.streams[start.lease].report(start.definition, **{outcome: ends[outcome]})
 
@@ -297,8 +292,6 @@ class Worker:
                         return  # the scheduler has removed this worker
                     await anyio.sleep(self.batch_seconds)
                     batches += 1
-                    if self.hangs:
-                        await anyio.sleep_forever()
                     if batches == self.fails_after:
                         await self.end(start, 3, "the executor exited with 3", ("Traceback", "RuntimeError: no"))
                         return
@@ -582,34 +575,6 @@ async def test_start_of_each_worker_is_logged_once(
     assert {words[5] for words in messages} == {"0.0"}
 
 
-async def test_slow_worker_gets_fewer_batches_and_members_state_their_samples(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        for worker, seconds in zip(workers[:3], (0.08, 0.02, 0.02), strict=True):
-            worker.batch_seconds = seconds
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
-        await service.run_job(job(model, rounds={"avg_samples_between_updates": 720}))
-        samples: Counter[PeerId] = Counter()
-        for message in workers[3].rounds_seen[1:]:
-            samples.update({member.peer: member.samples for member in message.members})
-        slow, fast = (samples[worker.endpoint.peer_id] for worker in workers[:2])
-        assert slow / fast == pytest.approx(0.25, abs=0.02)
-
-
-async def test_repeated_requests_count_once(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        for worker in workers:
-            worker.repeats_messages = True
-
-    async with open_network(tmp_path, prepare) as (service, workers, shared):
-        result = json.loads((await service.run_job(job(model))).read_text())
-        assert result["rounds"] == 3
-        reported = {str(worker.endpoint.peer_id): worker.batches for worker in workers[:3]}
-        counted = {worker["peer"]: worker["batches"] for worker in result["workers"]}
-        assert counted == reported
-        assert len(set(shared.given)) == len(shared.given)
-
-
 async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(
     tmp_path: Path, model: Path
 ) -> None:
@@ -625,32 +590,6 @@ async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_las
         assert str(workers[1].endpoint.peer_id) in messages[0]
         assert all(worker.released for worker in workers)
     assert events(tmp_path)[-1]["event"] == "failed"
-
-
-async def test_job_without_a_replacement_of_a_lost_worker_fails(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].renewals_left = 2
-        workers[2].offers_left = 1
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
-        with expect_failure() as messages:
-            await service.run_job(
-                job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
-            )
-        assert f"worker {workers[2].endpoint.peer_id} was lost" in messages[0]
-        assert "2 of at least 3 remain" in messages[0]
-
-
-@pytest.mark.parametrize("resources", [{"min_workers": 2}, {}], ids=["above the minimum", "without a minimum"])
-async def test_job_continues_without_a_lost_worker(tmp_path: Path, model: Path, resources: dict[str, int]) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].renewals_left = 2
-        workers[2].hangs = True
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
-        path = await service.run_job(job(model, resources=resources, rounds={"update_rounds": 6}))
-        assert json.loads(path.read_text())["rounds"] == 6
-        assert len(workers[3].rounds_seen[-1].members) == 2
 
 
 @pytest.mark.parametrize("role", ["train", "aggregate"])
@@ -673,39 +612,6 @@ async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path
         assert "its task did not start" in workers[2 if role == "train" else 3].released
 
 
-async def test_job_ends_without_a_worker_that_is_late_in_the_last_round(tmp_path: Path, model: Path) -> None:
-    slow = list[PeerId]()
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].batch_seconds = 2.2
-        slow.append(workers[2].endpoint.peer_id)
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
-        changes = {"resources": {"num_workers": 3, "min_workers": 2}, "rounds": {"update_rounds": 1, "timeout": 1.5}}
-        await service.run_job(job(model, **changes))
-        assert set(workers[2].released) <= GIVEN_BACK
-        for message in workers[3].rounds_seen:
-            assert workers[2].endpoint.peer_id not in {member.peer for member in message.members}
-    assert [event["event"] for event in events(tmp_path)][-1] == "finished"
-    [late] = [event for event in events(tmp_path) if event["event"] == "worker_late"]
-    assert (late["worker"], late["round"]) == (str(slow[0]), 1)
-    assert late["seconds"] == pytest.approx(1.5, abs=0.01)
-
-
-async def test_cancelled_executor_counts_as_a_lost_worker(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].fails_after = 5
-        workers[0].outcome = "cancelled"
-        workers[0].offers_left = 1
-
-    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
-        with expect_failure() as messages:
-            await service.run_job(
-                job(model, rounds={"update_rounds": 10_000}, resources={"min_workers": 3, "allocation_timeout": 1.0})
-            )
-        assert "its executor was cancelled: the owner needs it" in messages[0]
-
-
 async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[3].skipped_round = 2
@@ -714,26 +620,6 @@ async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -
         with expect_failure() as messages:
             await service.run_job(job(model))
         assert "the outer update of round 2 never came" in messages[0]
-
-
-async def test_interrupted_job_releases_its_leases(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path) as (service, workers, _shared):
-        with anyio.move_on_after(1.0):
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}))
-        assert all(worker.released for worker in workers)
-    last = events(tmp_path)[-1]
-    assert (last["event"], last["reason"]) == ("interrupted", "the scheduler was stopped")
-
-
-async def test_job_without_another_parameter_server_fails(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[3].renewals_left = 2
-        workers[3].offers_left = 1
-
-    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
-        with expect_failure() as messages:
-            await service.run_job(job(model, rounds={"update_rounds": 10_000}, resources={"allocation_timeout": 1.0}))
-        assert "there is no parameter server" in messages[0]
 
 
 async def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Path, model: Path) -> None:
@@ -879,16 +765,6 @@ async def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
             assert "123.0" not in repr(worker.start)
 
 
-async def test_lost_requests_are_published_again(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path, faults=Faults(gossip_loss=0.4, delay=0.002, jitter=0.01)) as (
-        service,
-        _workers,
-        _shared,
-    ):
-        path = await service.run_job(job(model, resources={"allocation_timeout": 20.0}))
-        assert json.loads(path.read_text())["rounds"] == 3
-
-
 async def test_a_job_continues_without_a_slice_that_no_provider_has(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -995,70 +871,3 @@ async def test_refused_reports_are_logged_once_with_their_reason_which_is_answer
     logged = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(logged) == 3  # the last one is a repetition
     assert all(reason in line for reason, line in zip(reasons, logged, strict=False))
-
-
-def drain_at(worker: Worker, batches: int, *others: uuid.UUID) -> None:
-    """Let a worker announce its drain after a number of batches; it ends, as workers do, with its task."""
-
-    async def announce() -> None:
-        while worker.batches < batches or worker.start is None:
-            await anyio.sleep(0.005)
-        lease = worker.start.lease
-        message = Drain(leases=(lease, *others), left_ms=60_000, reason="its owner drains it")
-        assert await rpc.call(worker.endpoint, worker.leases[lease], ANNOUNCE_DRAIN, message) == DrainReceived()
-
-    worker.tasks.start_soon(announce)
-
-
-async def test_draining_worker_leaves_after_its_round_and_the_job_goes_on(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path) as (service, workers, _shared):
-        draining = workers[1]
-        drain_at(draining, 3)
-        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
-        result = json.loads((await service.run_job(wanted)).read_text())
-        assert result["rounds"] == 6
-        members = [{member.peer for member in seen.members} for seen in workers[3].rounds_seen]
-        assert members == [{worker.endpoint.peer_id for worker in workers[:3]}] + 5 * [
-            {workers[0].endpoint.peer_id, workers[2].endpoint.peer_id}
-        ]
-        [share] = [entry for entry in result["workers"] if entry["peer"] == str(draining.endpoint.peer_id)]
-        assert share["batches"] == draining.batches > 0
-        assert set(draining.released) <= GIVEN_BACK  # its executor has ended by itself
-    kinds = [event["event"] for event in events(tmp_path)]
-    assert "worker_lost" not in kinds
-    [left] = [event for event in events(tmp_path) if event["event"] == "worker_left"]
-    assert left["round"] == 1
-    assert kinds.index("lease_draining") < kinds.index("worker_left")
-
-
-@pytest.mark.parametrize("end", ["failed", "cancelled", "goodbye"])
-async def test_end_of_a_worker_that_has_left_does_not_matter(tmp_path: Path, model: Path, end: str) -> None:
-    async with open_network(tmp_path) as (service, workers, _shared):
-        left = workers[1]
-        drain_at(left, 3)
-        normal_end = left.end
-
-        async def ends(start: ScriptedStart, code: int, reason: str, lines: tuple[str, ...]) -> None:
-            if end == "goodbye":
-                goodbye = Goodbye(leases=(start.lease,), reason="over")
-                await rpc.call(left.endpoint, left.leases[start.lease], SAY_GOODBYE, goodbye)
-            left.outcome = "cancelled" if end == "cancelled" else "failed"
-            await normal_end(start, 1, "it crashed at its exit", ())
-
-        left.end = ends  # type: ignore[method-assign]
-        wanted = job(model, resources={"min_workers": 2}, rounds={"update_rounds": 6})
-        assert json.loads((await service.run_job(wanted)).read_text())["rounds"] == 6
-    assert "worker_lost" not in [event["event"] for event in events(tmp_path)]
-    warnings = [event["text"] for event in events(tmp_path) if event["event"] == "warning"]
-    assert ["it crashed at its exit" in text for text in warnings] == ([True] if end == "failed" else [])
-
-
-async def test_job_keeps_a_draining_worker_that_it_needs_until_it_is_lost(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path) as (service, workers, _shared):
-        drain_at(workers[1], 3)
-        drain_at(workers[3], 0)  # a parameter server cannot be handed over
-        path = await service.run_job(job(model, resources={"min_workers": 3}))  # it needs all three, and ends in time
-        assert json.loads(path.read_text())["rounds"] == 3
-    kinds = [event["event"] for event in events(tmp_path)]
-    assert kinds.count("lease_draining") == 2
-    assert "worker_left" not in kinds

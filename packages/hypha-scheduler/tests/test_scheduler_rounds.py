@@ -115,29 +115,6 @@ def steady(*seconds: float) -> dict[PeerId, Callable[[int], float]]:
     return {peer: (lambda _round, s=s: s) for peer, s in zip(PEERS, seconds, strict=False)}
 
 
-def test_four_times_slower_executor_gets_a_quarter_and_waits_are_short() -> None:
-    simulation = Simulation(RoundSettings(6, 1152, 16, 3), steady(0.1, 0.1, 0.4))
-    closed = simulation.run()
-    assert [entry.round for entry in closed] == [1, 2, 3, 4, 5, 6]
-    for entry in closed:
-        fast, slow = entry.batches[PEERS[0]], entry.batches[PEERS[2]]
-        assert abs(slow - fast / 4) <= 1.0
-        assert max(entry.waits.values()) <= 0.4 + 1e-6  # one batch of the slowest
-        assert 1152 <= sum(entry.samples.values()) <= 1152 + 2 * 16
-        assert entry.loss == 0.5
-    assert simulation.done == set(PEERS[:3])
-    assert simulation.rounds.over
-
-
-def test_slowing_executor_gets_fewer_batches_within_the_round() -> None:
-    seconds = steady(0.1, 0.1)
-    seconds[PEERS[1]] = lambda number: 0.1 if number < 3 else 0.8
-    closed = Simulation(RoundSettings(5, 1600, 16, 2), seconds).run()
-    for entry in closed[2:]:
-        assert max(entry.waits.values()) <= 1.7  # two of its slow batches
-        assert entry.batches[PEERS[1]] < entry.batches[PEERS[0]] / 3
-
-
 def test_late_starter_takes_part_with_few_batches() -> None:
     simulation = Simulation(RoundSettings(3, 960, 16, 3), steady(0.1, 0.1, 0.1), late={PEERS[2]: 4.0})
     closed = simulation.run()
@@ -179,32 +156,6 @@ def make(minimum: int = 2, rounds: int = 2) -> Rounds:
         made.training_began(peer, 0.0)
         made.batch_done(peer, 16, 1.0, 1.0)
     return made
-
-
-def test_losing_a_member_announces_the_round_again_without_it() -> None:
-    rounds = make()
-    assert rounds.update_started(PEERS[0], 2.0) == ()
-    assert rounds.update_started(PEERS[1], 2.0) == ()
-    assert rounds.update_started(PEERS[2], 2.0) == (AnnounceRound(1, tuple((peer, 16) for peer in PEERS[:3])),)
-    assert rounds.worker_lost(PEERS[1], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[2], 16))),)
-    assert isinstance(rounds.outer_step_taken(4.0)[0], Acknowledged)
-
-
-def test_losing_the_last_missing_member_synchronizes_the_others() -> None:
-    rounds = make()
-    rounds.update_started(PEERS[0], 2.0)
-    rounds.update_started(PEERS[1], 2.0)
-    assert rounds.worker_lost(PEERS[2], "no lease", 3.0) == (AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))),)
-
-
-def test_refused_update_is_left_out() -> None:
-    rounds = make()
-    for peer in PEERS[:3]:
-        rounds.update_started(peer, 2.0)
-    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == (
-        AnnounceRound(1, ((PEERS[1], 16), (PEERS[2], 16))),
-    )
-    assert rounds.update_refused(1, PEERS[0], "not finite", 3.0) == ()
 
 
 def test_too_few_members_pause_the_job_with_the_reason() -> None:
@@ -303,27 +254,6 @@ def test_first_batch_did_not_begin_before_its_slice_nor_after_its_report(seconds
     due = rounds.deadline()
     assert due is not None
     assert 11.0 <= due <= 31.0
-
-
-def test_late_executor_rejoins_in_the_next_round() -> None:
-    rounds = make()
-    rounds.update_started(PEERS[0], 2.0)
-    rounds.update_started(PEERS[1], 2.0)
-    expire_next(rounds)
-    due, effects = expire_next(rounds)
-    assert effects == (Late(PEERS[2], 1, due), AnnounceRound(1, ((PEERS[0], 16), (PEERS[1], 16))))
-    assert rounds.batch_done(PEERS[2], 16, due + 1) == Continue()
-    rounds.outer_step_taken(due + 2)
-    assert rounds.batch_done(PEERS[2], 16, due + 3) == ScheduleUpdate(counter=0)
-    assert rounds.update_started(PEERS[2], due + 4) == ()
-    for peer in PEERS[:3]:
-        assert rounds.update_merged(peer, due + 5) == Continue()
-        rounds.batch_done(peer, 16, due + 6)
-    assert rounds.update_started(PEERS[2], due + 7) == ()
-    assert rounds.update_started(PEERS[1], due + 7) == ()
-    [effect] = rounds.update_started(PEERS[0], due + 7)
-    assert isinstance(effect, AnnounceRound)
-    assert [peer for peer, _ in effect.members] == PEERS[:3]
 
 
 def test_round_timeout_starts_when_executors_have_started() -> None:
@@ -514,34 +444,6 @@ def merge_round(rounds: Rounds, number: int, peers: list[PeerId], now: float) ->
     closed = run_round(rounds, number, dict.fromkeys(peers, now), now + 1)
     assert set(closed.samples) == set(peers)
     return {peer: rounds.update_merged(peer, now + 2) for peer in peers}
-
-
-def test_draining_worker_leaves_after_its_round_in_which_its_update_counts() -> None:
-    rounds = make(rounds=3)
-    rounds.drain(PEERS[1])
-    answers = merge_round(rounds, 1, PEERS[:3], 5.0)
-    assert [type(answers[peer]) for peer in PEERS[:3]] == [Continue, Done, Continue]
-    assert rounds.members == {PEERS[0], PEERS[2]}
-    assert isinstance(rounds.batch_done(PEERS[1], 16, 8.0), ProgressError)
-    rounds.batch_done(PEERS[0], 16, 9.0)
-    rounds.batch_done(PEERS[2], 16, 9.0)
-    assert rounds.update_started(PEERS[0], 10.0) == ()
-    [announced] = rounds.update_started(PEERS[2], 10.0)
-    assert announced == AnnounceRound(2, ((PEERS[0], 16), (PEERS[2], 16)))
-    assert rounds.worker_lost(PEERS[1], "it ended", 11.0) == ()  # it has left before
-
-
-def test_draining_worker_leaves_before_the_outer_step_is_reported_and_counts() -> None:
-    rounds = make(rounds=3)
-    rounds.drain(PEERS[1])
-    for peer in PEERS[:3]:
-        rounds.update_started(peer, 2.0)
-        rounds.metrics_reported(peer, 1, 0.5)
-    assert isinstance(rounds.update_merged(PEERS[1], 3.0), Done)
-    _, [closed] = rounds.outer_step_taken(4.0)
-    assert isinstance(closed, RoundClosed)
-    assert closed.samples == dict.fromkeys(PEERS[:3], 16)
-    assert closed.loss == 0.5
 
 
 def test_draining_workers_stay_as_long_as_the_job_needs_them() -> None:

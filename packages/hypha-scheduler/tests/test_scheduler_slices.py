@@ -165,6 +165,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
 test_no_sample_is_used_twice_and_none_is_lost = LedgerMachine.TestCase
 
 
@@ -184,61 +186,6 @@ def test_seed_determines_the_order() -> None:
     assert [a.index for a in order(5)[:50]] != [a.index for a in order(5)[50:]]
 
 
-def test_what_a_lost_worker_has_not_committed_is_assigned_next() -> None:
-    ledger = SliceLedger([4] * 6)
-    lost = [ledger.assign("gone") for _ in range(3)]
-    ledger.assign("stays")
-    ledger.contribute("gone", 1, [lost[0], share(lost[1], 0, 1)])
-    ledger.commit(1, ["gone"])
-    ledger.contribute("gone", 2, [share(lost[1], 1, 3)])
-    rest = share(lost[1], 1, 4)
-    assert ledger.release("gone") == (rest, lost[2])
-    assert [ledger.assign("stays"), ledger.assign("stays")] == [rest, lost[2]]
-
-
-def test_worker_continues_in_its_slice_after_its_update_was_refused() -> None:
-    ledger = SliceLedger([100])
-    span = ledger.assign("a")
-    ledger.contribute("a", 1, [share(span, 0, 40)])
-    assert ledger.withdraw("a", 1) == (share(span, 0, 40),)
-    assert ledger.held_by("a") == (share(span, 40, 100),)
-    assert ledger.assign("b") == share(span, 0, 40)
-    ledger.contribute("a", 2, [share(span, 40, 100)])
-    ledger.contribute("b", 2, [share(span, 0, 40)])
-    ledger.commit(2, ["a", "b"])
-    assert ledger.available == ()
-
-
-def test_update_of_a_late_worker_goes_back_when_the_round_is_committed() -> None:
-    ledger = SliceLedger([10] * 2)
-    late, other = ledger.assign("late"), ledger.assign("other")
-    ledger.contribute("late", 1, [share(late, 0, 6)])
-    ledger.contribute("other", 1, [other])
-    ledger.commit(1, ["other"])
-    assert ledger.available == (share(late, 0, 6),)
-    assert ledger.contribution("late", 1) is None
-
-
-def test_contribution_to_a_round_that_is_over_goes_back_with_the_next_one() -> None:
-    ledger = SliceLedger([10])
-    span = ledger.assign("a")
-    ledger.commit(1, [])
-    ledger.contribute("a", 1, [share(span, 0, 4)])
-    ledger.contribute("a", 2, [share(span, 4, 6)])
-    ledger.commit(2, ["a"])
-    assert ledger.available == (share(span, 0, 4),)
-    assert ledger.held_by("a") == (share(span, 6, 10),)
-
-
-def test_samples_that_an_update_skips_go_back() -> None:
-    """A late worker that never sent its update of a round states only what followed in the next."""
-    ledger = SliceLedger([100])
-    span = ledger.assign("a")
-    ledger.contribute("a", 2, [share(span, 30, 60)])
-    assert ledger.available == (share(span, 0, 30),)
-    assert ledger.held_by("a") == (share(span, 60, 100),)
-
-
 def test_executor_that_uses_whole_slices_gets_no_part_of_one() -> None:
     ledger = SliceLedger([10])
     span = ledger.assign("gone")
@@ -247,15 +194,6 @@ def test_executor_that_uses_whole_slices_gets_no_part_of_one() -> None:
     ledger.release("gone")
     assert ledger.assign("old", whole=True) == SampleSpan(1, 0, 0, 10)
     assert ledger.assign("new") == share(span, 4, 10)
-
-
-def test_a_slice_of_which_all_parts_came_back_is_whole_again() -> None:
-    ledger = SliceLedger([10])
-    span = ledger.assign("gone")
-    ledger.contribute("gone", 1, [share(span, 0, 4)])
-    ledger.withdraw("gone", 1)
-    ledger.release("gone")
-    assert ledger.assign("old", whole=True) == span
 
 
 @pytest.mark.parametrize(
@@ -441,17 +379,6 @@ def test_a_worker_keeps_the_part_of_a_slice_that_it_has_when_it_cannot_get_anoth
     assert ledger.assign("a") == share(span, 0, 40)
     assert ledger.set_aside("a", 0, 0)
     assert ledger.held_by("a") == (share(span, 40, 100),)
-
-
-def test_what_committed_rounds_used_is_not_assigned_after_a_restart() -> None:
-    ledger = SliceLedger([10, 10, None], seed=2)
-    used = [SampleSpan(0, 0, 0, 4), SampleSpan(0, 0, 6, 8), SampleSpan(0, 2, 0, 3), SampleSpan(1, 1, 0, 10)]
-    ledger.restore(used)
-    assert sorted(ledger.available) == [
-        SampleSpan(0, 0, 4, 6), SampleSpan(0, 0, 8, 10), SampleSpan(0, 1, 0, 10),
-        SampleSpan(1, 0, 0, 10), SampleSpan(1, 2, 0, ALL),
-    ]  # fmt: skip
-    assert ledger.epoch == 1
 
 
 def test_a_restart_gives_workers_back_what_they_have() -> None:

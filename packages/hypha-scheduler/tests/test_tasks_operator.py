@@ -399,27 +399,6 @@ def test_what_failed_waits_until_another_worker_is_sought_and_no_longer() -> Non
     assert last.lease == a_lease(1), "and nobody is sought again at once"
 
 
-def test_what_failed_starts_at_the_worker_that_is_found() -> None:
-    op = operator(a_task("a"), workers=1)
-    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
-    op.on_task_update(task, FAILED, 1.0)
-    again = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
-    assert again.lease == a_lease(2)
-    op.on_task_update(again, FAILED, 3.0)
-    assert excluded(op) == {a_peer(1), a_peer(2)}
-
-
-def test_nobody_is_sought_before_the_only_lease_that_the_job_may_have_is_free() -> None:
-    op = operator(a_task("a"), a_task("b", timeout=None), workers=1)
-    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
-    b = started(op.on_task_update(a, FAILED, 1.0))["b"]
-    for second in range(2, 20):
-        op.on_deadline(second)
-    effects = finish(op, b, 20.0)
-    assert not started(effects)
-    assert until_started(op, effects)[1] == 23.0
-
-
 def test_a_worker_at_which_three_tasks_fail_in_a_row_is_excluded_for_a_minute() -> None:
     op = operator(*(a_task(f"t{n}") for n in range(9)))
     running = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
@@ -948,23 +927,6 @@ def test_the_result_lists_tasks_in_the_users_order_with_what_they_made() -> None
         "bytes": 30,
         "bytes_received": 0,
     }
-
-
-def test_a_thousand_tasks_in_chains_take_little_time() -> None:
-    """Counted in operations that grow with the number of tasks, not in seconds: instances looked at for each event."""
-    tasks = [a_task(f"t{c}.{n}", *([f"t{c}.{n - 1}"] if n else [])) for c in range(100) for n in range(10)]
-    op = operator(*tasks, workers=3)
-    running = started(op.on_leases_acquired([a_lease(n) for n in (1, 2, 3)], 0.0))
-    locals_kept = events = 0
-    while running:
-        name, task = running.popitem()
-        begun = started(finish(op, task))
-        locals_kept += any(other.partition(".")[0] == name.partition(".")[0] for other in begun)
-        running |= begun
-        events += 1
-    assert events == 1000
-    assert locals_kept == 900, "each chain stays on its worker"
-    assert op.instances.unfinished == 0
 
 
 def lines_run(call: Callable[[], object]) -> int:
