@@ -220,58 +220,6 @@ def test_differences_are_rounding_only_if_nothing_is_equal_to_the_bit(nesterov: 
     assert "not rounding" in verdict
 
 
-def test_without_kept_updates_nothing_follows_a_difference(nesterov: Job) -> None:
-    for _ in range(2):
-        nesterov.round([(0, 1, ((4.0, 0.0), 0.0, 1))], ((3.0, 0.0), 0.0, 1))
-    found = nesterov.replay()
-    assert [findings.is_equal for findings in found] == [True, False]  # the second one has momentum
-    found = found[:1] + found
-    nesterov.rounds.append(nesterov.rounds[-1])
-    proven, verdict = conclude(found[1:], 3)
-    assert not proven
-    assert "the rounds after 2 could not be computed" in verdict
-    assert "only digests can be compared" in next(describe_round(found[-1]))
-
-
-def test_an_unstated_contribution_is_named_and_its_round_not_proven(nesterov: Job) -> None:
-    nesterov.round([(0, 1, ((4.0, 0.0), 0.0, 1))], ((3.0, 0.0), 0.0, 1), keep=True)
-    nesterov.round([(0, 1, ((0.0, 0.0), 0.0, 1))], ((0.5, 0.0), 0.0, 1), keep=True)
-    [member] = nesterov.rounds[0].members
-    nesterov.rounds[0] = replace(nesterov.rounds[0], members=(replace(member, contribution=None),))
-    first, second = nesterov.replay()
-    assert first.unproven == [f"the update of {PEERS[0]}: its executor stated nothing about it"]
-    assert second.is_equal  # with the momentum of the outer update that was kept
-    assert not conclude([first, second], 2)[0]
-
-
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ("update", "the outer update is"),
-        ("weights", "the weights after it are"),
-        ("weights_before", "the weights before it are"),
-    ],
-)
-def test_a_changed_digest_of_a_round_is_named(nesterov: Job, field: str, said: str) -> None:
-    nesterov.round([(0, 1, ((4.0, 0.0), 0.0, 1))], ((3.0, 0.0), 0.0, 1), keep=True)
-    nesterov.rounds[0] = replace(nesterov.rounds[0], **{field: "blake3:" + "0" * 64})
-    [found] = nesterov.replay()
-    assert any(line.startswith(said) for line in (*found.wrong, *found.differing))
-    assert not conclude([found], 1)[0]
-
-
-def test_a_changed_digest_of_an_update_is_named(nesterov: Job) -> None:
-    nesterov.round([(0, 1, ((4.0, 0.0), 0.0, 1))], ((3.0, 0.0), 0.0, 1), keep=True)
-    [member] = nesterov.rounds[0].members
-    wrong = replace(member, update="blake3:" + "0" * 64)
-    nesterov.rounds[0] = replace(nesterov.rounds[0], members=(wrong,))
-    [found] = nesterov.replay()
-    assert found.difference == 0.0
-    assert found.differing[0].startswith(f"the update of {PEERS[0]} is {member.update}, recorded is blake3:000")
-    proven, verdict = conclude([found], 1)
-    assert not proven, verdict
-
-
 def test_what_cannot_be_computed_is_not_proven(nesterov: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     nesterov.round([(0, 1, ((4.0, 0.0), 0.0, 1))], ((3.0, 0.0), 0.0, 1))
 
