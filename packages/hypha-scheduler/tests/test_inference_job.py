@@ -12,13 +12,13 @@ from typing import Any, cast
 import anyio
 import msgspec
 import pytest
-from support.inference_simulation import FakeDataset, job_table, part_of
+from support.inference_simulation import FakeDataset, answer, job_table, part_of
 from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, open_scripted_jobs
 from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
 
 from hypha_net import rpc
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.transfer import describe, push
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_proto.codec import from_cbor, from_json, to_cbor, to_json
@@ -202,6 +202,29 @@ async def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: py
         network.check()
 
 
+async def test_a_part_that_is_invalid_is_refused_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_inference(monkeypatch, tmp_path) as network:
+        refusals: list[str] = []
+
+        async def careless(executor: Executor) -> None:
+            definition = await executor.begin()
+            index = await executor.fetch(definition)
+            assert index is not None
+            with pytest.raises(TransferRefusedError) as caught:
+                await executor.send(definition, index, part_of(index, ROWS[index])[:-5])
+            refusals.append(str(caught.value))
+            await executor.compute(definition)
+
+        network.serve(careless)
+        network.start()
+        result = await network.result()
+        network.check()
+        assert result["parts_refused"] == len(refusals) >= 1
+        assert "is cut short" in refusals[0]
+
+
 async def test_a_part_does_not_interrupt_another_of_the_same_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +321,29 @@ async def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkey
         assert [kind for kind in kinds if kind in ("accepted", "failed", "resumed", "finished")] == [
             "accepted", "failed", "resumed", "finished",
         ]  # fmt: skip
+
+
+async def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def errors(executor: Executor) -> None:
+        definition = await executor.begin()
+        while (index := await executor.fetch(definition)) is not None:
+            rows = [answer(index, row, failed=True) for row in range(ROWS[index])]
+            await executor.send(definition, index, "".join(rows).encode())
+        await executor.stream.tell(definition, finished=TaskFinished(outputs=(), bytes_sent=1, bytes_received=2))
+
+    async with open_inference(monkeypatch, tmp_path) as network:
+        network.serve(errors)
+        network.start()
+        assert "the most frequent, TooLong (" in await network.failure()
+        network.lab.results.clear()
+        allowing = network.job.inference.model_copy(update={"max_error_share": 1.0})
+        network.job = network.job.model_copy(update={"inference": allowing})
+        network.start(resume=True)
+        result = await network.result()
+        network.check()
+        assert (result["errors"], result["error_kinds"]) == (sum(ROWS), {"TooLong": sum(ROWS)})
 
 
 async def test_a_dataset_without_the_prompts_columns_takes_no_lease(
