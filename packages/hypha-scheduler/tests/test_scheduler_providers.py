@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from hypha_net import dataset_directory, rpc, transfer
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
@@ -22,19 +22,17 @@ from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 
-pytestmark = pytest.mark.usefixtures("inline_threads")
+pytestmark = [pytest.mark.usefixtures("inline_threads"), pytest.mark.virtual_clock]
 
 DIGEST = "blake3:" + "1" * 64
 ENTRY = SliceEntry(file="0.safetensors", samples=4, size=1, digest=DIGEST)
 
 
-def run(case: Callable[[MemoryNetwork, list[MemoryEndpoint], AsyncExitStack], Awaitable[None]], names: str) -> None:
-    async def main() -> None:
-        network = MemoryNetwork(seed=3)
-        async with AsyncExitStack() as stack:
-            await case(network, [await stack.enter_async_context(network.endpoint(name)) for name in names], stack)
-
-    simulate(main, seed=3)
+@asynccontextmanager
+async def nodes(names: str, network: MemoryNetwork | None = None) -> AsyncIterator[list[MemoryEndpoint]]:
+    async with AsyncExitStack() as stack:
+        network = network or MemoryNetwork(seed=3)
+        yield [await stack.enter_async_context(network.endpoint(name)) for name in names]
 
 
 async def healthy(_peer: PeerId, _request: HealthRequest) -> Health:
@@ -59,9 +57,8 @@ async def serve(node: MemoryEndpoint, slices: int, folder: Path, **fields: Any) 
     return digest
 
 
-def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -> None:
-    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        a, b, other, scheduler = nodes
+async def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -> None:
+    async with nodes("abos") as (a, b, other, scheduler):
         digest = await serve(a, 2, tmp_path)
         assert await serve(b, 2, tmp_path) == digest
         found = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
@@ -76,12 +73,9 @@ def test_providers_of_the_pinned_manifest_are_used_round_robin(tmp_path: Path) -
         }
         assert {a.peer_id, b.peer_id} <= set(scheduler.connected_peers())
 
-    run(case, "abos")
 
-
-def test_format_columns_and_classes_are_those_of_the_manifest(tmp_path: Path) -> None:
-    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        a, scheduler = nodes
+async def test_format_columns_and_classes_are_those_of_the_manifest(tmp_path: Path) -> None:
+    async with nodes("as") as (a, scheduler):
         await serve(a, 2, tmp_path)
         tensors = await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
         assert (tensors.format, tensors.columns, tensors.labels) == (None, None, None)
@@ -92,12 +86,9 @@ def test_format_columns_and_classes_are_those_of_the_manifest(tmp_path: Path) ->
         with pytest.raises(JobFailedError, match="format 'parquet', and this scheduler knows safetensors, jsonl"):
             await open_dataset(scheduler, "digits", tmp_path / "manifest.json", timeout=5)
 
-    run(case, "as")
 
-
-def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> None:
-    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        a, b, scheduler = nodes
+async def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> None:
+    async with nodes("abs") as (a, b, scheduler):
         digest = await serve(a, 4, tmp_path)
         await serve(b, 4, tmp_path)
         record = DatasetRecord(num_slices=4, seq=9, manifest=digest, withheld=(1, 2))
@@ -111,12 +102,10 @@ def test_a_provider_that_withholds_a_slice_comes_last_for_it(tmp_path: Path) -> 
         await providers.refresh()
         assert {providers.order(index)[0] for index in (1, 2)} == {a.peer_id, b.peer_id}
 
-    run(case, "abs")
 
-
-def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path) -> None:
-    async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        a, scheduler = nodes
+async def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path) -> None:
+    network = MemoryNetwork(seed=3)
+    async with nodes("as", network) as (a, scheduler):
         digest = await serve(a, 2, tmp_path)
         providers = Providers(scheduler, "digits", digest, a.peer_id)
         async with network.endpoint("b") as b:
@@ -128,12 +117,10 @@ def test_lost_provider_moves_last_and_is_then_removed(tmp_path: Path) -> None:
         await providers.refresh()
         assert providers.order(0) == (a.peer_id,)
 
-    run(case, "as")
 
-
-def test_a_dataset_is_reachable_while_one_of_its_data_nodes_is(tmp_path: Path) -> None:
-    async def case(network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        (scheduler,) = nodes
+async def test_a_dataset_is_reachable_while_one_of_its_data_nodes_is(tmp_path: Path) -> None:
+    network = MemoryNetwork(seed=3)
+    async with network.endpoint("s") as scheduler:
         async with network.endpoint("a") as a:
             digest = await serve(a, 2, tmp_path)
             providers = Providers(scheduler, "digits", digest, a.peer_id)
@@ -145,16 +132,11 @@ def test_a_dataset_is_reachable_while_one_of_its_data_nodes_is(tmp_path: Path) -
         assert not providers.is_reachable
         assert len(providers.order(0)) == 2  # they may come back
 
-    run(case, "s")
 
-
-def test_dataset_without_a_digest_keeps_its_only_provider(tmp_path: Path) -> None:
-    async def case(_network: MemoryNetwork, nodes: list[MemoryEndpoint], _stack: AsyncExitStack) -> None:
-        a, b, scheduler = nodes
+async def test_dataset_without_a_digest_keeps_its_only_provider(tmp_path: Path) -> None:
+    async with nodes("abs") as (a, b, scheduler):
         await dataset_directory.announce_dataset(a, "digits", DatasetRecord(num_slices=2))
         await dataset_directory.announce_dataset(b, "digits", DatasetRecord(num_slices=2))
         providers = Providers(scheduler, "digits", None, a.peer_id)
         await providers.watch()
         assert providers.order(1) == (a.peer_id,)
-
-    run(case, "abs")

@@ -37,6 +37,11 @@ def make_job(directory: Path, dtype: str = "F32") -> Path:
     return directory
 
 
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_job(tmp_path / "job")
+
+
 def update(directory: Path, number: int, name: str = "w", value: float | None = None) -> Path:
     """Write an outer update that adds the round's number, or `value`."""
     path = directory / UPDATES / f"round-{number}-ab12.safetensors"
@@ -64,30 +69,26 @@ def entries(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_rounds_follow_each_other_and_only_the_last_state_stays(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
+async def test_rounds_follow_each_other_and_only_the_last_state_stays(directory: Path) -> None:
     before = digest_directory(directory / START_MODEL)
 
-    async def case() -> None:
-        result = ResultModel(directory, OUTER)
-        assert (result.weights_file(), result.momentum_file()) == (None, None)
-        first = await result.advance(update(directory, 1), 1)
-        assert (result.round, result.weights, result.weights_file()) == (0, None, None)
-        again = await result.advance(update(directory, 1), 1)
-        assert again == first
-        await result.commit(1)
-        assert (result.round, result.weights) == (1, first.weights)
-        assert weights(result.weights_file()) == [2.0] * 3
-        with pytest.raises(ValueError, match="round 1 does not follow round 1"):
-            await result.advance(update(directory, 1), 1)
-        with pytest.raises(ValueError, match="round 3 does not follow round 1"):
-            await result.advance(update(directory, 3), 3)
-        second = await take(result, 2)
-        assert (second.before, result.weights) == (first.weights, second.weights)
-        assert weights(result.weights_file()) == [4.0] * 3
-        await result.finish()
-
-    run(case)
+    result = ResultModel(directory, OUTER)
+    assert (result.weights_file(), result.momentum_file()) == (None, None)
+    first = await result.advance(update(directory, 1), 1)
+    assert (result.round, result.weights, result.weights_file()) == (0, None, None)
+    again = await result.advance(update(directory, 1), 1)
+    assert again == first
+    await result.commit(1)
+    assert (result.round, result.weights) == (1, first.weights)
+    assert weights(result.weights_file()) == [2.0] * 3
+    with pytest.raises(ValueError, match="round 1 does not follow round 1"):
+        await result.advance(update(directory, 1), 1)
+    with pytest.raises(ValueError, match="round 3 does not follow round 1"):
+        await result.advance(update(directory, 3), 3)
+    second = await take(result, 2)
+    assert (second.before, result.weights) == (first.weights, second.weights)
+    assert weights(result.weights_file()) == [4.0] * 3
+    await result.finish()
     assert weights(directory / "model" / "model.safetensors") == [4.0] * 3
     assert digest_directory(directory / START_MODEL) == before
     state = {f"outer-state/round-2/{name}" for name in (WEIGHTS, MOMENTUM, "state.json")}
@@ -113,108 +114,84 @@ NAMED = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1
     ],
     ids=str,
 )
-def test_models_get_the_names_of_the_classes_of_the_data(
-    config: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+async def test_models_get_the_names_of_the_classes_of_the_data(
+    config: dict[str, Any], expected: dict[str, Any], directory: Path
 ) -> None:
-    directory = make_job(tmp_path / "job")
     (directory / START_MODEL / "config.json").write_text(json.dumps({"model_type": "bert"} | config))
 
-    async def case() -> None:
-        result = ResultModel(directory, OUTER, checkpoint_every=1, class_names=("bad", "good"))
-        await take(result, 1)
-        await result.finish()
-
-    run(case)
+    result = ResultModel(directory, OUTER, checkpoint_every=1, class_names=("bad", "good"))
+    await take(result, 1)
+    await result.finish()
     for folder in (directory / "model", directory / "checkpoints" / "round-1"):
         assert json.loads((folder / "config.json").read_text()) == {"model_type": "bert"} | expected
 
 
-def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_committed(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        result = ResultModel(directory, OUTER)
-        await result.advance(update(directory, 1), 1)
-        second = await result.advance(update(directory, 2), 2)
-        await result.commit(1)
-        await result.commit(2)
-        assert (result.round, result.weights) == (2, second.weights)
-        assert weights(result.weights_file()) == [4.0] * 3
-
-    run(case)
+async def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_committed(directory: Path) -> None:
+    result = ResultModel(directory, OUTER)
+    await result.advance(update(directory, 1), 1)
+    second = await result.advance(update(directory, 2), 2)
+    await result.commit(1)
+    await result.commit(2)
+    assert (result.round, result.weights) == (2, second.weights)
+    assert weights(result.weights_file()) == [4.0] * 3
 
 
-def test_outer_updates_are_kept_if_wanted(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        result = ResultModel(directory, OUTER, keep_updates=True)
-        advances = [await take(result, number) for number in (1, 2)]
-        for number, advance in enumerate(advances, 1):
-            assert digest_file(directory / UPDATES / f"round-{number}.safetensors") == advance.update
-
-    run(case)
+async def test_outer_updates_are_kept_if_wanted(directory: Path) -> None:
+    result = ResultModel(directory, OUTER, keep_updates=True)
+    advances = [await take(result, number) for number in (1, 2)]
+    for number, advance in enumerate(advances, 1):
+        assert digest_file(directory / UPDATES / f"round-{number}.safetensors") == advance.update
     assert sorted(os.listdir(directory / UPDATES)) == ["round-1.safetensors", "round-2.safetensors"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("stranger", 1.0), ("w", float("nan")), ("w", float("-inf"))])
-def test_an_update_that_cannot_be_used_leaves_the_round_open(tmp_path: Path, name: str, value: float) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        result = ResultModel(directory, OUTER)
-        with pytest.raises(UpdateFileError, match="the outer update of round 1 cannot be used"):
-            await result.advance(update(directory, 1, name, value), 1)
-        await take(result, 1)
-        assert weights(result.weights_file()) == [2.0] * 3
-
-    run(case)
+async def test_an_update_that_cannot_be_used_leaves_the_round_open(directory: Path, name: str, value: float) -> None:
+    result = ResultModel(directory, OUTER)
+    with pytest.raises(UpdateFileError, match="the outer update of round 1 cannot be used"):
+        await result.advance(update(directory, 1, name, value), 1)
+    await take(result, 1)
+    assert weights(result.weights_file()) == [2.0] * 3
 
 
-def test_the_result_has_the_files_that_were_trained_with(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
+async def test_the_result_has_the_files_that_were_trained_with(directory: Path) -> None:
     preprocessor = directory / "preprocessor"
     preprocessor.mkdir()
     for name in ("config.json", "tokenizer.json", "vocab.txt"):
         (preprocessor / name).write_text("of the preprocessor")
 
-    async def case() -> None:
-        result = ResultModel(directory, OUTER, preprocessor=preprocessor)
-        await take(result, 1)
-        await result.finish()
-
-    run(case)
+    result = ResultModel(directory, OUTER, preprocessor=preprocessor)
+    await take(result, 1)
+    await result.finish()
     found = {path.name: path.read_text() for path in (directory / "model").iterdir() if path.suffix != ".safetensors"}
     preprocessed = dict.fromkeys(("tokenizer.json", "vocab.txt"), "of the preprocessor")
     assert found == {"config.json": '{"of": "model"}', **preprocessed}
 
 
-def test_the_result_is_synced_before_the_summary_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, kept = make_job(tmp_path / "job"), []
+async def test_the_result_is_synced_before_the_summary_is_written(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
     monkeypatch.setattr("os.fsync", lambda fd: kept.append(os.fstat(fd).st_ino))
 
-    async def case() -> None:
-        result = ResultModel(directory, OUTER)
-        await result.advance(update(directory, 1), 1)
-        state = directory / "outer-state" / "round-1"
-        on_disk = {path.stat().st_ino for path in (*state.iterdir(), state, state.parent, directory)}
-        assert on_disk <= set(kept), "the state of a round is on disk before it is recorded"
-        await result.commit(1)
-        await result.finish()
-        write_result(directory / "result.json", {"rounds": 1})
-
-    run(case)
+    result = ResultModel(directory, OUTER)
+    await result.advance(update(directory, 1), 1)
+    state = directory / "outer-state" / "round-1"
+    on_disk = {path.stat().st_ino for path in (*state.iterdir(), state, state.parent, directory)}
+    assert on_disk <= set(kept), "the state of a round is on disk before it is recorded"
+    await result.commit(1)
+    await result.finish()
+    write_result(directory / "result.json", {"rounds": 1})
     model = directory / "model"
     wanted = (model / "model.safetensors", model / "config.json", model, directory / "result.json", directory)
     assert {path.stat().st_ino for path in wanted} <= set(kept)
 
 
-def test_an_update_is_refused_for_want_of_room_or_of_the_directory(tmp_path: Path) -> None:
-    result = ResultModel(make_job(tmp_path / "job"), OUTER)
+def test_an_update_is_refused_for_want_of_room_or_of_the_directory(directory: Path, tmp_path: Path) -> None:
+    result = ResultModel(directory, OUTER)
     assert result.lacks_room(1) is None
     lacking = result.lacks_room(1 << 62)
     assert lacking is not None
-    assert lacking.startswith(f"{tmp_path / 'job'}: ")
+    assert lacking.startswith(f"{directory}: ")
     assert f"an outer update has {1 << 62} bytes" in lacking
     gone = ResultModel(tmp_path / "gone", OUTER).lacks_room(1)
     assert gone is not None
@@ -368,54 +345,39 @@ async def interrupted(directory: Path) -> Advance:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, MOMENTUM, "state.json"])
-def test_a_damaged_or_missing_state_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        last = await interrupted(directory)
-        path = directory / "outer-state" / "round-2" / name
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        with pytest.raises(JobFailedError, match=rf"outer-state: the job cannot go on: .*{name}"):
-            ResultModel(directory, OUTER).restore(2, last.weights)
-        path.unlink()
-        with pytest.raises(JobFailedError, match=rf"round-2/{name}: the file is missing"):
-            ResultModel(directory, OUTER).restore(2, last.weights)
-        with pytest.raises(JobFailedError, match=r"round-3: the directory is missing"):
-            ResultModel(directory, OUTER).restore(3, last.weights)
-
-    run(case)
+async def test_a_damaged_or_missing_state_is_refused_by_name(directory: Path, name: str) -> None:
+    last = await interrupted(directory)
+    path = directory / "outer-state" / "round-2" / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(JobFailedError, match=rf"outer-state: the job cannot go on: .*{name}"):
+        ResultModel(directory, OUTER).restore(2, last.weights)
+    path.unlink()
+    with pytest.raises(JobFailedError, match=rf"round-2/{name}: the file is missing"):
+        ResultModel(directory, OUTER).restore(2, last.weights)
+    with pytest.raises(JobFailedError, match=r"round-3: the directory is missing"):
+        ResultModel(directory, OUTER).restore(3, last.weights)
 
 
-def test_state_of_other_weights_than_recorded_is_refused(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        await interrupted(directory)
-        with pytest.raises(JobFailedError, match=r"the journal records blake3:0000.* for round 2"):
-            ResultModel(directory, OUTER).restore(2, f"blake3:{'0' * 64}")
-
-    run(case)
+async def test_state_of_other_weights_than_recorded_is_refused(directory: Path) -> None:
+    await interrupted(directory)
+    with pytest.raises(JobFailedError, match=r"the journal records blake3:0000.* for round 2"):
+        ResultModel(directory, OUTER).restore(2, f"blake3:{'0' * 64}")
 
 
-def test_a_new_job_drops_what_an_earlier_run_has_left(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        await interrupted(directory)
-        result = ResultModel(directory, OUTER)
-        result.restore(0, None)
-        await take(result, 1)
-        assert weights(result.weights_file()) == [2.0] * 3
-
-    run(case)
+async def test_a_new_job_drops_what_an_earlier_run_has_left(directory: Path) -> None:
+    await interrupted(directory)
+    result = ResultModel(directory, OUTER)
+    result.restore(0, None)
+    await take(result, 1)
+    assert weights(result.weights_file()) == [2.0] * 3
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_commit_that_fails_can_be_repeated(tmp_path: Path, keep: bool) -> None:
     failed, at = True, 0
 
-    async def case(directory: Path, disk: FaultyDisk) -> bool:
+    async def case(directory: Path, disk: FaultyDisk) -> None:
         result = ResultModel(directory, OUTER, keep_updates=keep)
         await take(result, 1)
         advance = await result.advance(update(directory, 2), 2)
@@ -428,30 +390,18 @@ def test_a_commit_that_fails_can_be_repeated(tmp_path: Path, keep: bool) -> None
         assert os.listdir(directory / "outer-state") == ["round-2"]
         kept = ["round-1.safetensors", "round-2.safetensors"] if keep else ["round-2.safetensors"]
         assert sorted(os.listdir(directory / UPDATES)) == kept
-        return disk.count >= disk.at
 
     while failed:
         at += 1
-        outcomes = list[bool]()
         disk = FaultyDisk(at, OSError(errno.EIO, "Input/output error"), dies=False)
-        directory = make_job(tmp_path / str(at))
-
-        async def note(directory: Path = directory, disk: FaultyDisk = disk, found: list[bool] = outcomes) -> None:
-            found.append(await case(directory, disk))
-
-        run(note)
-        [failed] = outcomes
+        run(partial(case, make_job(tmp_path / str(at)), disk))
+        failed = disk.count >= disk.at
     assert at > 4
 
 
-def test_updates_that_were_not_used_are_deleted(tmp_path: Path) -> None:
-    directory = make_job(tmp_path / "job")
-
-    async def case() -> None:
-        result = ResultModel(directory, OUTER, keep_updates=True)
-        update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")
-        for number in (1, 2):
-            await take(result, number)
-
-    run(case)
+async def test_updates_that_were_not_used_are_deleted(directory: Path) -> None:
+    result = ResultModel(directory, OUTER, keep_updates=True)
+    update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")
+    for number in (1, 2):
+        await take(result, number)
     assert sorted(os.listdir(directory / UPDATES)) == ["round-1.safetensors", "round-2.safetensors"]

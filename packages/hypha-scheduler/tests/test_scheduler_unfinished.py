@@ -10,7 +10,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.waiting import run
 
 from hypha_net.node.config.loader import load_config
 from hypha_net.node.lifecycle import Node
@@ -152,7 +151,7 @@ def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert messages[-1] == f"3 further jobs in {tmp_path} have no end"
 
 
-def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = interrupted_job(tmp_path / "runs", rounds=3)
     for name in ("round-9", "round-10", "round-.new"):
         (directory / "checkpoints" / name).mkdir(parents=True)
@@ -160,14 +159,11 @@ def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: 
     file.write_text('cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n')
     config = load_config(SchedulerConfig, file, {}, {"output_dir": str(tmp_path / "runs")}).config
 
-    async def main() -> None:
-        async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, config, Node(endpoint, tasks))
-            while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
-                await anyio.sleep(0.01)
-            tasks.cancel_scope.cancel()
-
-    run(main)
+    async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, config, Node(endpoint, tasks))
+        while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
     [message] = [record.getMessage() for record in caplog.records if record.name == "hypha_scheduler.jobs.unfinished"]
     assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
     assert "completed round 3 and was last recorded 2" in message
