@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from support.doc_snippets import block
+from support.fake_s3 import SECRET, s3_server
 from support.task_network import TaskNetwork, executor, running
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
 
-SECRET = "s3cr3t-0f-th3-0wn3r"
 DATASET = b"a,b\n1,2\n" * 100_000
 MODEL = bytes(range(256)) * 10_000
 SHA256 = hashlib.sha256(MODEL).hexdigest()
@@ -32,17 +29,8 @@ sys.exit(found != {[hashlib.sha256(DATASET).hexdigest(), SHA256]!r})
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    keys = {"aws_access_key_id": "id", "aws_secret_access_key": SECRET}
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-    client.create_bucket(Bucket="my-bucket")
-    client.put_object(Bucket="my-bucket", Key="data.csv", Body=DATASET)
-    yield url
-    server.stop()
+    with s3_server("my-bucket", {"data.csv": DATASET}) as url:
+        yield url
 
 
 def corrected(text: str) -> dict[str, Any]:

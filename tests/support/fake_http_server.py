@@ -8,6 +8,36 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+def answers(
+    answer: Callable[[BaseHTTPRequestHandler], tuple[int, Mapping[str, str], bytes]],
+) -> type[BaseHTTPRequestHandler]:
+    """Return a handler of GET, HEAD and POST; `answer` returns the status, further headers and the content."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            status, headers, content = answer(self)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    return Handler
+
+
 def files(find: Callable[[str], tuple[bytes | None, Mapping[str, str]]]) -> type[BaseHTTPRequestHandler]:
     """Return a GET and HEAD handler that serves what `find` returns for a path, and 404 where that is None.
 
@@ -15,26 +45,11 @@ def files(find: Callable[[str], tuple[bytes | None, Mapping[str, str]]]) -> type
         find: content and further headers by path, the query included.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, Mapping[str, str], bytes]:
+        content, headers = find(request.path)
+        return 404 if content is None else 200, headers, content or b""
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            content, headers = find(self.path)
-            self.send_response(404 if content is None else 200)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(content or b"")))
-            self.end_headers()
-            if self.command == "GET" and content:
-                self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    return Handler
+    return answers(answer)
 
 
 @contextmanager

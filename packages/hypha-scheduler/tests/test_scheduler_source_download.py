@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import re
 import tarfile
 import uuid
@@ -17,14 +16,13 @@ from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
 import anyio
-import boto3
 import msgspec
 import pytest
 from huggingface_hub import snapshot_download
-from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
 from support.fake_hf_hub import Hub, hub_server
 from support.fake_http_server import files, served
+from support.fake_s3 import SECRET, s3_server
 from support.stored_model import weights
 
 from hypha_net import content_directory, transfer
@@ -50,7 +48,6 @@ from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.strategy import _with_locations
 
 PEER = PeerId.from_public_key(bytes(32))
-SECRET = "s3cr3t-0f-th3-0wn3r"
 TOKEN = "hf_PrivateToken0123456789"
 FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": weights(size=25_000)}
 LOOPBACK = ("127.0.0.0/8",)
@@ -157,17 +154,8 @@ def web() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    keys = {"aws_access_key_id": "id", "aws_secret_access_key": SECRET}
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-    client.create_bucket(Bucket="models")
-    client.put_object(Bucket="models", Key="dir/a b.tar", Body=ARCHIVE)
-    yield url
-    server.stop()
+    with s3_server("models", {"dir/a b.tar": ARCHIVE}) as url:
+        yield url
 
 
 # ------------------------------------------------------------------------------------------------------------- sources

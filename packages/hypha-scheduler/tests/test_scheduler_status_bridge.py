@@ -6,16 +6,17 @@ import json
 import logging
 import math
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from support.waiting import run
+from support.fake_http_server import answers, served
+from support.waiting import until
 
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.metrics import status_bridge
@@ -44,54 +45,37 @@ def test_events_show_no_secret_parts_of_urls(tmp_path: Path, caplog: pytest.LogC
         assert "5ec2e7" not in text
 
 
-class _Bridge(BaseHTTPRequestHandler):
+@dataclass
+class Bridge:
     """Responds with 503 to the first `refusals` posts, and with 422 to a metric named bad."""
 
-    got: list[tuple[str, Any]]
-    refusals = 0
+    refusals: int = 0
+    got: list[tuple[str, Any]] = field(default_factory=list)
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        status = 200
-        if _Bridge.refusals:
-            _Bridge.refusals -= 1
-            status = 503
-        elif body["metric_name"] == "bad":
-            status = 422
-        else:
-            self.got.append((self.path, body))
-        self.send_response(status)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def answer(self, request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+        if self.refusals:
+            self.refusals -= 1
+            return 503, {}, b""
+        if body["metric_name"] == "bad":
+            return 422, {}, b""
+        self.got.append((request.path, body))
+        return 200, {}, b""
 
 
-@contextmanager
-def serving(refusals: int = 0) -> Iterator[str]:
-    _Bridge.got, _Bridge.refusals = [], refusals
-    server = HTTPServer(("127.0.0.1", 0), _Bridge)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+@asynccontextmanager
+async def posting(server: Bridge) -> AsyncIterator[StatusBridge]:
+    with served(answers(server.answer)) as url:
+        async with running(StatusBridge(url.removeprefix("http://"))) as bridge:
+            yield bridge
 
 
-@contextmanager
-def posting(bridge: StatusBridge) -> Iterator[Callable[[Callable[[], Awaitable[None]]], None]]:
-    def run_case(case: Callable[[], Awaitable[None]]) -> None:
-        async def with_bridge() -> None:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(bridge.run)
-                await case()
-                tasks.cancel_scope.cancel()
-
-        run(with_bridge, 60)
-
-    yield run_case
+@asynccontextmanager
+async def running(bridge: StatusBridge) -> AsyncIterator[StatusBridge]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bridge.run)
+        yield bridge
+        tasks.cancel_scope.cancel()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -99,38 +83,27 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in own if record.levelname == "WARNING"]
 
 
-def test_metrics_are_posted_to_the_bridge() -> None:
-    with serving() as address, posting(bridge := StatusBridge(address)) as run_case:
-
-        async def case() -> None:
-            bridge.put("w", 2, "loss", 0.5)
-            bridge.put("w", 2, "infinite", float("nan"))
-            bridge.put("w", 3, "loss", 0.25, job_id="j")
-            await bridge.drain(math.inf)
-
-        run_case(case)
+async def test_metrics_are_posted_to_the_bridge() -> None:
+    async with posting(server := Bridge()) as bridge:
+        bridge.put("w", 2, "loss", 0.5)
+        bridge.put("w", 2, "infinite", float("nan"))
+        bridge.put("w", 3, "loss", 0.25, job_id="j")
+        await bridge.drain(math.inf)
     metric = {"worker_id": "w", "round": 2, "metric_name": "loss", "value": 0.5}
-    assert _Bridge.got == [("/status", metric), ("/status", metric | {"round": 3, "value": 0.25, "job_id": "j"})]
+    assert server.got == [("/status", metric), ("/status", metric | {"round": 3, "value": 0.25, "job_id": "j"})]
 
 
-def test_failed_posts_are_retried_but_rejected_ones_are_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with serving(refusals=2) as address, posting(bridge := StatusBridge(address)) as run_case:
-
-        async def case() -> None:
-            for name in ("loss", "bad", "samples"):
-                bridge.put("w", 1, name, 1.0)
-            while len(_Bridge.got) < 2:
-                await anyio.sleep(0.01)
-
-        run_case(case)
-    assert [body["metric_name"] for _, body in _Bridge.got] == ["loss", "samples"]
+async def test_failed_posts_are_retried_but_rejected_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    async with posting(server := Bridge(refusals=2)) as bridge:
+        for name in ("loss", "bad", "samples"):
+            bridge.put("w", 1, name, 1.0)
+        await until(lambda: len(server.got) == 2)
+    assert [body["metric_name"] for _, body in server.got] == ["loss", "samples"]
     assert ["HTTP 503" in warnings(caplog)[0], "HTTP 422" in warnings(caplog)[1]] == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs"])
-def test_dead_bridge_does_not_block_and_is_logged_once(
+async def test_dead_bridge_does_not_block_and_is_logged_once(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures: list[Any] = []
@@ -145,17 +118,11 @@ def test_dead_bridge_does_not_block_and_is_logged_once(
         listener.bind(("127.0.0.1", 0))
         if kind == "hangs":
             listener.listen(16)  # connections are accepted but never read
-        bridge = StatusBridge(f"127.0.0.1:{listener.getsockname()[1]}", post_timeout=0.1)
-
-        async def case() -> None:
+        async with running(StatusBridge(f"127.0.0.1:{listener.getsockname()[1]}", post_timeout=0.1)) as bridge:
             for number in range(5000):
                 bridge.put("w", number, "loss", 1.0)
             assert failures == []  # none of them waited for its post
-            while len(failures) < 4:
-                await anyio.sleep(0.01)
+            await until(lambda: len(failures) >= 4)
             await bridge.drain(math.inf)  # returns although the queue is full
             assert None not in failures
-
-        with posting(bridge) as run_case:
-            run_case(case)
     assert len(warnings(caplog)) == 1

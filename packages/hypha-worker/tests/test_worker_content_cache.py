@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anyio
 import pytest
 from blake3 import blake3
+from support.fake_http_server import answers, served
 
 from hypha_net import transfer
 from hypha_net.testing import MemoryNetwork
@@ -189,77 +189,53 @@ def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path, left: bytes) 
 def counting_server(bodies: dict[str, bytes], sent: list[str]) -> Iterator[str]:
     """Serve files with an ETag to a client that asks with conditions; `sent` gets the path of each body."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(with_body=False)
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        body = bodies[request.path]
+        etag = f'"{hashlib.sha256(body).hexdigest()}"'
+        if request.headers.get("if-none-match") == etag:
+            return 304, {"etag": etag}, b""
+        if request.command == "GET":
+            sent.append(request.path)
+        return 200, {"etag": etag}, body
 
-        def do_GET(self) -> None:
-            self.answer(with_body=True)
-
-        def answer(self, *, with_body: bool) -> None:
-            body = bodies[self.path]
-            etag = f'"{hashlib.sha256(body).hexdigest()}"'
-            is_same = self.headers.get("if-none-match") == etag
-            self.send_response(304 if is_same else 200)
-            self.send_header("etag", etag)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            if with_body and not is_same:
-                sent.append(self.path)
-                self.wfile.write(body)
-
-        def log_message(self, *_args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+    with served(answers(answer)) as url:
+        yield url
 
 
-def in_jobs(cache: ContentCache, *jobs: Callable[[JobStorage], Awaitable[Path]]) -> list[bytes]:
+async def in_jobs(cache: ContentCache, *jobs: Callable[[JobStorage], Awaitable[Path]]) -> list[bytes]:
     """Run each function with the storage of a job of its own; return the contents of the files that they return."""
-
-    async def main() -> list[bytes]:
-        found = []
-        for number, job in enumerate(jobs):
-            work_dir = cache.folder.parent / f"hypha-{number}"
-            work_dir.mkdir(exist_ok=True)
-            storage = JobStorage(work_dir, 1000, SchedulerCache(cache, "a"))
-            found.append((work_dir / await job(storage)).read_bytes())
-        return found
-
-    return anyio.run(main, backend="trio")
+    found = []
+    for number, job in enumerate(jobs):
+        work_dir = cache.folder.parent / f"hypha-{number}"
+        work_dir.mkdir(exist_ok=True)
+        storage = JobStorage(work_dir, 1000, SchedulerCache(cache, "a"))
+        found.append((work_dir / await job(storage)).read_bytes())
+    return found
 
 
-def test_a_url_is_fetched_again_only_when_its_content_has_changed(cache: ContentCache) -> None:
+async def test_a_url_is_fetched_again_only_when_its_content_has_changed(cache: ContentCache) -> None:
     bodies, sent = {"/a": b"one"}, list[str]()
 
     async def job(storage: JobStorage) -> Path:
         return Path((await download_from_uri(f"{url}/a", PurePosixPath(), ACCESS, storage=storage)).path)
 
     with counting_server(bodies, sent) as url:
-        assert in_jobs(cache, job, job) == [b"one", b"one"]
+        assert await in_jobs(cache, job, job) == [b"one", b"one"]
         assert sent == ["/a"]
         bodies["/a"] = b"two"
-        assert in_jobs(cache, job, job) == [b"two", b"two"]
+        assert await in_jobs(cache, job, job) == [b"two", b"two"]
         assert sent == ["/a", "/a"]
         for path in objects(cache):
             path.unlink()
-        assert in_jobs(cache, job) == [b"two"]
+        assert await in_jobs(cache, job) == [b"two"]
         assert sent == ["/a"] * 3
         shutil.rmtree(cache.folder)
-        assert in_jobs(cache, job, job, job) == [b"two"] * 3
+        assert await in_jobs(cache, job, job, job) == [b"two"] * 3
         assert sent == ["/a"] * 4
         assert len(objects(cache)) == 1
 
 
-def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sent = "/org/model/resolve/main/model.safetensors", list[str]()
     reference = HuggingFaceReference(repository="org/model", filenames=("model.safetensors",))
 
@@ -269,38 +245,36 @@ def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypatch: py
 
     with counting_server({path: b"weights"}, sent) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        assert in_jobs(cache, job, job) == [b"weights", b"weights"]
+        assert await in_jobs(cache, job, job) == [b"weights", b"weights"]
         assert sent == [path]
 
 
 SLICE = bytes(range(256)) * (16 << 10)
 
 
-def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(cache: ContentCache, tmp_path: Path) -> None:
+async def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(
+    cache: ContentCache, tmp_path: Path
+) -> None:
     (tmp_path / "served").write_bytes(SLICE)
     digest = f"blake3:{blake3(SLICE).hexdigest()}"
 
-    async def main() -> list[int]:
-        network = MemoryNetwork()
-        async with network.endpoint("worker") as worker, network.endpoint("peer") as peer:
+    network, sent = MemoryNetwork(), []
+    async with network.endpoint("worker") as worker, network.endpoint("peer") as peer:
 
-            async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
-                return transfer.PullSource(tmp_path / "served", digest)
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
+            return transfer.PullSource(tmp_path / "served", digest)
 
-            transfer.serve_pulls(peer, resolve)
-            await worker.connect(peer.addresses[0])
-            sent = []
-            for number, known in enumerate([digest, digest, None, None]):
-                (work_dir := tmp_path / f"hypha-{number}").mkdir()
-                storage = JobStorage(work_dir, 5 << 20, SchedulerCache(cache, f"scheduler {number // 2}"))
-                before, address = peer.traffic.sent, SliceAddress(dataset="numbers", index=0)
-                found = await PeerFiles(worker, storage).fetch([peer.peer_id], address, PurePosixPath("x"), known)
-                assert (found.size, found.checksum) == (len(SLICE), digest)
-                assert (work_dir / "x").read_bytes() == SLICE
-                sent.append(peer.traffic.sent - before)
-            return sent
-
-    first, again, asked, asked_again = anyio.run(main, backend="trio")
+        transfer.serve_pulls(peer, resolve)
+        await worker.connect(peer.addresses[0])
+        for number, known in enumerate([digest, digest, None, None]):
+            (work_dir := tmp_path / f"hypha-{number}").mkdir()
+            storage = JobStorage(work_dir, 5 << 20, SchedulerCache(cache, f"scheduler {number // 2}"))
+            before, address = peer.traffic.sent, SliceAddress(dataset="numbers", index=0)
+            found = await PeerFiles(worker, storage).fetch([peer.peer_id], address, PurePosixPath("x"), known)
+            assert (found.size, found.checksum) == (len(SLICE), digest)
+            assert (work_dir / "x").read_bytes() == SLICE
+            sent.append(peer.traffic.sent - before)
+    first, again, asked, asked_again = sent
     assert again == 0
     assert min(first, asked) >= len(SLICE)
     assert asked_again < len(SLICE) / 2  # what was on its way when the worker had read the header

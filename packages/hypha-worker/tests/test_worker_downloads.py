@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
 
-import anyio
 import pytest
+from support.fake_http_server import answers, served
 
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
@@ -46,94 +44,51 @@ class Web:
     agents: list[str | None] = field(default_factory=list)
 
 
-@contextmanager
-def web_server() -> Iterator[Web]:
-    web = Web("")
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
-
-        def do_GET(self) -> None:
-            self.answer(body=True)
-
-        def answer(self, *, body: bool) -> None:
-            web.tokens.append(self.headers.get("authorization"))
-            web.agents.append(self.headers.get("user-agent"))
-            if self.path.startswith("/to/"):
-                self.send_response(302)
-                self.send_header("location", self.path[4:])
-                self.send_header("content-length", "0")
-                self.end_headers()
-                return
-            if self.path in FAULTS:
-                self.send_response(FAULTS[self.path][0])
-                self.send_header("content-length", str(len(FAULTS[self.path][1])))
-                self.end_headers()
-                self.wfile.write(FAULTS[self.path][1])
-                return
-            content = FILES.get(self.path)
-            self.send_response(404 if content is None else 200)
-            if content is None:
-                self.send_header("x-error-code", "EntryNotFound")
-            else:
-                stated = b"other" if "altered" in self.path else content
-                self.send_header("etag", f'"{hashlib.sha256(stated).hexdigest()}"')
-                self.send_header("x-repo-commit", "0" * 40)
-            self.send_header("content-length", str(len(content or b"")))
-            self.end_headers()
-            if body and content:
-                self.wfile.write(content)
-
-        def log_message(self, *_args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    web.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield web
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    with web_server() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        yield running
+    web = Web("")
+
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        web.tokens.append(request.headers.get("authorization"))
+        web.agents.append(request.headers.get("user-agent"))
+        if request.path.startswith("/to/"):
+            return 302, {"location": request.path[4:]}, b""
+        if request.path in FAULTS:
+            status, content = FAULTS[request.path]
+            return status, {}, content
+        found = FILES.get(request.path)
+        if found is None:
+            return 404, {"x-error-code": "EntryNotFound"}, b""
+        stated = b"other" if "altered" in request.path else found
+        return 200, {"etag": f'"{hashlib.sha256(stated).hexdigest()}"', "x-repo-commit": "0" * 40}, found
+
+    with served(answers(answer)) as web.url:
+        monkeypatch.setenv("HF_ENDPOINT", web.url)
+        yield web
 
 
-def bring(url: str, folder: Path, access: AccessPolicy = ACCESS, limit: int = 1000) -> Path:
-    async def main() -> Path:
-        storage = JobStorage(folder, limit)
-        found = await download_from_uri(url, PurePosixPath(), access, storage=storage, timeout=10)
-        path = folder / found.path
-        assert found.checksum == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-        assert found.size == path.stat().st_size
-        return path
-
-    return anyio.run(main, backend="trio")
+async def bring(url: str, folder: Path) -> Path:
+    storage = JobStorage(folder, 1000)
+    found = await download_from_uri(url, PurePosixPath(), ACCESS, storage=storage, timeout=10)
+    path = folder / found.path
+    assert found.checksum == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert found.size == path.stat().st_size
+    return path
 
 
-def refused(call: Callable[[], object]) -> tuple[int, str]:
+async def refused(call: Awaitable[object]) -> tuple[int, str]:
     with pytest.raises(BridgeError) as caught:
-        call()
+        await call
     return caught.value.status, caught.value.detail
 
 
-def test_a_file_is_downloaded_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: Path) -> None:
-    assert bring(f"{web.url}/file.bin", tmp_path).read_bytes() == b"content"
-    assert bring(f"{web.url}/to//file.bin", tmp_path).read_bytes() == b"content"
+async def test_a_file_is_downloaded_from_an_allowed_host_also_by_redirect(web: Web, tmp_path: Path) -> None:
+    assert (await bring(f"{web.url}/file.bin", tmp_path)).read_bytes() == b"content"
+    assert (await bring(f"{web.url}/to//file.bin", tmp_path)).read_bytes() == b"content"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.bin"]
 
 
-def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_path: Path) -> None:
+async def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_path: Path) -> None:
     for url, status, told in (
         (f"{web.url}/none.bin", 404, "404"),
         (f"{web.url}/big.bin", 507, "0 of 1000 bytes are used"),
@@ -144,39 +99,35 @@ def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web, tmp_
         ("http://[/x", 400, "value: 'http://[/x' is no URL"),
         ("http://127.0.0.1:1/x", 502, "Connect"),
     ):
-        found, detail = refused(lambda url=url: bring(url, tmp_path))  # type: ignore[misc]
+        found, detail = await refused(bring(url, tmp_path))
         assert (found, told in detail) == (status, True), (url, found, detail)
     assert list(tmp_path.iterdir()) == []
 
 
-def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **changes: object) -> list[Path]:
+async def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **changes: object) -> list[Path]:
     fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
     reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
-
-    async def main() -> list[Path]:
-        storage = JobStorage(tmp_path, limit)
-        found = await download_from_hub(reference, PurePosixPath(), access, storage=storage, timeout=20)
-        assert all(file.metadata["origin"].startswith("org/model@") for file in found)
-        return [tmp_path / file.path for file in found]
-
-    return anyio.run(main, backend="trio")
+    storage = JobStorage(tmp_path, limit)
+    found = await download_from_hub(reference, PurePosixPath(), access, storage=storage, timeout=20)
+    assert all(file.metadata["origin"].startswith("org/model@") for file in found)
+    return [tmp_path / file.path for file in found]
 
 
-def test_files_of_a_repository_keep_their_names_and_only_the_token_of_the_job_is_used(
+async def test_files_of_a_repository_keep_their_names_and_only_the_token_of_the_job_is_used(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_machine")
-    [config] = hub(tmp_path)
+    [config] = await hub(tmp_path)
     assert json.loads(config.read_bytes()) == {"a": 1}
     assert config == tmp_path / "config.json"
     assert "Bearer hf_secret" in web.tokens
-    [weights] = hub(tmp_path, revision="v2", filenames=("model.safetensors",), token=None)
+    [weights] = await hub(tmp_path, revision="v2", filenames=("model.safetensors",), token=None)
     assert weights.read_bytes() == b"weights"
     assert web.tokens == ["Bearer hf_secret", None]
 
 
-def test_the_hub_is_told_which_libraries_ask(web: Web, tmp_path: Path) -> None:
-    hub(tmp_path)
+async def test_the_hub_is_told_which_libraries_ask(web: Web, tmp_path: Path) -> None:
+    await hub(tmp_path)
     assert all(agent and re.match(r"hypha-worker/[\d.]+; hf_hub/\d", agent) for agent in web.agents), web.agents
 
 
@@ -191,27 +142,22 @@ def test_the_hub_is_told_which_libraries_ask(web: Web, tmp_path: Path) -> None:
         ("unmoved", "status 304"),
     ],
 )
-def test_answers_other_than_a_file_are_reported(web: Web, tmp_path: Path, name: str, told: str) -> None:
-    status, detail = refused(lambda: hub(tmp_path, filenames=(name,)))
+async def test_answers_other_than_a_file_are_reported(web: Web, tmp_path: Path, name: str, told: str) -> None:
+    status, detail = await refused(hub(tmp_path, filenames=(name,)))
     assert (status, told in detail, "\n" in detail) == (502, True, False), detail
     assert list(tmp_path.iterdir()) == []
 
 
-def test_proxies_of_the_environment_are_not_used(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_not_used(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    [config] = hub(tmp_path)
+    [config] = await hub(tmp_path)
     assert json.loads(config.read_bytes()) == {"a": 1}
 
 
-def test_an_offline_worker_asks_no_hub(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    status, detail = refused(lambda: hub(tmp_path))
-    assert (status, "HF_HUB_OFFLINE is set for this worker: let the scheduler serve" in detail) == (404, True), detail
-    assert web.tokens == []
-
-
-def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_path: Path) -> None:
+async def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_path: Path) -> None:
     for changes, status in (
         ({"access": AccessPolicy(repositories=("mine/*",))}, 403),
         ({"filenames": ("../config.json",)}, 400),
@@ -222,10 +168,5 @@ def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web, tmp_p
         ({"repository": "not a repository"}, 400),
         ({"repository": "org/model.git"}, 400),
     ):
-        found, detail = refused(lambda changes=changes: hub(tmp_path, **changes))  # type: ignore[misc]
+        found, detail = await refused(hub(tmp_path, **changes))  # type: ignore[arg-type]
         assert found == status, detail
-
-
-def test_an_unreachable_hub_is_reported_as_a_failed_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    assert refused(lambda: hub(tmp_path))[0] == 502

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_http_server import served
+from support.fake_http_server import answers, served
 from support.task_bridge_client import EXECUTOR
 from support.task_settings import training
 
@@ -67,21 +67,13 @@ class Web:
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     made = Web()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            made.asked.append((self.path, self.headers.get("authorization")))
-            path, moved = self.path.partition("?")[0], self.path.startswith("/moved")
-            self.send_response(302 if moved else {"/found": 200, "/missing": 404}.get(path, 403))
-            if moved:
-                self.send_header("location", f"http://{made.address}/elsewhere?X-Amz-Signature={REDIRECTED}")
-            self.send_header("content-length", "7")
-            self.end_headers()
-            self.wfile.write(b"content")
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
+        made.asked.append((request.path, request.headers.get("authorization")))
+        if request.path.startswith("/moved"):
+            return 302, {"location": f"http://{made.address}/elsewhere?X-Amz-Signature={REDIRECTED}"}, b"content"
+        return {"/found": 200, "/missing": 404}.get(request.path.partition("?")[0], 403), {}, b"content"
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    with served(Handler) as url:
+    with served(answers(answer)) as url:
         made.address = url.removeprefix("http://")
         monkeypatch.setenv("HF_ENDPOINT", url)
         yield made
