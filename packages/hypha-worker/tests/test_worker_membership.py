@@ -60,7 +60,7 @@ async def open_client(rounds: Rounds) -> AsyncIterator[httpx.AsyncClient]:
 
 async def joined(rounds: Rounds, number: int = 1) -> None:
     rounds.joins.append(RoundToJoin(round=number))
-    await rounds.backend.join_round()
+    await rounds.backend.training("").join_round()
 
 
 # ---------------------------------------------------------------------------------------------------------------- join
@@ -85,7 +85,7 @@ async def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) ->
         got: list[RoundJoined] = []
 
         async def join() -> None:
-            got.append(await rounds.backend.join_round())
+            got.append(await rounds.backend.training("").join_round())
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(join)
@@ -98,7 +98,7 @@ async def test_a_join_waits_for_a_scheduler_that_is_away(in_rounds: InRounds) ->
 async def test_jobs_without_rounds_to_join_say_so(in_rounds: InRounds) -> None:
     async with in_rounds(join=None) as rounds:
         with pytest.raises(BridgeError) as refused:
-            await rounds.backend.join_round()
+            await rounds.backend.training("").join_round()
         assert refused.value.status == 400
 
 

@@ -15,12 +15,10 @@ from typing import Final, TypedDict
 import msgspec
 
 from hypha_net import instrumentation, transfer
-from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.bridge_api import (
     FetchedFile,
     ReceivedFile,
     ResourceTransfer,
-    RoundJoined,
     SpanReport,
     TaskUpdate,
     TaskUpdateAnswer,
@@ -28,7 +26,6 @@ from hypha_proto.bridge_api import (
 )
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
-from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.spans import SpanRecorder
@@ -115,8 +112,8 @@ class BridgeBackend:
     def _files(self) -> JobFiles:
         return self.context.storage.files
 
-    def _trains(self, remedy: str) -> TrainingBridge:
-        """Return what a task that trains has; one that does not is told the remedy."""
+    def training(self, remedy: str) -> TrainingBridge:
+        """Return what a task that trains has besides; one that does not is told the remedy."""
         if self._training is None:
             raise bad_request(remedy)
         return self._training
@@ -180,7 +177,7 @@ class BridgeBackend:
 
     async def check_receive(self, wanted: Transfer) -> None:
         """Check a request to receive files, before its stream begins."""
-        self._trains("a task has no files of peers to receive: its resources are there, see /resources/fetch")
+        self.training("a task has no files of peers to receive: its resources are there, see /resources/fetch")
         self._senders(wanted)
         self._files.make_folder(wanted.path or RECEIVED)
 
@@ -208,20 +205,6 @@ class BridgeBackend:
             kind = reference.__struct_config__.tag
             raise bad_request(f'type: {kind!r} does not fit here, since {why}: use "peers" and name them in "peers"')
         return reference
-
-    # -------------------------------------------------------------------------------------------------------- training
-
-    async def report(self, progress: Progress) -> ProgressResponse:
-        """Report progress of training to the scheduler; return its answer."""
-        return await self._trains("a task has no rounds to report, use /task/update").report(progress)
-
-    async def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
-        """Report several batches to the scheduler; return which it has counted. It may be silent for a while."""
-        return await self._trains("a task has no rounds to report, use /task/update").report_batches(trained)
-
-    async def join_round(self) -> RoundJoined:
-        """Wait until the scheduler says with which round the executor begins."""
-        return await self._trains("a task has no rounds to join").join_round()
 
     # ---------------------------------------------------------------------------------------------- resources, outputs
 

@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 MAX_BODY: Final = 1 << 20
 """Largest request body, bytes."""
 
+_NO_ROUNDS: Final = "a task has no rounds to report, use /task/update"
+
 T = TypeVar("T")
 Call = Callable[..., Awaitable[Any]]
 """Calls an async function on the worker's event loop: `call(function, *args)`."""
@@ -164,7 +166,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
             progress = from_json(ProgressValue, await _read_body(request))
         except DecodeError as error:
             raise bad_request(f"progress: {error}") from None
-        answer = await call(backend.report, progress)
+        answer = await call(backend.training(_NO_ROUNDS).report, progress)
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
 
     async def batches(request: Request) -> Response:
@@ -173,13 +175,13 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
             trained = from_json(TrainedBatches, await _read_body(request))
         except DecodeError as error:
             raise bad_request(f"batches: {error}") from None
-        counted = await call(backend.report_batches, trained)
+        counted = await call(backend.training(_NO_ROUNDS).report_batches, trained)
         return Response(to_json(BatchesCounted, counted), media_type="application/json")
 
     async def join(request: Request) -> Response:
         """Ask with which round the executor begins; answer when the scheduler has decided."""
         await _read_body(request)
-        joined = await _while_connected(request, call(backend.join_round))
+        joined = await _while_connected(request, call(backend.training("a task has no rounds to join").join_round))
         return _json(to_plain(RoundJoined, joined))
 
     async def update(request: Request) -> Response:
