@@ -27,6 +27,8 @@ print(left.pid, flush=True)
 """
 
 NO_LAYERS = ConfinedRun()
+TOKEN = f"t{os.getpid()}"  # tests of other processes run at the same time, and end what has their token
+TOKENS = {"own": TOKEN, "longer": f"{TOKEN}0", "other": "other", "none": ""}
 
 
 class KnowsAll(ConfinedRun):
@@ -60,10 +62,10 @@ async def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(o
             await process.aclose()
 
 
-@pytest.mark.parametrize(("token", "size"), [("t", 0), ("t", 100_000), ("other", 0), ("tt", 0), ("", 0)])
+@pytest.mark.parametrize(("token", "size"), [("own", 0), ("own", 100_000), ("other", 0), ("longer", 0), ("none", 0)])
 async def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, size: int) -> None:
     """The token may stand behind much else; another job's token, even one that begins like it, does not count."""
-    environment = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}=t", **os.environ, TOKEN_VARIABLE: token}
+    environment = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}={TOKEN}", **os.environ, TOKEN_VARIABLE: TOKENS[token]}
     with anyio.fail_after(30):
         process = await anyio.open_process(
             [sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
@@ -71,10 +73,10 @@ async def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: st
         assert process.stdout is not None
         left = int(await process.stdout.receive())
         await process.wait()
-        await terminate_tree(process, "t", NO_LAYERS, 30.0)
+        await terminate_tree(process, TOKEN, NO_LAYERS, 30.0)
         await process.aclose()
     try:
-        assert is_alive(left) is (token != "t")
+        assert is_alive(left) is (token != "own")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(left, signal.SIGKILL)
@@ -93,12 +95,12 @@ time.sleep(60)
     leaves_it = LEAVES_ANOTHER.replace('"import time; print(1, flush=True); time.sleep(60)"', repr(loses_token))
     with anyio.fail_after(30):
         process = await anyio.open_process(
-            [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+            [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: TOKEN}, start_new_session=True
         )
         assert process.stdout is not None
         left = int(await process.stdout.receive())
         await process.wait()
-        assert await terminate_tree(process, "t", NO_LAYERS, 0.5) is None
+        assert await terminate_tree(process, TOKEN, NO_LAYERS, 0.5) is None
         await process.aclose()
     try:
         assert not is_alive(left)
@@ -123,7 +125,7 @@ async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_
 
     layer = Layer()
     with anyio.fail_after(30):
-        environment = os.environ | {TOKEN_VARIABLE: "t"}
+        environment = os.environ | {TOKEN_VARIABLE: TOKEN}
         process = await anyio.open_process(
             ["env", "-i", sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
         )
@@ -131,7 +133,7 @@ async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_
         left = int(await process.stdout.receive())
         layer.known = [left]
         await process.wait()
-        assert await terminate_tree(process, "t", layer, 30.0) is None
+        assert await terminate_tree(process, TOKEN, layer, 30.0) is None
         assert layer.kills == 0, "SIGTERM was enough"
         await process.aclose()
     assert not is_alive(left)
@@ -154,12 +156,12 @@ async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
     layer = Layer()
     with anyio.fail_after(30):
         process = await anyio.open_process(
-            [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: "t"}, start_new_session=True
+            [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: TOKEN}, start_new_session=True
         )
         assert process.stdout is not None
         await process.stdout.receive()
         layer.killed = process.pid
-        assert await terminate_tree(process, "t", layer, 0.1) is None
+        assert await terminate_tree(process, TOKEN, layer, 0.1) is None
         assert process.returncode == -signal.SIGKILL
         await process.aclose()
 
