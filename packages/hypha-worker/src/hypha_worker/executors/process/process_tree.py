@@ -240,8 +240,8 @@ def _find_in_proc(group: int, token: str) -> list[int]:
 
     Reads /proc itself, a tenth of the time of psutil: a job that has left nothing running pays for this scan alone.
     """
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if _is_in_group(pid, group) or _has_token(pid, token)]
+    groups = {int(name): _group_of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return [pid for pid, found in groups.items() if found == group or (found != 0 and _has_token(pid, token))]
 
 
 def _has_token(pid: int, token: str) -> bool:
@@ -250,11 +250,12 @@ def _has_token(pid: int, token: str) -> bool:
     return f"\0{TOKEN_VARIABLE}={token}\0".encode() in _read_environment(pid)
 
 
-def _is_in_group(pid: int, group: int) -> bool:
+def _group_of(pid: int) -> int:
+    """Return the group of a process; 0, which threads of the kernel have, if it has ended."""
     try:
-        return os.getpgid(pid) == group
+        return os.getpgid(pid)
     except ProcessLookupError:
-        return False
+        return 0
 
 
 def _read_environment(pid: int) -> bytes:
