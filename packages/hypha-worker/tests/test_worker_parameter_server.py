@@ -39,7 +39,7 @@ Float32 = NDArray[np.float32]
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
-    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.SCHEDULER_PAUSES", (0.01,))
+    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.OUTAGE_PAUSES", (0.01,))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hypha_net.connectors.errors import FetchError, Reason
-from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError
+from hypha_net.errors import NetError, NoSpaceError, RequestTimeoutError, TransferRefusedError
 from hypha_net.redaction import redact_urls
 from hypha_proto.bridge_api import ROUND_CLOSED
 from hypha_proto.ids import PeerId
@@ -103,17 +103,16 @@ def is_disk_fault(error: OSError) -> bool:
     return error.errno in _DISK_FAULTS
 
 
-def describe_disk_fault(error: OSError, folder: Path) -> str:
-    """Return a reason that names the path; `folder` where the error names none."""
+def disk_fault_of(error: Exception, folder: Path) -> str | None:
+    """Return a reason that names the path, `folder` if the error names none; None if the disk is not to blame."""
+    if isinstance(error, DiskFaultError):
+        return error.detail
+    if isinstance(error, NoSpaceError):
+        return str(error)
+    if not isinstance(error, OSError) or not is_disk_fault(error):
+        return None
     remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check this worker's disk"
     return f"{error.filename or folder}: {error.strerror or error}; {remedy}"
-
-
-def reason_to_return_work(cause: Exception, work_dir: Path) -> str | None:
-    """Return why this worker cannot continue work that another one could, or None if the work itself failed."""
-    if isinstance(cause, OSError):
-        return describe_disk_fault(cause, work_dir) if is_disk_fault(cause) else None
-    return str(cause) if isinstance(cause, WorkReturnedError) else None
 
 
 bad_request = partial(BridgeError, 400, "bad-request")

@@ -38,8 +38,7 @@ from hypha_worker.errors import (
     ExecutionError,
     StorageExceededError,
     bad_request,
-    describe_disk_fault,
-    is_disk_fault,
+    disk_fault_of,
     not_allowed,
     not_found,
     storage_exceeded,
@@ -302,8 +301,7 @@ class BridgeBackend:
         except FileExistsError as error:
             raise bad_request(f"{error.filename} exists already: name another folder") from error
         except OSError as error:
-            if not is_disk_fault(error):
+            if (reason := disk_fault_of(error, self.context.work_dir)) is None:
                 raise
-            reason = describe_disk_fault(error, self.context.work_dir)
             self._on_disk_fault(reason)
             raise DiskFaultError(reason) from error

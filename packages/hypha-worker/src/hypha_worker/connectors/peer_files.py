@@ -47,8 +47,7 @@ from hypha_worker.errors import (
     StorageExceededError,
     UnusableFileError,
     bad_request,
-    describe_disk_fault,
-    is_disk_fault,
+    disk_fault_of,
     no_free_slice,
     no_more_data,
     peer_failed,
@@ -253,14 +252,12 @@ class PeerFiles:
                 return await self._pull_through_cache(peer, wanted), peer
             except StorageExceededError as error:
                 raise to_bridge_error(error) from error
-            except NoSpaceError as error:
-                raise DiskFaultError(str(error)) from error
-            except NetError as error:
-                failures[peer] = error
-            except OSError as error:
-                if not is_disk_fault(error):
+            except (NetError, OSError) as error:
+                if (fault := disk_fault_of(error, wanted.target.parent)) is not None:
+                    raise DiskFaultError(fault) from error
+                if isinstance(error, OSError):
                     raise
-                raise DiskFaultError(describe_disk_fault(error, wanted.target.parent)) from error
+                failures[peer] = error
         return failures
 
     async def _pull_through_cache(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:

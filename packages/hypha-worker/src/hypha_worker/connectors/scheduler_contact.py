@@ -7,7 +7,7 @@ parameter server. A task that was started without a grace waits as long as `REPO
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -22,7 +22,6 @@ from hypha_proto.protocols import RpcMethod
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
@@ -68,51 +67,35 @@ class SchedulerContact:
         timeout: float = 30.0,
         delays: Sequence[float] = REPORT_DELAYS,
     ) -> Resp:
-        """Call `rpc.call`, which dials the scheduler where it was known if needed, as `retry` does.
+        """Call `rpc.call`, which dials the scheduler where it was known if needed, until it succeeds.
 
-        The request must carry an idempotency key if it may not count twice. Raises `NetError`.
-        """
-
-        async def attempt() -> Resp:
-            return await rpc.call(self.endpoint, self.scheduler, method, request, timeout=timeout)
-
-        what = f"{method.variant or method.protocol} to {self.scheduler}"
-        return await self.retry(what, attempt, is_refusal=is_refusal, delays=delays)
-
-    async def retry(
-        self,
-        what: str,
-        attempt: Callable[[], Awaitable[T]],
-        *,
-        is_refusal: Callable[[T], bool] = lambda _answer: False,
-        delays: Sequence[float] = REPORT_DELAYS,
-    ) -> T:
-        """Call `attempt` until it succeeds: as often as `rpc_retry.retry` does, and besides while the job may wait.
-
-        A scheduler that was started again answers before it has taken its jobs up: until it is confirmed, neither a
-        refusal nor a protocol that it does not speak is its last word.
+        That is as often as `rpc_retry.retry` does, and besides while the job may wait. A scheduler that was started
+        again answers before it has taken its jobs up: until it is confirmed, neither a refusal nor a protocol that it
+        does not speak is its last word. The request must carry an idempotency key if it may not count twice.
 
         Args:
-            what: the attempt, for the log.
-            attempt: what is tried.
+            method: what is called.
+            request: the message.
             is_refusal: returns whether an answer refuses the request because of the state of the job.
+            timeout: seconds of one attempt.
             delays: seconds before each of the attempts that are made without an outage, and after one.
 
         Raises:
             NetError: the error of the last attempt.
         """
+        what = f"{method.variant or method.protocol} to {self.scheduler}"
         attempts = failures = 0
         while True:
-            is_last_word = self._is_settled()  # as it is asked: what changes meanwhile does not change the answer
+            is_last_word = self.is_settled  # as it is asked: what changes meanwhile does not change the answer
             try:
-                answer = await attempt()
+                answer = await rpc.call(self.endpoint, self.scheduler, method, request, timeout=timeout)
                 if not is_refusal(answer) or is_last_word:
                     return answer
                 problem = "it has not taken up the job yet"
             except NetError as error:
                 failures = failures + 1 if self._is_over() else 0
                 is_final = isinstance(error, (TransferRefusedError, UnsupportedProtocolError))
-                if failures >= len(delays) or (is_final and self._is_settled()):
+                if failures >= len(delays) or (is_final and self.is_settled):
                     raise
                 problem = str(error)
             pause = backoff.jittered(OUTAGE_PAUSES, attempts) if not failures else delays[failures]
@@ -125,8 +108,9 @@ class SchedulerContact:
         """Return whether there is no outage (any longer) that the job may wait out."""
         return not self.may_wait() or (self.is_connected and self.is_confirmed)
 
-    def _is_settled(self) -> bool:
-        """Return whether a refusal is the scheduler's last word."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether a refusal is the scheduler's last word."""
         return self.is_confirmed or self._is_over()
 
     async def keep(self) -> None:

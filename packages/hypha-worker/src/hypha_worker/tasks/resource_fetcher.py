@@ -23,7 +23,6 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
     NetError,
-    NoSpaceError,
     TransferRefusedError,
     UnsupportedProtocolError,
     first_leaf_error,
@@ -55,13 +54,10 @@ from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     BridgeError,
-    DiskFaultError,
     ExecutionError,
-    StorageExceededError,
     WorkReturnedError,
     bad_request,
-    describe_disk_fault,
-    is_disk_fault,
+    disk_fault_of,
 )
 from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
@@ -216,18 +212,10 @@ class ResourceFetcher:
             with instrumentation.span("fetch resource", {"hypha.resource": resource.name}):
                 await self._fetch_from_source(resource, PurePosixPath(RESOURCES, resource.name))
             outcome = "fetched"
-        except DiskFaultError as error:
-            raise _returned(resource, error.detail) from error
-        except NoSpaceError as error:
-            raise _returned(resource, str(error)) from error
-        except BridgeError as error:
-            raise ResourceError(resource.name, _without_token(error.detail, resource)) from error
-        except (StorageExceededError, NetError) as error:
-            raise ResourceError(resource.name, str(error)) from error
-        except OSError as error:
-            if is_disk_fault(error):
-                raise _returned(resource, describe_disk_fault(error, self.work_dir)) from error
-            raise ResourceError(resource.name, str(error)) from error
+        except (BridgeError, NetError, OSError) as error:
+            if (fault := disk_fault_of(error, self.work_dir)) is not None:
+                raise _returned(resource, fault) from error
+            raise ResourceError(resource.name, _without_token(str(error), resource)) from error
         finally:
             _FETCHED.add(1, {"hypha.outcome": outcome})
 

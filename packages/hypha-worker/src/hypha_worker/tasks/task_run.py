@@ -44,7 +44,7 @@ from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import ContentCache, cache_of
-from hypha_worker.errors import ExecutionError, reason_to_return_work
+from hypha_worker.errors import ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.job_storage import DEFAULT_STORAGE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
@@ -351,7 +351,8 @@ class TaskRun:
         return outputs
 
     def _result_of(self, cause: Exception) -> TaskReport:
-        if (reason := reason_to_return_work(cause, self._context.work_dir)) is not None:
+        is_returned = isinstance(cause, WorkReturnedError)
+        if (reason := str(cause) if is_returned else disk_fault_of(cause, self._context.work_dir)) is not None:
             _log.error("%s is given back to its scheduler: %s", self, reason)
             return self._cancelled(reason)
         if isinstance(cause, ExecutionError | OSError):

@@ -29,7 +29,8 @@ from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, Pr
 from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
-from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, describe_disk_fault, is_disk_fault
+from hypha_worker.connectors.scheduler_contact import OUTAGE_PAUSES
+from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.executors.parameter_server import outer_push
 from hypha_worker.executors.parameter_server.outer_push import OuterPush
 from hypha_worker.executors.parameter_server.round_collector import (
@@ -55,8 +56,6 @@ _MAX_UNANNOUNCED: Final = 16
 MAX_PUSHES: Final = 3
 """Largest number of outer updates of a job that are being pushed; with a further one, the oldest ends."""
 _HEADER_ALLOWANCE: Final = 1 << 20
-SCHEDULER_PAUSES: Final = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before an outer update is pushed to the scheduler again; the last repeats."""
 MAX_REFUSALS: Final = 3
 """Refusals of an outer update by the scheduler after which it is not pushed again, unless its disk is full."""
 _CODECS: Final = ("fp32",)
@@ -64,17 +63,9 @@ _OTHER_LAYOUT: Final = "the update does not match the first one of this job"
 _STEP_SECONDS: Final = instrumentation.Histogram("hypha.worker.outer_step.duration", "s", "Duration of outer steps.")
 
 
-@dataclass(slots=True)
-class _ReferenceLayout:
-    """The layout and size of the first update, which all others must match."""
-
-    first: object | None = None
-    size: int = 0
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """An update that arrived before the layout was known."""
+@dataclass(frozen=True, slots=True)
+class _CheckedUpdate:
+    """Layout and size of an update."""
 
     layout: TensorLayout
     size: int
@@ -91,9 +82,10 @@ class ParameterServer(Execution):
         self._config = config
         senders = set(reference_peers([config.updates]))
         self._collector = RoundCollector(senders)
-        self._reference = _ReferenceLayout()
-        self._candidates: dict[Path, _Candidate] = {}
-        """In order of arrival."""
+        self._reference: _CheckedUpdate | None = None
+        """The first update, which all others must match."""
+        self._candidates: dict[Path, _CheckedUpdate] = {}
+        """Updates that arrived before it was known, in this order."""
         self._momentum: Mapping[str, TensorInfo] | None = None
         """Tensors of the momentum that the job begins with."""
         self._has_begun = anyio.Event()
@@ -186,13 +178,9 @@ class ParameterServer(Execution):
         )
 
     def _stop_for_disk_error(self, error: NoSpaceError | OSError) -> None:
-        if isinstance(error, NoSpaceError):
-            self._disk_fault = self._disk_fault or str(error)
-        elif is_disk_fault(error):
-            self._disk_fault = self._disk_fault or describe_disk_fault(error, self._context.work_dir)
-        else:
-            return
-        self._stopped.cancel()
+        if (reason := disk_fault_of(error, self._context.work_dir)) is not None:
+            self._disk_fault = self._disk_fault or reason
+            self._stopped.cancel()
 
     def _accept_late_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget:
         path = self._context.work_dir / f"late-{self._count}.safetensors"
@@ -208,8 +196,9 @@ class ParameterServer(Execution):
 
     def _max_size(self) -> int:
         """Return the largest accepted update: slightly more than the first one."""
-        known = self._reference.size
-        return known + known // 50 + _HEADER_ALLOWANCE if known else sys.maxsize
+        if self._reference is None:
+            return sys.maxsize
+        return self._reference.size + self._reference.size // 50 + _HEADER_ALLOWANCE
 
     def _admit(self, peer: PeerId, header: PushHeader) -> None:
         if header.kind != PSEUDO_GRADIENT:
@@ -254,19 +243,17 @@ class ParameterServer(Execution):
             UpdateRefusedError: it does not match the others.
             OSError: it cannot be read.
         """
-        from hypha_proto.outer_step import TensorLayout, inspect_update
+        from hypha_proto.outer_step import inspect_update
 
         await self._has_begun.wait()
         inspected = await self._context.storage.run(inspect_update, path, abandon=True)
         layout = inspected.layout
         if self._momentum is not None and (difference := layout.momentum_difference(self._momentum)):
             raise UpdateRefusedError(f"the update does not match the momentum of this job: {difference}")
-        first = self._reference.first
-        if isinstance(first, TensorLayout):
-            if difference := first.difference(layout):
-                raise UpdateRefusedError(f"{_OTHER_LAYOUT}: {difference}")
-        else:  # a single sender does not decide what the model is
-            self._candidates[path] = _Candidate(layout, size)
+        if self._reference is None:  # a single sender does not decide what the model is
+            self._candidates[path] = _CheckedUpdate(layout, size)
+        elif difference := self._reference.layout.difference(layout):
+            raise UpdateRefusedError(f"{_OTHER_LAYOUT}: {difference}")
         return inspected.norm
 
     def _refuse(self, peer: PeerId, number: int, reason: str) -> None:
@@ -335,9 +322,8 @@ class ParameterServer(Execution):
                 while not await self._run_round(tasks):
                     pass
             except (TensorFileError, EmptyRoundError, OSError, NetError) as error:
-                if isinstance(error, OSError) and is_disk_fault(error):
-                    raise WorkReturnedError(describe_disk_fault(error, self._context.work_dir)) from error
-                raise ExecutionError(str(error)) from error
+                reason = disk_fault_of(error, self._context.work_dir)
+                raise (ExecutionError(str(error)) if reason is None else WorkReturnedError(reason)) from error
             finally:
                 self._is_over = True
                 self._has_begun.set()
@@ -408,12 +394,15 @@ class ParameterServer(Execution):
 
     async def _leave_out_other_layouts(self, done: CompleteRound) -> CompleteRound:
         """Refuse the updates of the first round whose tensors are not those of most samples."""
-        if self._reference.first is None:
-            self._reference = _choose_layout([(self._candidates[path], weight) for _, path, weight in done.updates])
+        reference = self._reference
+        if reference is None:
+            reference = self._reference = _choose_layout(
+                [(self._candidates[path], weight) for _, path, weight in done.updates]
+            )
         kept = []
         for peer, path, weight in done.updates:
-            difference = self._difference(self._candidates.pop(path, None))
-            if difference:
+            candidate = self._candidates.pop(path, None)
+            if candidate is not None and (difference := reference.layout.difference(candidate.layout)):
                 _remove(path)
                 _log.warning("update from %s for round %d refused: %s", peer, done.round, difference)
                 await self._send_to_scheduler(self._refusal(peer, done.round, f"{_OTHER_LAYOUT}: {difference}"))
@@ -423,13 +412,6 @@ class ParameterServer(Execution):
             raise EmptyRoundError(f"no update of round {done.round} matches the first one of this job")
         return replace(done, updates=tuple(kept))
 
-    def _difference(self, candidate: _Candidate | None) -> str:
-        """Return how the tensors of an update differ from those of the job; empty if they do not."""
-        from hypha_proto.outer_step import TensorLayout
-
-        first = self._reference.first
-        return first.difference(candidate.layout) if candidate is not None and isinstance(first, TensorLayout) else ""
-
     async def _wait_for_updates(self) -> None:
         while (due := self._collector.seconds_until_due(anyio.current_time())) != 0.0:
             self._changed = anyio.Event()
@@ -437,23 +419,20 @@ class ParameterServer(Execution):
                 await self._changed.wait()
 
     async def _step(self, done: CompleteRound) -> Path:
-        from hypha_proto.outer_step import TensorLayout
-
-        layout = self._reference.first
-        if not isinstance(layout, TensorLayout):
-            raise ExecutionError("an outer step is due and no update was checked")
         about = {"hypha.round": done.round, "hypha.updates": len(done.updates)}
         with instrumentation.span("outer step", about):
-            return await self._compute_step(done, layout)
+            return await self._compute_step(done)
 
-    async def _compute_step(self, done: CompleteRound, layout: TensorLayout) -> Path:
+    async def _compute_step(self, done: CompleteRound) -> Path:
         from hypha_proto.outer_step import OuterOptimizer, outer_step
         from hypha_proto.update_file import UpdateMetadata
 
         settings, started = self._config.optimizer, anyio.current_time()
         storage, momentum = self._context.storage, self._momentum_path
-        folder = momentum.parent
-        await storage.run(storage.reserve, folder, 3 * layout.float32_size(self._reference.size))
+        folder, reference = momentum.parent, self._reference
+        assert reference is not None
+        layout = reference.layout
+        await storage.run(storage.reserve, folder, 3 * layout.float32_size(reference.size))
         result = folder / f"outer-{done.round}.safetensors"
         await storage.run(
             outer_step,
@@ -531,17 +510,14 @@ class ParameterServer(Execution):
         scheduler, failures, refusals = self._context.scheduler, 0, 0
         while True:
             try:
-                return await self._context.contact.retry(
-                    f"push of {header.name} to {scheduler}",
-                    lambda: self._files.push_to(scheduler, path, header),
-                    delays=(0.0,),  # each is repeated itself
-                )
+                return await self._files.push_to(scheduler, path, header)
             except NetError as error:
-                refusals += isinstance(error, TransferRefusedError) and not error.reason.startswith(NO_ROOM)
+                is_refused = isinstance(error, TransferRefusedError) and not error.reason.startswith(NO_ROOM)
+                refusals += is_refused and self._context.contact.is_settled
                 if refusals == MAX_REFUSALS:
                     raise
                 _log.warning("outer update of round %d did not reach the scheduler: %s", header.round, error)
-            await anyio.sleep(backoff.jittered(SCHEDULER_PAUSES, failures))
+            await anyio.sleep(backoff.jittered(OUTAGE_PAUSES, failures))
             failures += 1
 
     def _receivers(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
@@ -584,9 +560,9 @@ class ParameterServer(Execution):
             _log.warning("an update that does not count could not be reported to the scheduler: %s", error)
 
 
-def _choose_layout(candidates: Sequence[tuple[_Candidate, float]]) -> _ReferenceLayout:
+def _choose_layout(candidates: Sequence[tuple[_CheckedUpdate, float]]) -> _CheckedUpdate:
     """Return the layout of the updates with the largest weight together; the first of equal ones."""
-    groups: list[tuple[_Candidate, float]] = []
+    groups: list[tuple[_CheckedUpdate, float]] = []
     for candidate, weight in candidates:
         for number, (known, total) in enumerate(groups):
             if known.layout == candidate.layout:
@@ -595,7 +571,7 @@ def _choose_layout(candidates: Sequence[tuple[_Candidate, float]]) -> _Reference
         else:
             groups.append((candidate, weight))
     chosen, _ = max(groups, key=lambda group: group[1])
-    return _ReferenceLayout(chosen.layout, chosen.size)
+    return chosen
 
 
 def _remove(path: Path) -> None:

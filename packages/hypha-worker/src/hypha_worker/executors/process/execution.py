@@ -29,8 +29,7 @@ from hypha_worker.errors import (
     ExecutorExitError,
     ExecutorStartError,
     WorkReturnedError,
-    describe_disk_fault,
-    is_disk_fault,
+    disk_fault_of,
 )
 from hypha_worker.executors.process.environment import make_placeholders
 from hypha_worker.executors.process.idleness import IDLE_LIMIT, wait_until_idle
@@ -153,10 +152,8 @@ class ProcessExecution(Execution):
             raise ExecutionError(f"executor {self._settings.cmd} was ended after {timeout / 1000:g} s, its timeout")
 
     def _stop_for_disk_error(self, error: NoSpaceError | OSError) -> None:
-        if isinstance(error, NoSpaceError):
-            self._stop_for_disk_fault(str(error))
-        elif is_disk_fault(error):
-            self._stop_for_disk_fault(describe_disk_fault(error, self._context.work_dir))
+        if (reason := disk_fault_of(error, self._context.work_dir)) is not None:
+            self._stop_for_disk_fault(reason)
 
     def _stop_for_disk_fault(self, reason: str) -> None:
         self._disk_fault = self._disk_fault or reason

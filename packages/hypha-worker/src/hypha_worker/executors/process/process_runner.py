@@ -39,6 +39,7 @@ from hypha_worker.executors.process.environment import (
 )
 from hypha_worker.executors.process.output_log import OutputLog
 from hypha_worker.executors.process.process_tree import (
+    KILL_GRACE,
     SHUTDOWN_GRACE,
     TERM_GRACE,
     is_in_run,
@@ -162,7 +163,7 @@ class ProcessRunner:
     async def _terminate(self, process: SpawnedProcess, confined: ConfinedRun) -> None:
         """End the process, if it still runs, and what it left running."""
         grace = TERM_GRACE if self._place.scope.cancel_called else SHUTDOWN_GRACE
-        survivors = await terminate_tree(process, self._token, confined, grace)
+        survivors = await terminate_tree(process, self._token, confined, grace, KILL_GRACE)
         if survivors is not None:
             self._place.keep_resources(survivors.pids)
         self._exit_code = process.returncode
