@@ -30,8 +30,8 @@ from hypha_net._libp2p.wire.delimited import write_message
 from hypha_net._libp2p.yamux.session import YamuxSession
 from hypha_net.endpoint import GossipMessage, Stream
 from hypha_net.errors import MessageTooLargeError, NetError
-from hypha_net.events import GossipDropped
-from hypha_net.pubsub import SIZE, SubscriptionQueue
+from hypha_net.events import QUEUE, GossipDropped
+from hypha_net.pubsub import SubscriptionQueue
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import WORKER_REQUESTS
@@ -382,7 +382,7 @@ async def test_messages_dropped_for_a_slow_subscriber_emit_events() -> None:
     async with network.endpoint("a") as a:
         inbox = SubscriptionQueue(TOPIC, a.events)
         with a.events.follow(GossipDropped) as lost:
-            for n in range(SIZE + 1):
+            for n in range(QUEUE + 1):
                 inbox.put(GossipMessage(a.peer_id, b"%d" % n))
             assert await anext(aiter(lost)) == GossipDropped(TOPIC, "queue", a.peer_id)
         assert (await anext(inbox)).data == b"1"

@@ -78,6 +78,14 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 """Serves one incoming stream. The endpoint closes the stream when the handler returns and resets it when it raises."""
 
 
+async def receive_up_to(stream: Stream, size: int) -> bytes:
+    """Receive `size` bytes, fewer if the stream ends before."""
+    data = bytearray()
+    while len(data) < size and (part := await stream.receive_some(size - len(data))):
+        data += part
+    return bytes(data)
+
+
 @dataclass(frozen=True, slots=True)
 class GossipMessage:
     """A message of a topic; its signature is verified."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 import anyio
 
@@ -20,8 +20,10 @@ from hypha_proto.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 QUEUE: Final = 1024
-"""Maximum number of events that wait for one follower; beyond it the oldest are dropped and counted."""
+"""Maximum number of events or messages that wait for one consumer."""
 
 _CONNECTIONS: Final = instrumentation.Counter("hypha.connections", "{connection}", "Connections that began or ended.")
 _DIALS: Final = instrumentation.Counter("hypha.dials", "{dial}", "Attempts to reach a peer, by outcome and route.")
@@ -125,41 +127,53 @@ Event = (
 )
 
 
-class EventFollower:
-    """The events of one follower, in order; the iteration ends after `Events.follow` has ended."""
+class DroppingQueue(Generic[T]):
+    """What waits for one consumer, in order; of more than `QUEUE` items the oldest are dropped.
 
-    def __init__(self, kinds: tuple[type[Event], ...]) -> None:
-        self._kinds = kinds
-        self._waiting: deque[Event] = deque(maxlen=QUEUE)
+    The iteration ends after `end`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[T] = deque()
         self._changed = anyio.Event()
         self._ended = False
         self.dropped = 0
-        """Number of events dropped because the queue was full."""
+        """Number of items dropped because the queue was full."""
 
-    def put(self, event: Event) -> None:
-        """Queue an event of a followed kind; never waits."""
-        if self._kinds and not isinstance(event, self._kinds):
-            return
+    def put(self, item: T) -> T | None:
+        """Queue an item; never waits. Return the one that is dropped for it."""
+        oldest = None
         if len(self._waiting) == QUEUE:
             self.dropped += 1
-        self._waiting.append(event)
+            oldest = self._waiting.popleft()
+        self._waiting.append(item)
         self._changed.set()
+        return oldest
 
     def end(self) -> None:
-        """End the iteration once the queued events are consumed."""
+        """End the iteration once the queued items are consumed."""
         self._ended = True
         self._changed.set()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> DroppingQueue[T]:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> T:
         while not self._waiting:
             if self._ended:
                 raise StopAsyncIteration
             self._changed = anyio.Event()
             await self._changed.wait()
         return self._waiting.popleft()
+
+
+class EventFollower(DroppingQueue[Event]):
+    """The events of one follower."""
+
+    def __init__(self, kinds: tuple[type[Event], ...]) -> None:
+        super().__init__()
+        self.kinds = kinds
+        """Those that it gets; empty: all."""
 
 
 class Events:
@@ -172,7 +186,8 @@ class Events:
         """Count an event and queue it for every follower; never waits, never raises."""
         _count(event)
         for follower in self._followers:
-            follower.put(event)
+            if not follower.kinds or isinstance(event, follower.kinds):
+                follower.put(event)
 
     @contextmanager
     def follow(self, *kinds: type[Event]) -> Iterator[EventFollower]:

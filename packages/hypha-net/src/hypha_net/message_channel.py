@@ -14,7 +14,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import anyio
 
-from hypha_net.endpoint import Stream
+from hypha_net.endpoint import Stream, receive_up_to
 from hypha_net.errors import RequestError, first_leaf_error
 from hypha_proto.errors import DecodeError
 
@@ -61,28 +61,16 @@ async def receive_frame(stream: Stream, limit: int) -> bytes | None:
         ChannelError: the length is over `limit`, or the stream ends within the frame.
         StreamResetError: the stream broke.
     """
-    header = await _receive_exactly(stream, 4)
-    if header is None:
+    header = await receive_up_to(stream, 4)
+    if not header:
         return None
     length = int.from_bytes(header, "little")
     if length > limit:
         raise ChannelError(f"a frame of {length} bytes from {stream.peer} is over the limit of {limit}")
-    data = await _receive_exactly(stream, length)
-    if data is None:
+    data = await receive_up_to(stream, length)
+    if len(header) < 4 or len(data) < length:
         raise ChannelError(f"the stream of {stream.peer} ended within a frame")
     return data
-
-
-async def _receive_exactly(stream: Stream, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = await stream.receive_some(size - len(data))
-        if not part:
-            if data:
-                raise ChannelError(f"the stream of {stream.peer} ended within a frame")
-            return None
-        data += part
-    return bytes(data)
 
 
 @dataclass(slots=True)

@@ -7,16 +7,13 @@ messages of a local subscriber in a `SubscriptionQueue`.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
-
-import anyio
+from typing import TypeVar
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, GossipMessage
-from hypha_net.events import Events, GossipDropped
+from hypha_net.events import DroppingQueue, Events, GossipDropped
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import Topic
@@ -24,9 +21,6 @@ from hypha_proto.protocols import Topic
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SIZE: Final = 1024
-"""Maximum number of messages that wait for one subscriber."""
 
 
 async def publish(endpoint: Endpoint, topic: Topic[T], message: T) -> None:
@@ -56,34 +50,19 @@ async def _decoded(
         yield message.source, decoded
 
 
-class SubscriptionQueue:
-    """Messages for one subscriber; when it is full, the oldest are dropped, and their number is logged."""
+class SubscriptionQueue(DroppingQueue[GossipMessage]):
+    """Messages for one subscriber; the number of those that are dropped is logged."""
 
-    def __init__(self, topic: str = "", events: Events | None = None) -> None:
-        """Make an empty queue; dropped messages are emitted to `events`, if given."""
+    def __init__(self, topic: str, events: Events) -> None:
+        """Make an empty queue; dropped messages are emitted to `events`."""
+        super().__init__()
         self._topic = topic
         self._events = events
-        self._messages: deque[GossipMessage] = deque()
-        self._arrived = anyio.Event()
-        self._dropped = 0
 
-    def put(self, message: GossipMessage) -> None:
+    def put(self, item: GossipMessage) -> GossipMessage | None:
         """Queue a message; never waits."""
-        if len(self._messages) == SIZE:
-            oldest = self._messages.popleft()
-            self._dropped += 1
-            if self._events is not None:
-                self._events.emit(GossipDropped(self._topic, "queue", oldest.source))
-            if str(self._dropped).rstrip("0") == "1":  # the first, the tenth, the hundredth and so on
-                _log.warning("%d gossip messages of %s dropped: the subscriber is too slow", self._dropped, self._topic)
-        self._messages.append(message)
-        self._arrived.set()
-
-    def __aiter__(self) -> SubscriptionQueue:
-        return self
-
-    async def __anext__(self) -> GossipMessage:
-        while not self._messages:
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
-        return self._messages.popleft()
+        if (oldest := super().put(item)) is not None:
+            self._events.emit(GossipDropped(self._topic, "queue", oldest.source))
+            if str(self.dropped).rstrip("0") == "1":  # the first, the tenth, the hundredth and so on
+                _log.warning("%d gossip messages of %s dropped: the subscriber is too slow", self.dropped, self._topic)
+        return oldest

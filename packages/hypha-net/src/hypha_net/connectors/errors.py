@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 
 from hypha_net.redaction import redact_urls
 
@@ -34,26 +35,13 @@ class FetchError(Exception):
         super().__init__(self.detail)
 
 
-def bad_request(detail: str) -> FetchError:
-    """Return the error of a name that is not usable."""
-    return FetchError(Reason.BAD_REQUEST, detail)
-
-
-def not_allowed(detail: str) -> FetchError:
-    """Return the error of a resource that may not be read."""
-    return FetchError(Reason.NOT_ALLOWED, detail)
-
-
-def not_found(detail: str) -> FetchError:
-    """Return the error of a resource that does not exist."""
-    return FetchError(Reason.NOT_FOUND, detail)
-
-
-def source_failed(detail: str) -> FetchError:
-    """Return the error of a service that was not reached, interrupted the download, or sent something unexpected."""
-    return FetchError(Reason.SOURCE_FAILED, detail)
-
-
-def timed_out(detail: str) -> FetchError:
-    """Return the error of a service that was too slow."""
-    return FetchError(Reason.TIMEOUT, detail)
+bad_request = partial(FetchError, Reason.BAD_REQUEST)
+"""A name that is not usable."""
+not_allowed = partial(FetchError, Reason.NOT_ALLOWED)
+"""A resource that may not be read."""
+not_found = partial(FetchError, Reason.NOT_FOUND)
+"""A resource that does not exist."""
+source_failed = partial(FetchError, Reason.SOURCE_FAILED)
+"""A service that was not reached, interrupted the download, or sent something unexpected."""
+timed_out = partial(FetchError, Reason.TIMEOUT)
+"""A service that was too slow."""

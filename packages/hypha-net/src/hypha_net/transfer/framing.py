@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import anyio
 
-from hypha_net.endpoint import Stream
+from hypha_net.endpoint import Stream, receive_up_to
 from hypha_net.errors import StreamClosedError, StreamResetError, TransferError, TransferRefusedError
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.codec import to_cbor
@@ -100,10 +100,7 @@ async def receive_message(stream: Stream, timeout: float | None = None) -> bytes
 
 
 async def _receive_exactly(stream: Stream, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = await stream.receive_some(size - len(data))
-        if not part:
-            raise TransferError(f"the stream ended within a header, after {len(data)} of {size} bytes")
-        data += part
-    return bytes(data)
+    data = await receive_up_to(stream, size)
+    if len(data) < size:
+        raise TransferError(f"the stream ended within a header, after {len(data)} of {size} bytes")
+    return data
