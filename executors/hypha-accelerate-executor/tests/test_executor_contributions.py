@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import pytest
 import safetensors.numpy
 from blake3 import blake3
 from support.committing_scheduler import WEIGHTS, Arrays, CommittingScheduler
-from support.loopback_ports import free_port
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.data.recorded_batches import recorded_batches
@@ -293,34 +289,3 @@ def test_a_later_start_without_weights_to_fetch_begins_from_the_model(job: Calla
     assert _run(scheduler, first_round=5, weights=None) == 0
     assert scheduler.requests == 0
     assert scheduler.contributions[0].weights == scheduler.digests[0]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_fetched_weights_reach_all_processes(job: Callable[..., Any], llama: Path, tmp_path: Path) -> None:
-    """Two processes go on from the fetched weights exactly as if they had never had others."""
-    rows = tmp_path / "rows.safetensors"
-    tokens = np.random.default_rng(0).integers(0, 64, (90, 12)).astype("i4")
-    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": np.ones((90, 12), "u1")}, rows)
-    jobs = [job(rounds=2, model_dir=llama, slices=[rows]) for _ in range(2)]
-    jobs[1].false_outer = {1: _moved}
-    for scheduler in jobs:
-        model = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
-        arguments = scheduler.worker.arguments(model=model, term=1, weights=WEIGHTS)
-        launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        launched["MASTER_PORT"] = str(free_port())
-        command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments, "--timeout", "60"]
-        running = [
-            subprocess.Popen(command, env=os.environ | launched | {"RANK": rank, "LOCAL_RANK": rank})
-            for rank in ("0", "1")
-        ]
-        try:
-            assert [process.wait(120) for process in running] == [0, 0]
-        finally:
-            for process in running:
-                process.kill()
-    plain, repaired = jobs
-    assert (plain.requests, repaired.requests) == (0, 1)
-    assert [metrics.get("weights_fetched") for metrics in repaired.metrics()] == [None, 1.0]
-    for ours, theirs in zip(repaired.worker.updates, plain.worker.updates, strict=True):
-        assert ours.read_bytes() == theirs.read_bytes()

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,36 +31,6 @@ from hypha_proto.job_spec import UriReference
 pytestmark = pytest.mark.timeout(120)
 
 MODEL = {"task": "image-classification", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
-
-
-def _process(worker: Any) -> subprocess.CompletedProcess[str]:
-    """Run the executor as a worker starts it; killed after 100 seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hypha.accelerate_executor.training", *worker.arguments()]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-
-
-@pytest.mark.nightly
-def test_the_process_runs_a_job_and_exits_without_output(make_worker: Callable[..., Any]) -> None:
-    worker = make_worker(rounds=2, batches=5)
-    done = _process(worker)
-    assert done.returncode == 0, done.stderr
-    assert worker.done_rounds == 2
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("the job is done")
-
-
-@pytest.mark.nightly
-def test_the_process_fails_with_one_line_when_its_worker_dies(make_worker: Callable[..., Any]) -> None:
-    worker = make_worker(rounds=100, batches=100)
-    worker.answers["/status/batches"] = lambda body: (0, None) if len(worker.reports) > 5 else worker.trained(body)
-    done = _process(worker)
-    assert worker.updates == []
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "the worker closed the bridge" in done.stderr.splitlines()[-1]
 
 
 def test_a_worker_that_does_not_answer_times_out(
@@ -128,6 +96,7 @@ def test_a_missing_socket_fails(
         ("/status/send", 200, {"type": "Error", "reason": "the round is over"}, 1, "): the round is over"),
         ("/status/send", 200, {"type": "Perhaps"}, 1, "malformed-answer"),
         ("/status/send", 200, b"[" * 100_000, 1, "malformed-answer"),
+        ("/status/batches", 0, None, 1, "the worker closed the bridge"),
         ("/status/batches", 404, {"detail": "Not Found"}, 1, "404 error"),
         ("/status/batches", 200, {"counted": 1, "reason": "who are you"}, 1, "of round 1: who are you"),
         ("/status/batches", 200, b"[" * 100_000, 1, "malformed-answer"),
