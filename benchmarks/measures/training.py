@@ -2,7 +2,7 @@
 
 Two workers of one thread train the models of the digits and the text demo, in turns with two plain processes of one
 thread that train on batches of the same slices; the text demo's also on links that delay every byte. Then, how long
-workers stand still of which one is twice and one four times slower.
+workers stand still of which one is twice and one four times slower, and what a worker of half the memory adds.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ DELAYS: Final = (0.05, 0.1, 0.2)
 """Seconds that a batch of each uneven worker takes longer than its computation, so that this hardly matters."""
 UNEVEN_SAMPLES: Final = 140 * DIGITS.batch_size
 """Samples of a round of the uneven workers: about 4 s."""
+MEMORY: Final = (2, 1)
+"""GB of two workers: the second one computes a batch of `LARGE_BATCH` in parts."""
+LARGE_BATCH: Final = 64
+LARGE_STEPS: Final = 6
 PLAIN_STEPS: Final = {DIGITS.name: 1500, TEXT.name: 100}
 Event = Mapping[str, Any]
 
@@ -102,13 +106,20 @@ def measure(run: BenchmarkRun) -> list[Row]:
         far = _Bench(run.folder, network).pairs(TEXT, rounds[TEXT.name], run.repeat)
     with job_network([*map(_trainer, DELAYS), _server()], data=data) as network:
         idle = _Bench(run.folder, network).idle(max(4, run.count // 60))
+    workers = [_trainer(memory=memory, also=_of_memory(memory)) for memory in MEMORY]
+    with job_network([*workers, _server()], data=data) as network:
+        alone, together = _Bench(run.folder, network).unequal(max(3, run.count // 100))
     return [
         _rate_row(_title(DIGITS, "between synchronisations"), digits, 0, ">= 0.7"),
         _rate_row(_title(DIGITS, "rounds included"), digits, 1, ">= 0.6"),
         _rate_row(_title(TEXT, "between synchronisations"), text, 0, ">= 0.95"),
         _rate_row(_title(TEXT, f"{1000 * LINK:.0f} ms from node to node, between synchronisations"), far, 0, ">= 0.85"),
         _idle_row(idle),
-    ]
+        Row(
+            f"text, batches of {LARGE_BATCH}, two workers of {MEMORY[0]} and {MEMORY[1]} GB: rounds included",
+            "samples/s", together, alone, "the sum of both alone", together / alone, ">= 0.85",
+        ),
+    ]  # fmt: skip
 
 
 def _prepare(run: BenchmarkRun, task: DemoTask) -> str:
@@ -130,13 +141,28 @@ def _command(program: str, *words: str) -> None:
     subprocess.run([script(program), *words], check=True, capture_output=True, timeout=JOB_TIMEOUT)
 
 
-def _trainer(delay: float = 0.0) -> str:
-    """Return TOML of a worker of one thread whose batches take `delay` seconds longer."""
+def _trainer(delay: float = 0.0, memory: int = 4, also: str | None = None) -> str:
+    """Return TOML of a worker of one thread.
+
+    Args:
+        delay: seconds that its batches take longer.
+        memory: GB that it has, and that a job gets that asks for none.
+        also: a further name of its executor.
+    """
     args = ["-m", "hypha.accelerate_executor.training"]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
-    executor = f'class = "train"\nname = "{TRAINER}"\nruntime = "process"\ncmd = {json.dumps(sys.executable)}\n'
+    command = f"cmd = {json.dumps(sys.executable)}\nargs = {json.dumps(args)}\n"
     slowed = f'env = {{ {DELAY_VARIABLE} = "{delay}" }}\n'
-    return f"{_resources(4)}\n[[executors]]\n{executor}args = {json.dumps(args)}\n{slowed}"
+    executors = (
+        f'[[executors]]\nclass = "train"\nname = "{name}"\nruntime = "process"\n{command}{slowed}'
+        for name in (TRAINER, also)
+        if name is not None
+    )
+    return f"{_resources(memory)}[resources.default]\nmemory = {memory}\n{''.join(executors)}"
+
+
+def _of_memory(memory: int) -> str:
+    return f"{TRAINER}-{memory}"
 
 
 def _server() -> str:
@@ -183,8 +209,26 @@ class _Bench:
         """Return the share of their time in which uneven workers do not compute."""
         return idle_share(self._events(DIGITS, rounds, len(DELAYS), UNEVEN_SAMPLES))
 
+    def unequal(self, rounds: int) -> tuple[float, float]:
+        """Return samples/s of the workers of `MEMORY` alone, summed, and of both together; none runs out of memory."""
+        alone = sum(self._large(rounds, 1, _of_memory(memory)) for memory in MEMORY)
+        return alone, self._large(rounds, len(MEMORY), TRAINER)
+
+    def _large(self, rounds: int, workers: int, kind: str) -> float:
+        job = self._job(TEXT, rounds, workers, LARGE_BATCH * LARGE_STEPS * workers)
+        job["rounds"]["batch_size"] = LARGE_BATCH
+        job["resources"]["worker"]["kind"] = kind
+        events = self._run(job)
+        if any(event["event"] in ("worker_restarted", "worker_replaced") for event in events):
+            raise RuntimeError("a worker was restarted or replaced, so it has run out of memory")
+        seconds, samples = rounds_span(events)
+        return samples / seconds
+
     def _events(self, task: DemoTask, rounds: int, workers: int, samples: int | None = None) -> list[Event]:
-        process, directory = self.network.start(self._job(task, rounds, workers, samples))
+        return self._run(self._job(task, rounds, workers, samples))
+
+    def _run(self, job: Mapping[str, Any]) -> list[Event]:
+        process, directory = self.network.start(job)
         self.network.result(process, directory)
         return [json.loads(line) for line in (directory / "metrics.jsonl").read_bytes().splitlines()]
 
