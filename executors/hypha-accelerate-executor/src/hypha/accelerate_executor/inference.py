@@ -31,6 +31,7 @@ from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked
 from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
+from hypha.accelerate_executor.options import make_parser
 from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 
@@ -54,35 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hypha.accelerate_executor.inference", description="Compute results for one Hypha task."
-    )
-    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
-    parser.add_argument("--work-dir", type=Path, required=True, help="directory of this task")
-    parser.add_argument("--job", required=True, help="the task as JSON, or @FILE")
-    parser.add_argument(
-        "--allow-module",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a module whose classes tasks with a model of type 'torch' may use; may be repeated",
-    )
-    parser.add_argument(
-        "--device-map",
-        metavar="MAP",
-        help="distribute the model's layers over several devices, as in transformers: auto, balanced, …",
-    )
+    waits = f"an answer (or {TIMEOUT_VARIABLE}; default {DEFAULT_TIMEOUT:g})"
+    parser = make_parser("inference", "Compute results for one Hypha task.", waits)
     parser.add_argument(
         "--generation",
         choices=_ENGINES,
         default="padded",
         help="how rows are generated together: in padded batches, or by continuous batching",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=None,
-        help=f"seconds to wait for an answer (or {TIMEOUT_VARIABLE}; default {DEFAULT_TIMEOUT:g})",
     )
     return parser
 

@@ -5,6 +5,7 @@ The task that a worker passes with `--job` is read by `training` and `predict.se
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -46,3 +47,31 @@ def parse_task(text: str) -> Any:
         raise JobError(f"--job {text[:200]}: {error.strerror}") from None
     except DecodeError as error:
         raise JobError(f"--job: {error}") from None
+
+
+def make_parser(module: str, description: str, timeout: str) -> argparse.ArgumentParser:
+    """Return the parser of the options of every process that a worker starts.
+
+    Args:
+        module: name of the module that is run.
+        description: what it does.
+        timeout: what is waited for, and for how many seconds by default, for the help.
+    """
+    parser = argparse.ArgumentParser(prog=f"hypha.accelerate_executor.{module}", description=description)
+    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
+    parser.add_argument("--work-dir", type=Path, required=True, help="directory of this task")
+    parser.add_argument("--job", required=True, help="the task as JSON, or @FILE")
+    parser.add_argument(
+        "--allow-module",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a module whose classes tasks with a model of type 'torch' may use; may be repeated",
+    )
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="distribute the model's layers over several devices of one process, as in transformers: auto, balanced, …",
+    )
+    parser.add_argument("--timeout", type=float, default=None, help=f"seconds to wait for {timeout}")
+    return parser

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from hypha.accelerate_executor.bridge.client import Bridge
@@ -34,7 +33,7 @@ from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked_files
 from hypha.accelerate_executor.modeling.hf import import_library, model_directory
-from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, parse_task
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, make_parser, parse_task
 from hypha_proto.codec import from_plain
 from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import SchedulerReference, TrainConfig
@@ -88,32 +87,9 @@ def read_settings(text: str) -> TrainConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hypha.accelerate_executor.training", description="Train for one Hypha job.")
-    parser.add_argument("--socket", type=Path, required=True, help="Unix socket of the worker's job bridge")
-    parser.add_argument("--work-dir", type=Path, required=True, help="directory of this job")
-    parser.add_argument("--job", required=True, help="the task as JSON, or @FILE")
-    parser.add_argument(
-        "--allow-module",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a module whose classes jobs of task 'torch' may train; may be repeated",
-    )
-    parser.add_argument(
-        "--device-map",
-        metavar="MAP",
-        help="distribute the model's layers over several devices of one process, as in transformers: auto, balanced, …",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=None,
-        help=(
-            f"seconds to wait for an answer of the worker, or an outer update (or {TIMEOUT_VARIABLE}; default "
-            f"{_DEFAULT_TIMEOUT:g}: the job's own bounds are shorter)"
-        ),
-    )
-    return parser
+    default = f"{TIMEOUT_VARIABLE}; default {_DEFAULT_TIMEOUT:g}: the job's own bounds are shorter"
+    waits = f"an answer of the worker, or an outer update (or {default})"
+    return make_parser("training", "Train for one Hypha job.", waits)
 
 
 def _is_follower() -> bool:
@@ -121,15 +97,9 @@ def _is_follower() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def _timeout(options: argparse.Namespace) -> float:
-    """Return the seconds that a request, or the wait for an outer update, may take."""
-    given: float | None = options.timeout
-    return read_seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT) if given is None else given
-
-
 def _train(options: argparse.Namespace, started: float) -> None:
     config = read_settings(options.job)
-    timeout = _timeout(options)
+    timeout = read_seconds(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT) if options.timeout is None else options.timeout
     delay = read_seconds(DELAY_VARIABLE, 0.0)
     hide(secrets_of(config))
     work_dir = options.work_dir.resolve()
