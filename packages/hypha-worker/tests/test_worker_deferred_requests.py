@@ -7,8 +7,7 @@ import uuid
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.deferred_requests import DeferredRequests
-from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_batch import DeferredRequests, ReceivedRequest
 
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(2)]
 TRAIN = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))

@@ -29,13 +29,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-import anyio.from_thread
 from blake3 import blake3
 
 from hypha_net import instrumentation
 from hypha_net.connectors.content import CachedVersion
 from hypha_proto.ids import PeerId
-from hypha_worker.file_copy import copy_range
+from hypha_worker.file_copy import copy_range, hash_file
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +42,6 @@ DIGEST: Final = "digest"
 """Kind of source of content that is found by its digest."""
 MAX_KEYS: Final = 64
 """Keys of one object; the oldest gives way to a further one."""
-_BLOCK: Final = 1 << 20
 _OBJECT: Final = re.compile(r"(sha256|blake3)-[0-9a-f]{64}")
 _DIGEST: Final = re.compile(r"(sha256|blake3):[0-9a-f]{64}")
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
@@ -329,9 +327,5 @@ def _copy_verified(file: FileIO, target: Path, size: int, name: str) -> bool:
     with FileIO(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "r+") as copy:
         if copy_range(file.fileno(), copy.fileno(), size) != size:
             return False
-        copy.seek(0)
         hasher: Any = hashlib.sha256() if name.startswith("sha256-") else blake3()
-        while block := copy.read(_BLOCK):
-            anyio.from_thread.check_cancelled()
-            hasher.update(block)
-    return bool(f"{hasher.name}-{hasher.hexdigest()}" == name)
+        return hash_file(copy, hasher)[1] == name.replace("-", ":", 1)

@@ -1,4 +1,4 @@
-"""Copies of open files: by sharing blocks where the file system can (reflink), otherwise by copying; never a hard link.
+"""Digests of open files, and copies: by sharing blocks where the file system can (reflink); never a hard link.
 
 The calls block, run in threads, and end when their caller is cancelled.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Final
+from io import FileIO
+from typing import Any, Final
 
 import anyio.from_thread
 
@@ -33,3 +34,15 @@ def copy_range(reader: int, writer: int, size: int) -> int:
                 rest = rest[os.write(writer, rest) :]
             copied += len(block)
     return copied
+
+
+def hash_file(file: FileIO, hasher: Any) -> tuple[int, str]:
+    """Return size and digest of an open file from its first byte; what it grows by meanwhile is left out."""
+    block, size = memoryview(bytearray(_BLOCK)), 0
+    left = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    while count := file.readinto(block[: left - size]):
+        anyio.from_thread.check_cancelled()
+        hasher.update(block[:count])
+        size += count
+    return size, f"{hasher.name}:{hasher.hexdigest()}"

@@ -7,16 +7,18 @@ into a lease on which it can start tasks.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
+from msgspec.structs import asdict
+
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
-from hypha_worker.bidding.evaluation import EVALUATIONS
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_proto.resources import Resources
+from hypha_worker.bidding.policy import EvaluationName, OfferPolicy
 from hypha_worker.bidding.rejection import (
     executor_reasons,
     policy_reasons,
@@ -114,7 +116,7 @@ class Arbiter:
         """Return the requests grouped by score, the highest first, each group in the order of arrival."""
         tiers: dict[tuple[float, ...], list[ReceivedRequest]] = {}
         for received in sorted(batch, key=lambda each: (each.received_at, each.request.id.int)):
-            score = EVALUATIONS[self.policy.evaluation](received, self.policy, free.resources)
+            score = _EVALUATIONS[self.policy.evaluation](received, self.policy, free.resources)
             tiers.setdefault(score, []).append(received)
         return [tiers[score] for score in sorted(tiers, reverse=True)]
 
@@ -132,3 +134,40 @@ class Arbiter:
         sharded = self.capabilities.is_sharded(request.spec.executor)
         wanted = self.capabilities.with_defaults(request.spec.resources, free.available(sharded=sharded))
         return free.fit(wanted, sharded=sharded)
+
+
+_Evaluation = Callable[[ReceivedRequest, OfferPolicy, Resources], tuple[float, ...]]
+"""Returns the score of a request where these resources are free; the largest is answered first.
+
+Requests with equal scores alternate between their schedulers.
+"""
+
+
+def _profit(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+    """Prefer the highest price, then the order of ``offer.prefer``."""
+    return _price(received, policy), -policy.preference(received.scheduler, received.request)
+
+
+def _affinity(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+    """Prefer the order of ``offer.prefer``, and all others after it; then the higher price."""
+    return -policy.preference(received.scheduler, received.request), _price(received, policy)
+
+
+def _utilization(received: ReceivedRequest, policy: OfferPolicy, free: Resources) -> tuple[float, ...]:
+    """Prefer the largest mean share of the free resources, over those of which any is free; then the higher price."""
+    wanted = received.request.spec.resources
+    shares = [getattr(wanted, name) / amount for name, amount in asdict(free).items() if amount > 0]
+    share = sum(shares) / len(shares) if shares else 0.0
+    return share, *_profit(received, policy, free)
+
+
+def _price(received: ReceivedRequest, policy: OfferPolicy) -> float:
+    return policy.offer_price(received.request.bid) or 0.0
+
+
+_EVALUATIONS: Final[Mapping[EvaluationName, _Evaluation]] = {
+    "affinity": _affinity,
+    "profit": _profit,
+    "utilization": _utilization,
+}
+"""By the value of the key ``offer.evaluation``."""

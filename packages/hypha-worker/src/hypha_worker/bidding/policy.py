@@ -21,7 +21,7 @@ class OfferPolicy:
     floor: float = 0.0
     strategy: Strategy = "flexible"
     evaluation: EvaluationName = "profit"
-    """Which of `evaluation.EVALUATIONS` ranks competing requests."""
+    """How `arbiter` ranks competing requests."""
     schedulers: tuple[PeerId, ...] = ()
     """The only schedulers that get offers; empty: all schedulers."""
     prefer: tuple[PeerId | str, ...] = ()

@@ -1,11 +1,12 @@
-"""Requests that a worker has received and not decided yet.
+"""Requests that a worker has received: those that are not decided yet, and those for which nothing is free at present.
 
-Pure. `bidding.bidder` adds what arrives on the topic and passes each batch to `bidding.arbiter`.
+Pure. `bidding.request_queue` decides them.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
@@ -96,3 +97,42 @@ class RequestBatch:
             return False
         self.remove(worst)
         return True
+
+
+class DeferredRequests(RequestBatch):
+    """Requests that fit the machine but not what is free of it, until their deadline; as many as in a batch.
+
+    A search publishes what it still lacks again and again, under new ids. What a scheduler published before is
+    therefore dropped when it publishes anew, so that no offer is made for what it has found meanwhile.
+    """
+
+    @property
+    def next_deadline(self) -> float:
+        """The earliest deadline of a request, on the local clock; infinite without requests."""
+        return min((received.deadline for received in self.pending), default=float("inf"))
+
+    def add(self, received_request: ReceivedRequest) -> None:
+        """Keep a request, unless its scheduler has more than its share."""
+        self.drop_superseded([received_request])
+        super().add(received_request)
+
+    def drop_superseded(self, newer: Iterable[ReceivedRequest]) -> None:
+        """Drop the requests that are repeated or obsolete now that their schedulers have published `newer` ones."""
+        for received_request in newer:
+            for kept in self.pending:
+                if _supersedes(received_request, kept):
+                    self.remove(kept)
+
+    def forget(self, scheduler: PeerId) -> None:
+        """Drop the requests of a scheduler."""
+        for received in self.pending:
+            if received.scheduler == scheduler:
+                self.remove(received)
+
+
+def _supersedes(newer: ReceivedRequest, older: ReceivedRequest) -> bool:
+    """Return whether a request replaces another one of its scheduler: it repeats it, or was published later."""
+    if newer.scheduler != older.scheduler:
+        return False
+    repeats = newer.request.spec == older.request.spec and newer.received_at >= older.received_at
+    return repeats or newer.received_at > older.received_at + REQUEST_BATCH_WINDOW

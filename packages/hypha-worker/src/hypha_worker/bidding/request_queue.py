@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
 from hypha_worker.bidding.arbiter import Arbiter, PlannedOffer
-from hypha_worker.bidding.deferred_requests import DeferredRequests
-from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.request_batch import DeferredRequests, ReceivedRequest, RequestBatch
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 
 

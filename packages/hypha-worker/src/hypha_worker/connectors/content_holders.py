@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 import anyio
-import anyio.from_thread
 
 from hypha_net import content_directory, instrumentation, transfer
 from hypha_net.backoff import jittered
@@ -30,6 +29,7 @@ from hypha_proto.transfer import PullRequest
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import StorageExceededError, bad_request, not_found, peer_failed, to_bridge_error
+from hypha_worker.file_copy import hash_file
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ MAX_COUNTED: Final = 1000
 _BAD: Final = instrumentation.Counter(
     "hypha.worker.content.bad", "{file}", "Files whose holder sent other content than it had announced."
 )
-_BLOCK: Final = 1 << 20
 
 
 @dataclass(slots=True)
@@ -191,9 +190,5 @@ def _remove(path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with FileIO(path) as file:
-        while count := file.readinto(block):
-            anyio.from_thread.check_cancelled()
-            sha256.update(block[:count])
-    return f"sha256:{sha256.hexdigest()}"
+        return hash_file(file, hashlib.sha256())[1]

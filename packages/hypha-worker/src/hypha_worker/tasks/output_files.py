@@ -11,22 +11,18 @@ import stat
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Final
 
-import anyio.from_thread
 from blake3 import blake3
 
 from hypha_proto.tasks import MAX_PATH, StoredFile
 from hypha_worker.errors import ExecutionError
-from hypha_worker.file_copy import copy_range
+from hypha_worker.file_copy import copy_range, hash_file
 from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import LinkInPathError, irregular_kind, open_regular_path
 from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
-
-_BLOCK: Final = 1 << 20
 
 
 class OutputError(ExecutionError):
@@ -102,13 +98,7 @@ def describe_files(root: Path, paths: list[str]) -> tuple[StoredFile, ...]:
 
 def describe_file(file: FileIO, path: str) -> StoredFile:
     """Return size and digest of an open file, to be known as `path`; what it grows by meanwhile is left out."""
-    hasher, size = blake3(), 0
-    left = os.fstat(file.fileno()).st_size
-    while block := file.read(min(_BLOCK, left - size)):
-        anyio.from_thread.check_cancelled()
-        hasher.update(block)
-        size += len(block)
-    return StoredFile(path, size, f"blake3:{hasher.hexdigest()}")
+    return StoredFile(path, *hash_file(file, blake3()))
 
 
 def copy_file(source: Path | FileIO, target: Path, storage: JobStorage | None) -> int:
