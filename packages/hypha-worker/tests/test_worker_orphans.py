@@ -583,7 +583,7 @@ async def test_statements_and_outer_updates_wait_until_the_job_is_taken_up(
 
     async def finish_round(job: Job) -> None:
         context = job.context
-        commits = RoundClient(context.endpoint, context.scheduler, context.attempt, contact=context.contact)
+        commits = RoundClient(context.attempt, context.contact)
         await anyio.sleep(12.0)
         answers.append(await commits.state_contribution(1, digest, 8, None))
         answers.append(await commits.wait(1, digest))

@@ -15,7 +15,6 @@ from typing import Final, TypeVar
 import anyio
 
 from hypha_net import backoff, rpc
-from hypha_net.endpoint import Endpoint
 from hypha_net.errors import MessageTooLargeError, NetError
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import (
@@ -30,7 +29,6 @@ from hypha_proto.contributions import (
     ContributionKnown,
     StateContribution,
 )
-from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.protocols import RpcMethod
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -52,11 +50,9 @@ repeats. Both end with the job."""
 class RoundClient:
     """The rounds of one job, as its scheduler records them."""
 
-    endpoint: Endpoint
-    scheduler: PeerId
     attempt: AttemptId
     contact: SchedulerContact
-    """Knows whether the scheduler, if it was started again, has taken up the job."""
+    """Reaches the scheduler, and knows whether it has taken up the job, if it was started again."""
 
     async def state_contribution(
         self, round_number: int, update: str, samples: int, contribution: Contribution | None
@@ -110,7 +106,7 @@ class RoundClient:
         while True:
             is_confirmed = self.contact.is_confirmed  # as it is asked
             try:
-                answer = await rpc.call(self.endpoint, self.scheduler, method, request, timeout=TIMEOUT)
+                answer = await rpc.call(self.contact.endpoint, self.contact.scheduler, method, request, timeout=TIMEOUT)
                 if is_confirmed or not _is_refusal(answer):
                     return answer
                 why = "the scheduler has not taken up the job yet"

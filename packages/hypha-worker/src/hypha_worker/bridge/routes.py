@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -144,15 +145,15 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
         wanted = await _read_transfer(request, "fetch")
         function = backend.fetch_resource if isinstance(wanted, ResourceTransfer) else backend.fetch
         files = await _while_connected(request, call(function, wanted))
-        return _json([to_plain(FetchedFile, file) for file in files])
+        return JSONResponse([to_plain(FetchedFile, file) for file in files])
 
     async def send(request: Request) -> Response:
         """Push a file to the peers of a reference, or store an output of a task; answer when that is complete."""
         wanted = await _read_transfer(request, "send")
         if isinstance(wanted, ResourceTransfer):
-            return _json(await call(backend.send_resource, wanted))
+            return JSONResponse(await call(backend.send_resource, wanted))
         sent = await call(backend.send, wanted)
-        return _json({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
+        return JSONResponse({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
 
     async def receive(request: Request) -> Response:
         """Stream server-sent events, one for each file that a peer of the reference pushed to this job."""
@@ -162,19 +163,13 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def status(request: Request) -> Response:
         """Report progress to the scheduler; answer with the scheduler's response."""
-        try:
-            progress = from_json(ProgressValue, await _read_body(request))
-        except DecodeError as error:
-            raise bad_request(f"progress: {error}") from None
+        progress = await _read(request, "progress", partial(from_json, ProgressValue))
         answer = await call(backend.training(_NO_ROUNDS).report, progress)
         return Response(to_json(ProgressResponse, answer), media_type="application/json")
 
     async def batches(request: Request) -> Response:
         """Report trained batches; answer how many need not be reported again, and how many the round has."""
-        try:
-            trained = from_json(TrainedBatches, await _read_body(request))
-        except DecodeError as error:
-            raise bad_request(f"batches: {error}") from None
+        trained = await _read(request, "batches", partial(from_json, TrainedBatches))
         counted = await call(backend.training(_NO_ROUNDS).report_batches, trained)
         return Response(to_json(BatchesCounted, counted), media_type="application/json")
 
@@ -182,24 +177,17 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
         """Ask with which round the executor begins; answer when the scheduler has decided."""
         await _read_body(request)
         joined = await _while_connected(request, call(backend.training("a task has no rounds to join").join_round))
-        return _json(to_plain(RoundJoined, joined))
+        return JSONResponse(to_plain(RoundJoined, joined))
 
     async def update(request: Request) -> Response:
         """Report progress of a task; answer whether it drains, and how long it still has."""
-        try:
-            read = read_task_update(await _read_body(request))
-        except DecodeError as error:
-            raise bad_request(f"update: {error}") from None
-        answer: TaskUpdateAnswer = await call(backend.update, read)
+        answer: TaskUpdateAnswer = await call(backend.update, await _read(request, "update", read_task_update))
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def spans(request: Request) -> Response:
         """Record the executor's spans in the trace of its job; answer with how many were recorded."""
-        try:
-            report = read_spans(await _read_body(request))
-        except DecodeError as error:
-            raise bad_request(f"spans: {error}") from None
-        return _json({"recorded": await call(backend.record_spans, report)})
+        report = await _read(request, "spans", read_spans)
+        return JSONResponse({"recorded": await call(backend.record_spans, report)})
 
     _add(app, FETCH, fetch, _TRANSFER_BODY)
     _add(app, SEND, send, _TRANSFER_BODY)
@@ -248,10 +236,6 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _json(value: object) -> Response:
-    return JSONResponse(value)
-
-
 async def _error_response(_request: Request, error: Exception) -> Response:
     if not isinstance(error, BridgeError):
         raise error
@@ -260,12 +244,19 @@ async def _error_response(_request: Request, error: Exception) -> Response:
     return Response(to_json(BridgeErrorBody, body), status_code=error.status, media_type="application/json")
 
 
-async def _read_transfer(request: Request, action: str) -> Transfer | ResourceTransfer:
+async def _read(request: Request, what: str, decode: Callable[[bytes], T]) -> T:
     try:
-        body = parse_json(await _read_body(request))
-        return read_resource_transfer(action, body) or read_transfer(action, body)
+        return decode(await _read_body(request))
     except DecodeError as error:
-        raise bad_request(f"{action}: {error}") from None
+        raise bad_request(f"{what}: {error}") from None
+
+
+async def _read_transfer(request: Request, action: str) -> Transfer | ResourceTransfer:
+    def decode(data: bytes) -> Transfer | ResourceTransfer:
+        body = parse_json(data)
+        return read_resource_transfer(action, body) or read_transfer(action, body)
+
+    return await _read(request, action, decode)
 
 
 async def _read_peer_transfer(request: Request, action: str) -> Transfer:

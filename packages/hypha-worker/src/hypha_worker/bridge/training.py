@@ -74,7 +74,7 @@ class TrainingBridge:
         self._config = config
         self._files = context.fetcher.files
         self.server = CurrentServer(config)
-        self._commits = RoundClient(context.endpoint, context.scheduler, context.attempt, context.contact)
+        self._commits = RoundClient(context.attempt, context.contact)
         self.queue = DeliveryQueue(
             work_dir=context.work_dir,
             senders=reference_peers([config.results]),
