@@ -22,7 +22,7 @@ import pytest
 from hypha_proto.resources import Resources
 from hypha_worker.control import server
 from hypha_worker.control.client import ask_worker
-from hypha_worker.control.pause import PauseCommands, load_pause
+from hypha_worker.control.commands import PauseCommands, load_pause
 from hypha_worker.control.server import MAX_ANSWERING, MAX_READING, Answer, ControlServer, socket_path
 from hypha_worker.leasing.capacity import Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager

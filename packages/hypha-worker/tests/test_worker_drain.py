@@ -25,7 +25,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_worker.cli import main
-from hypha_worker.control.drain_command import parse_timeout
+from hypha_worker.control.commands import parse_timeout
 from hypha_worker.control.server import ControlServer, parse_request, socket_path
 
 InLab = Callable[..., Any]

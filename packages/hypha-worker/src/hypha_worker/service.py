@@ -56,10 +56,8 @@ from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.content_cache import ContentCache
-from hypha_worker.control.drain_command import DrainCommand
-from hypha_worker.control.pause import PauseCommands, load_pause
+from hypha_worker.control.commands import DrainCommand, PauseCommands, StatusCommand, load_pause
 from hypha_worker.control.server import Command, ControlServer
-from hypha_worker.control.status import StatusCommand
 from hypha_worker.draining import WorkerDrain
 from hypha_worker.executor_starts import EXCLUSION, ExecutorStarts
 from hypha_worker.executors.isolation.assessment import check_required, summarize

@@ -116,8 +116,8 @@ def accounts(file: Path | None, since: str | None, form: str) -> None:
     """
     import time
 
-    from hypha_worker.accounts.display import render_accounts
     from hypha_worker.accounts.storage import read_accounts
+    from hypha_worker.control.display import render_accounts
 
     now = time.time()
     try:
