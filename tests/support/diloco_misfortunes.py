@@ -9,13 +9,17 @@ from typing import ClassVar
 
 import anyio
 
+from hypha_proto.contributions import SampleRange
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 from support.diloco_network import Network, Node
 from support.diloco_processes import Process, Training
 from support.diloco_scheduler import Scheduler
+from support.diloco_simulation import BATCH, digest_of
 
+PHASES = {"NaN": "stated"} | dict.fromkeys(("foreign ranges", "stale weights", "replayed"), "sending")
+"""Phases of those faults that happen in one alone."""
 SPARE = 3
 """Workers beyond those that the job wants, so that it always finds others."""
 
@@ -34,6 +38,9 @@ class Misfortunes:
         "executor stopped",
         "worker cut off",
         "NaN",
+        "foreign ranges",
+        "stale weights",
+        "replayed",
         "server killed",
         "server fails",
         "server drains",
@@ -111,7 +118,7 @@ class Misfortunes:
         if kind is None or self.random.random() < 0.7:
             return
         is_server = kind.startswith("server")
-        if is_server == isinstance(process, Training) or (kind == "NaN" and phase != "stated"):
+        if is_server == isinstance(process, Training) or phase != PHASES.get(kind, phase):
             return
         self._due = None
         self._note(kind)
@@ -131,6 +138,9 @@ class Misfortunes:
             "executor stopped": self._stop,
             "worker cut off": lambda p: self._cut_off(p.node),
             "NaN": self._spoil,
+            "foreign ranges": lambda p: self._lie(p, ranges=(SampleRange(90, 0, 0, BATCH),)),
+            "stale weights": lambda p: self._lie(p, weights=digest_of("stale")),
+            "replayed": lambda p: self._lie(p, round=1),
             "server killed": lambda p: self._crash(p.node),
             "server fails": lambda p: p.node.fail(self._failed(p, 1, "it exited")),
             "server drains": lambda p: p.node.drain(),
@@ -171,3 +181,9 @@ class Misfortunes:
         assert isinstance(process, Training)
         if process.executor.latest is not None:
             process.network.nan.add(process.executor.latest)
+
+    def _lie(self, process: Process, **false: object) -> None:
+        """Let a worker state what is not so; nobody knows the weights before the first round."""
+        assert isinstance(process, Training)
+        if process.executor.round > 1:
+            process.network.lies[process.peer] = false

@@ -274,6 +274,8 @@ class Network:
         """Peer, round, weights and samples of each update, by its digest."""
         self.nan: set[str] = set()
         """Digests of updates that hold NaN."""
+        self.lies: dict[PeerId, dict[str, Any]] = {}
+        """What is false in the next statement of a worker about its update."""
         self.steps: dict[str, tuple[int, int, list[PeerId]]] = {}
         """Round, term and members of each outer update, by its digest."""
         self.momenta: dict[str, str] = {}

@@ -310,7 +310,7 @@ class Training(Process):
         await self.reach("sending")
         if isinstance(await self.report(SendingUpdate()), Done):
             return None
-        statement = executor.statement(self.task)
+        statement = executor.statement(self.task, **self.network.lies.pop(self.peer, {}))
         self.network.note_update(self, statement.update)
         known: ContributionKnown = await self.send("StateContribution", statement)
         self.network.seen["accepted" if known.accepted else "rejoin" if known.rejoin else "refused"] += 1

@@ -546,7 +546,7 @@ def test_whatever_happens_there_is_one_model_and_each_sample_counts_once(seed: i
 @pytest.mark.nightly
 def test_the_seeds_meet_every_misfortune() -> None:
     seen: Counter[str] = Counter()
-    wanted = {*Misfortunes.KINDS, "taken up", "resumed", "power lost", "rejoined", "answer lost"}
+    wanted = {*Misfortunes.KINDS, "taken up", "resumed", "power lost", "rejoined", "answer lost", "refused", "missing"}
     for seed in range(50):  # a scheduler that stays away for long comes once in about ten jobs
         misfortunes = Misfortunes(seed)
         network = misfortunes.network(table())

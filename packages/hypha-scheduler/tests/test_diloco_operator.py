@@ -671,16 +671,18 @@ async def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
     assert (job.leases, job.outcome) == ({}, "finished")
 
 
-async def test_executors_that_fail_or_are_lost_when_all_is_merged_fail_no_job() -> None:
+async def test_executors_that_fail_are_lost_or_stay_when_all_is_merged_fail_no_job() -> None:
     job = begin(rounds={"update_rounds": 1})
     await whole_round(job)
     job.end_task(A, TaskState.FAILED, "it crashed at its exit", 1)
     job.lose(B)
-    job.end_task(C)
     job.end_task(SERVER)
+    job.now = job.operator.next_deadline() or 0.0
+    job.apply(job.operator.on_deadline(job.now))
     await job.run_background()
-    [warning] = job.named("warning")
-    assert "it crashed at its exit" in str(warning["text"])
+    crashed, late = [str(warning["text"]) for warning in job.named("warning")]
+    assert "it crashed at its exit" in crashed
+    assert late == f"task train-3 at {C} did not end in time"
     assert job.outcome == "finished"
 
 
