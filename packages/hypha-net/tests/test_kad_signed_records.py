@@ -265,12 +265,3 @@ def test_short_lived_records_are_not_saved_to_disk(tmp_path: Any) -> None:
     again = RecordStore(tmp_path)
     assert again.get(b"lasting") is not None
     assert again.get(b"k") is None
-
-
-@pytest.mark.parametrize("key", [b"k", heartbeat_key(PEERS[0], b"k")])
-def test_a_lower_seq_of_the_same_publisher_never_wins(key: bytes) -> None:
-    before = bytes(64) if key != b"k" else b""
-    store = RecordStore(None)
-    assert store.put(key, before + b'{"seq": 5}', PEERS[0].raw, 20)
-    assert not store.put(key, before + b'{"seq": 4}', PEERS[0].raw, 20)
-    assert store.put(key, before + b'{"seq": 6}', PEERS[0].raw, 20)

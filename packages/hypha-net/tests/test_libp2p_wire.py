@@ -120,20 +120,6 @@ async def test_put_records_are_echoed_and_found_with_their_publisher(authority: 
             assert await stream.read_all() == b""  # no answer
 
 
-async def test_several_requests_on_one_open_stream_are_answered(authority: Any) -> None:
-    async with (
-        gateway_and_leaf(authority) as (gateway, leaf),
-        speak(await dial(gateway.addresses[0]), authority.identity("rust", "worker")) as rust,
-    ):
-        stream = await rust.open(KAD)
-        for kind in (FIND_NODE, GET_VALUE, GET_PROVIDERS):
-            await stream.say(ask(kind, b"key"))
-            assert leaf.peer_id.raw in closer_peers(await stream.message())
-        await stream.reset()
-        answer, _ = await rust.ask(KAD, ask(FIND_NODE, b"key"))
-        assert closer_peers(answer)
-
-
 async def test_peer_addresses_are_kept_longer_than_two_hours(authority: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """py-libp2p forgets them after 7,200 s; gossip, which carries addresses too, must not restore that limit."""
     async with gateway_and_leaf(authority) as (gateway, leaf), gateway.subscribe("t") as heard, leaf.subscribe("t"):

@@ -29,7 +29,7 @@ from hypha_net._libp2p.yamux.buffer_pool import MAX_POOLED_BODY
 from hypha_net._libp2p.yamux.frames import HEADER, size_with_tls
 from hypha_net._libp2p.yamux.link_estimator import MAX_FRAME, MIN_FRAME
 from hypha_net.endpoint import Stream
-from hypha_net.errors import StreamResetError, UnreachableError, UnsupportedProtocolError
+from hypha_net.errors import StreamResetError, UnreachableError
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
 from hypha_net.settings import RelayLimits
 from hypha_net.testing import MemoryNetwork
@@ -171,15 +171,6 @@ async def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
         assert seen[2] == "reset"
         again = await one.open_stream(two.peer_id, [ECHO])
         await again.aclose()
-
-
-async def test_a_circuit_to_a_peer_without_reservation_is_refused(authority: Any) -> None:
-    async with hidden_nodes(authority, relay_circuit=False) as (gateway, one, two):
-        assert two.addresses == ()
-        with pytest.raises(UnreachableError, match="NO_RESERVATION"):
-            await one.open_stream(two.peer_id, [ECHO])
-        with pytest.raises(UnsupportedProtocolError):
-            await gateway.open_stream(two.peer_id, [STOP])
 
 
 async def test_the_relay_answers_each_request_with_its_status(authority: Any) -> None:

@@ -215,47 +215,6 @@ async def read_all(stream: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ transfer
 
 
-async def test_frame_received_as_its_reader_is_cancelled_goes_to_the_next_reader() -> None:
-    async with session_and_wire() as (session, wire):
-        await wire.send_all(frame(UPDATE, SYN, 1, 0))
-        stream = await session.accept_stream()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-            target = stream.inplace_target(0, 5)  # what the session does before the reader's task runs again
-            assert target is not None
-            target[:] = b"first"
-            stream.commit_inplace(5)
-            stream.receive(memoryview(bytearray(b" then")))
-        assert await stream.read(99) + await stream.read(99) == b"first then"
-        assert session.unread.size == 0
-
-
-async def test_partial_frame_survives_cancelled_readers() -> None:
-    async with session_and_wire() as (session, wire):
-        await wire.send_all(frame(UPDATE, SYN, 1, 0))
-        stream = await session.accept_stream()
-        said = frame(DATA, 0, 1, data=b"half of a frame")
-
-        async def look() -> None:
-            with trio.move_on_after(1):
-                await stream.read_into(memoryview(bytearray(20)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(look)
-            await trio.testing.wait_all_tasks_blocked()
-            await wire.send_all(said[:16])  # this reader has a part; others come and go before the rest arrives
-        await look()
-        await look()
-        buffer = bytearray(20)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(wire.send_all, said[16:])
-            count = await stream.read_into(memoryview(buffer))
-        assert buffer[:count] == b"half of a frame"
-        assert session.unread.size == 0
-
-
 async def read_by(stream: Any, kind: str, size: int) -> bytes:
     """Read up to `size` bytes (or one part) with one of three methods; then overwrite the buffer that was used."""
     if kind == "read":
@@ -656,29 +615,6 @@ async def test_cancelled_write_does_not_corrupt_other_streams() -> None:
         assert got == bytes(range(256)) * 1000
         for stream in (*streams, *far):
             await stream.reset()
-
-
-async def test_cancelled_read_loses_no_bytes() -> None:
-    async with two_ends() as (near, far):
-        payload = random.Random(3).randbytes(2 * MAX_WINDOW)
-        got = bytearray()
-
-        async def write() -> None:
-            await near.write(payload)
-            await near.close()
-
-        async def read() -> None:
-            chance = random.Random(4)
-            while len(got) < len(payload):
-                with trio.CancelScope() as scope:
-                    if chance.random() < 0.5:
-                        scope.cancel()
-                    got.extend(await far.read(100_000))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(write)
-            nursery.start_soon(read)
-        assert got == payload
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import psutil
 import pytest
+from anyio.abc import Process
 from support.liveness import is_alive
 
-from hypha_worker.executors.isolation.layers import Confined
 from hypha_worker.executors.isolation.stack import ConfinedRun
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree
 
@@ -38,48 +39,47 @@ class KnowsAll(ConfinedRun):
         return psutil.pids()
 
 
+@asynccontextmanager
+async def started(code: str, *wrapper: str, **variables: str) -> AsyncIterator[tuple[Process, int]]:
+    """Run code with a job's token in a session of its own; yields it and the pid that it prints, which is killed."""
+    environment = os.environ | {TOKEN_VARIABLE: TOKEN} | variables
+    with anyio.fail_after(30):
+        command = [*wrapper, sys.executable, "-c", code]
+        process = await anyio.open_process(command, env=environment, start_new_session=True)
+        assert process.stdout is not None
+        left = int(await process.stdout.receive())
+        try:
+            yield process, left
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+            await process.aclose()
+
+
 @pytest.mark.parametrize("own_session", [False, True])
 async def test_of_a_run_are_descendants_and_its_session_and_what_a_layer_knows(own_session: bool) -> None:
     """Also an orphan, if it stays in the session or a layer knows it."""
     starts_another = LEAVES_ANOTHER.replace("start_new_session=True", f"start_new_session={own_session}")
-    with anyio.fail_after(30):
-        end = "sys.stdin.read()"
-        process = await anyio.open_process([sys.executable, "-c", starts_another + end], start_new_session=True)
-        assert process.stdout is not None
+    async with started(f"{starts_another}sys.stdin.read()") as (process, left):
+        for pid in (process.pid, left):
+            assert is_in_run(pid, process.pid, NO_LAYERS)
+        assert not is_in_run(os.getpid(), process.pid, NO_LAYERS)
+        assert not is_in_run(process.pid, left, NO_LAYERS)
         assert process.stdin is not None
-        left = int(await process.stdout.receive())
-        try:
-            for pid in (process.pid, left):
-                assert is_in_run(pid, process.pid, NO_LAYERS)
-            assert not is_in_run(os.getpid(), process.pid, NO_LAYERS)
-            assert not is_in_run(process.pid, left, NO_LAYERS)
-            await process.stdin.aclose()
-            await process.wait()
-            assert is_in_run(left, process.pid, NO_LAYERS) is not own_session
-            assert is_in_run(left, process.pid, KnowsAll())
-        finally:
-            os.kill(left, signal.SIGKILL)
-            await process.aclose()
+        await process.stdin.aclose()
+        await process.wait()
+        assert is_in_run(left, process.pid, NO_LAYERS) is not own_session
+        assert is_in_run(left, process.pid, KnowsAll())
 
 
 @pytest.mark.parametrize(("token", "size"), [("own", 0), ("own", 100_000), ("other", 0), ("longer", 0), ("none", 0)])
 async def test_a_process_in_a_session_of_its_own_is_found_by_its_token(token: str, size: int) -> None:
     """The token may stand behind much else; another job's token, even one that begins like it, does not count."""
-    environment = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}={TOKEN}", **os.environ, TOKEN_VARIABLE: TOKENS[token]}
-    with anyio.fail_after(30):
-        process = await anyio.open_process(
-            [sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
-        )
-        assert process.stdout is not None
-        left = int(await process.stdout.receive())
+    variables = {"A": "x" * size, "B": f"{TOKEN_VARIABLE}={TOKEN}", TOKEN_VARIABLE: TOKENS[token]}
+    async with started(LEAVES_ANOTHER, **variables) as (process, left):
         await process.wait()
         await terminate_tree(process, TOKEN, NO_LAYERS, 30.0)
-        await process.aclose()
-    try:
         assert is_alive(left) is (token != "own")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
 
 
 async def test_a_process_that_loses_its_token_after_sigterm_is_ended() -> None:
@@ -93,77 +93,44 @@ print(1, flush=True)
 time.sleep(60)
 """
     leaves_it = LEAVES_ANOTHER.replace('"import time; print(1, flush=True); time.sleep(60)"', repr(loses_token))
-    with anyio.fail_after(30):
-        process = await anyio.open_process(
-            [sys.executable, "-c", leaves_it], env=os.environ | {TOKEN_VARIABLE: TOKEN}, start_new_session=True
-        )
-        assert process.stdout is not None
-        left = int(await process.stdout.receive())
+    async with started(leaves_it) as (process, left):
         await process.wait()
         assert await terminate_tree(process, TOKEN, NO_LAYERS, 0.5) is None
-        await process.aclose()
-    try:
         assert not is_alive(left)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
 
 
 async def test_a_process_that_has_left_group_and_token_is_ended_by_what_a_layer_knows() -> None:
     """``env -i setsid`` was not found before: it outlived its job."""
 
-    class Layer(Confined):
-        known: Sequence[int] = ()
-        kills = 0
-
+    class Layer(ConfinedRun):
         def pids(self) -> list[int]:
-            return [pid for pid in self.known if psutil.pid_exists(pid)]
+            return [left] if psutil.pid_exists(left) else []
 
         def kill(self) -> bool:
-            self.kills += 1
-            return False
+            pytest.fail("SIGTERM was enough")
 
-    layer = Layer()
-    with anyio.fail_after(30):
-        environment = os.environ | {TOKEN_VARIABLE: TOKEN}
-        process = await anyio.open_process(
-            ["env", "-i", sys.executable, "-c", LEAVES_ANOTHER], env=environment, start_new_session=True
-        )
-        assert process.stdout is not None
-        left = int(await process.stdout.receive())
-        layer.known = [left]
+    async with started(LEAVES_ANOTHER, "env", "-i") as (process, left):
         await process.wait()
-        assert await terminate_tree(process, TOKEN, layer, 30.0) is None
-        assert layer.kills == 0, "SIGTERM was enough"
-        await process.aclose()
-    assert not is_alive(left)
+        assert await terminate_tree(process, TOKEN, Layer(), 30.0) is None
+        assert not is_alive(left)
 
 
 async def test_what_ignores_sigterm_is_killed_through_the_layer() -> None:
-    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    ignores = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
 
-    class Layer(Confined):
-        killed: int | None = None
-
-        def pids(self) -> None:
-            return None
-
+    class Layer(ConfinedRun):
         def kill(self) -> bool:
-            assert self.killed is not None
-            os.kill(self.killed, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
             return True
 
-    layer = Layer()
-    with anyio.fail_after(30):
-        process = await anyio.open_process(
-            [sys.executable, "-c", ignores], env=os.environ | {TOKEN_VARIABLE: TOKEN}, start_new_session=True
-        )
-        assert process.stdout is not None
-        await process.stdout.receive()
-        layer.killed = process.pid
-        assert await terminate_tree(process, TOKEN, layer, 0.1) is None
+    async with started(ignores) as (process, _):
+        assert await terminate_tree(process, TOKEN, Layer(), 0.1) is None
         assert process.returncode == -signal.SIGKILL
-        await process.aclose()
 
 
 FORGES_ENVIRONMENT = """
@@ -187,27 +154,23 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="procfs is Linux's")
-def test_a_forged_environment_takes_no_memory_of_the_worker() -> None:
+async def test_a_forged_environment_takes_no_memory_of_the_worker() -> None:
     """Any process may declare a gigabyte that it has reserved to be its environment; each end of a job reads all."""
-
-    async def main() -> int:
-        with anyio.fail_after(30):
-            forger = await anyio.open_process([sys.executable, "-c", FORGES_ENVIRONMENT, str(1 << 30)])
-            assert forger.stdout is not None
-            try:
-                answer = await forger.stdout.receive()
-                if answer.strip() != b"0":
-                    pytest.skip(f"this kernel has no PR_SET_MM_MAP: {answer!r}")
-                process = await anyio.open_process([sys.executable, "-c", ""], start_new_session=True)
-                await process.wait()
-                tracemalloc.start()
-                await terminate_tree(process, "forged", NO_LAYERS, 30.0)
-                peak = tracemalloc.get_traced_memory()[1]
-                await process.aclose()
-            finally:
-                tracemalloc.stop()
-                forger.kill()
-                await forger.aclose()
-            return peak
-
-    assert anyio.run(main, backend="trio") < 32 << 20
+    with anyio.fail_after(30):
+        forger = await anyio.open_process([sys.executable, "-c", FORGES_ENVIRONMENT, str(1 << 30)])
+        assert forger.stdout is not None
+        try:
+            answer = await forger.stdout.receive()
+            if answer.strip() != b"0":
+                pytest.skip(f"this kernel has no PR_SET_MM_MAP: {answer!r}")
+            process = await anyio.open_process([sys.executable, "-c", ""], start_new_session=True)
+            await process.wait()
+            tracemalloc.start()
+            await terminate_tree(process, "forged", NO_LAYERS, 30.0)
+            peak = tracemalloc.get_traced_memory()[1]
+            await process.aclose()
+        finally:
+            tracemalloc.stop()
+            forger.kill()
+            await forger.aclose()
+    assert peak < 32 << 20
