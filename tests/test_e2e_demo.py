@@ -120,19 +120,6 @@ def test_a_job_goes_on_when_a_process_is_killed(victim: str, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_the_demo_runs_with_one_worker(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    summary, _ = run_demo(folder, "--workers", "1", "--rounds", "2", "--keep")
-    assert (summary["workers"], summary["rounds"]) == (1, 2)
-    assert_clean(folder, workers=1)
-    assert_proven(folder, 2)
-    kept = {path.name for path in folder.iterdir()}
-    assert {"certs", "config", "data", "work", "runs", "start-model"} <= kept
-    for key in (folder / "certs").glob("*-key.pem"):
-        assert key.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["worker", "executor", "parameter-server"])
 def test_a_job_goes_on_when_a_member_is_killed(victim: str, tmp_path: Path) -> None:
     folder, rounds = tmp_path / "run", 10

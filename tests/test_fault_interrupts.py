@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ class Demo:
             self.process.wait(60)
 
 
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    demo = Demo(tmp_path / "run")
+    yield demo
+    demo.kill()
+
+
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
@@ -74,36 +82,24 @@ class Demo:
         (signal.SIGTERM, "round 4/4"),
     ],
 )
-def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: signal.Signals, moment: str) -> None:
-    demo = Demo(tmp_path / "run")
-    try:
-        demo.wait_for(moment)
-        demo.interrupt(number)
-        demo.assert_ended_by(number)
-        assert f"{number.name}: ending every process" in demo.said.read_text()
-    finally:
-        demo.kill()
+def test_an_interrupted_demo_leaves_nothing_running(demo: Demo, number: signal.Signals, moment: str) -> None:
+    demo.wait_for(moment)
+    demo.interrupt(number)
+    demo.assert_ended_by(number)
+    assert f"{number.name}: ending every process" in demo.said.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_demo_that_has_just_started_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    demo = Demo(tmp_path / "run")
-    try:
-        wait_until(lambda: (tmp_path / "run").exists(), 60, "the run directory")
-        demo.interrupt(number)
-        demo.assert_ended_by(number)
-    finally:
-        demo.kill()
+def test_a_demo_that_has_just_started_is_interrupted(demo: Demo, number: signal.Signals) -> None:
+    wait_until(demo.folder.exists, 60, "the run directory")
+    demo.interrupt(number)
+    demo.assert_ended_by(number)
 
 
-def test_a_second_signal_leaves_nothing_running_either(tmp_path: Path) -> None:
-    demo = Demo(tmp_path / "run")
-    try:
-        demo.wait_for("round 1/")
-        demo.interrupt(signal.SIGINT)
-        demo.wait_for("SIGINT: ending every process")
-        demo.interrupt(signal.SIGINT)
-        demo.interrupt(signal.SIGTERM)
-        demo.assert_ended_by(signal.SIGINT)
-    finally:
-        demo.kill()
+def test_a_second_signal_leaves_nothing_running_either(demo: Demo) -> None:
+    demo.wait_for("round 1/")
+    demo.interrupt(signal.SIGINT)
+    demo.wait_for("SIGINT: ending every process")
+    demo.interrupt(signal.SIGINT)
+    demo.interrupt(signal.SIGTERM)
+    demo.assert_ended_by(signal.SIGINT)

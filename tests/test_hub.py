@@ -344,14 +344,6 @@ def test_a_missing_repository_is_reported_with_the_reason_of_the_hub(hub: Hub, t
     assert fault.value.status == 502
 
 
-def test_signatures_of_storage_urls_are_not_shown(hub: Hub, tmp_path: Path) -> None:
-    hub.elsewhere += "/gone"
-    with pytest.raises(BridgeError, match=r"/gone/model\.safetensors") as fault:
-        by_worker(tmp_path, "model.safetensors")
-    assert (fault.value.status, "403" in fault.value.detail) == (502, True)
-    assert SIGNATURE not in fault.value.detail
-
-
 def test_a_worker_bounds_a_file_whose_size_the_hub_does_not_state(hub: Hub, tmp_path: Path) -> None:
     hub.endless = ("config.json",)
     with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:

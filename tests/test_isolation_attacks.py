@@ -217,27 +217,6 @@ def test_another_jobs_bridge_takes_no_report(network: TaskNetwork) -> None:
     assert messages == {"own"}
 
 
-LINKS: Final = {
-    "symbolic": ("os.symlink(target, 'out')", "'out' is a symbolic link"),
-    "folder": ("os.symlink(os.path.dirname(target), 'out')", "'out' is a symbolic link"),
-    "below": ("os.mkdir('out'); os.symlink(target, 'out/key')", "'key' is a symbolic link"),
-    "fifo": ("os.mkfifo('out')", "'out' is a FIFO"),
-    "hard": ("open('own', 'w').close(); os.link('own', 'out')", "'out' is a file with 2 hard links"),
-}
-
-
-@pytest.mark.parametrize("kind", LINKS)
-def test_an_output_leads_to_no_other_file(network: TaskNetwork, kind: str) -> None:
-    key = network.folders.certificates / "worker-1-key.pem"
-    make, refusal = LINKS[kind]
-    code = f"target = {str(key)!r}\n{make}"
-    job = network.submit([task("leak", code, reports=False, outputs={"out": "out"})])
-    error = job.wait_for_failure(60)
-    assert f"output out: {refusal}" in error
-    assert key.read_text() not in error
-    assert not list((job.directory / "results").rglob("out*"))
-
-
 def test_no_hard_link_to_the_owners_file_can_be_made(network: TaskNetwork, layers: set[str]) -> None:
     need_one(layers, *SANDBOXES)
     bait = network.shared / "bait"
@@ -249,15 +228,6 @@ def test_no_hard_link_to_the_owners_file_can_be_made(network: TaskNetwork, layer
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
-
-
-def test_twice_the_memory_of_the_lease_ends_the_job_with_the_reason(network: TaskNetwork, layers: set[str]) -> None:
-    need_one(layers, "cgroup")
-    code = "blocks = [os.urandom(1 << 20) * 16 for _ in range(25)]; report('kept 400 MB')"
-    job = network.submit([task("glutton", code, needs={"memory": 0.2})])
-    error = job.wait_for_failure(60)
-    assert "memory" in error
-    assert "0.2 GB" in error
 
 
 def test_a_fork_bomb_ends_with_its_job(network: TaskNetwork, layers: set[str], word: str) -> None:
@@ -276,20 +246,6 @@ report(started)
     started = found(network.submit([task("bomb", code, timeout=120)]), "bomb", 120)
     assert 0 < started < 20000
     assert processes_with(word) == []
-
-
-def test_a_full_disk_is_the_error_of_the_job_that_filled_it(network: TaskNetwork) -> None:
-    neighbour = network.submit([task("neighbour", "import time; time.sleep(8); report('undisturbed')")])
-    code = """
-import time
-for number in range(40):
-    pathlib.Path(f"fill-{number}").write_bytes(bytes(10 << 20))
-    time.sleep(0.05)
-time.sleep(30)
-"""
-    job = network.submit([task("filler", code, reports=False, needs={"storage": 0.1})])
-    assert "storage" in job.wait_for_failure(60)
-    assert found(neighbour, "neighbour") == "undisturbed"
 
 
 # ---------------------------------------------------------------------------------------------------------- processes

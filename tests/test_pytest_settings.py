@@ -1,4 +1,4 @@
-"""Settings of the test suite: repeated tests, `--lf`, `--pdb`, and tests that need namespaces are not skipped in CI."""
+"""Settings of the test suite: repeated tests, and tests that need namespaces are not skipped in CI."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ def run_pytest(folder: Path, *options: str) -> str:
         command, env=environment, cwd=folder, input="q\n", capture_output=True, text=True, timeout=150, check=False
     )
     return done.stdout + done.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(330)
-def test_what_failed_last_is_run_again_and_debugged(tmp_path: Path) -> None:
-    (tmp_path / "test_two.py").write_text("def test_passes():\n    pass\n\n\ndef test_fails():\n    assert False\n")
-    printed = run_pytest(tmp_path)
-    assert "created: 2/2 workers" in printed
-    assert "1 failed, 1 passed" in printed
-    printed = run_pytest(tmp_path, "--lf", "--pdb")
-    assert "(Pdb)" in printed
-    assert "rerun previous 1 failure" in printed
-    assert "passed" not in printed
 
 
 def test_a_test_of_processes_is_repeated_once_and_its_first_failure_printed(tmp_path: Path) -> None:

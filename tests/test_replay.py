@@ -67,12 +67,16 @@ class Copy:
         return replay(plan, OwnerOptions(frozenset({MODULE})), self.scratch)
 
 
+def copy_of(recorded: tuple[Path, Path], folder: Path) -> Copy:
+    directory, data = recorded
+    shutil.copytree(directory, folder / "job")
+    shutil.copytree(data, folder / "points")
+    return Copy(folder / "job", folder / "points", folder / "scratch")
+
+
 @pytest.fixture
 def job(recorded: tuple[Path, Path], tmp_path: Path) -> Copy:
-    directory, data = recorded
-    shutil.copytree(directory, tmp_path / "job")
-    shutil.copytree(data, tmp_path / "points")
-    return Copy(tmp_path / "job", tmp_path / "points", tmp_path / "scratch")
+    return copy_of(recorded, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +87,7 @@ def changing(net: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 @pytest.fixture
 def changing_job(changing: tuple[Path, Path], tmp_path: Path) -> Copy:
-    directory, data = changing
-    shutil.copytree(directory, tmp_path / "job")
-    shutil.copytree(data, tmp_path / "points")
-    return Copy(tmp_path / "job", tmp_path / "points", tmp_path / "scratch")
+    return copy_of(changing, tmp_path)
 
 
 def flip(digest: str) -> str:

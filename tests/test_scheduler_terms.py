@@ -53,24 +53,7 @@ def test_module_names_none_of_dilocos_terms(module: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "rounds = 1",
-        "last_round = 1",
-        "x.round",
-        "def close_round(): ...",
-        "class RoundClosed: ...",
-        "def f(outer_step): ...",
-        "f(parameter_server=1)",
-        "import hypha_scheduler.strategies.diloco",
-        "from hypha_proto.round_membership import Member",
-        "from x import y as PseudoGradient",
-        "class ParameterServer: ...",
-    ],
+    ["last_round = 1", "x.round", "class RoundClosed: ...", "f(outer_step=1)", "from x import y as PseudoGradient"],
 )
 def test_terms_are_recognised(line: str) -> None:
     assert named_terms(line)
-
-
-@pytest.mark.parametrize("line", ["x = round(1.5, 2)", "round_trip = 1", "def round_trip_time(): ...", "background()"])
-def test_other_names_are_not(line: str) -> None:
-    assert named_terms(line) == []

@@ -1,20 +1,16 @@
-"""What the benchmark of training computes from a job's events, its delayed links and its plain loop."""
+"""What the benchmark of training computes from a job's events and its delayed links."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from benchmarks.children import ROOT, start_child
+from benchmarks.children import start_child
 from benchmarks.measures.training import WorkerTime, idle_share, rounds_span, worker_times
 from benchmarks.programs.delayed_links import BEHIND, FRONT
 from hypha_local.network_layout import free_ports
@@ -60,11 +56,6 @@ def test_workers_are_idle_while_they_do_not_compute() -> None:
     assert idle_share(events()) == pytest.approx(1 - (16 + 12) / (2 * 20))
 
 
-def test_a_worker_that_does_not_state_its_times_is_an_error() -> None:
-    with pytest.raises(KeyError, match="compute_seconds"):
-        worker_times([event for event in events() if event.get("name") != "compute_seconds"])
-
-
 def echo(listener: socket.socket) -> None:
     """Send back what one connection sends, until it ends."""
     connection, _ = listener.accept()
@@ -91,29 +82,3 @@ def test_delayed_links_carry_every_byte_in_order_and_late() -> None:
         assert links.ask("carried") == 2 * len(sent)
     assert received == sent
     assert waited >= 2 * DELAY
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(400)
-def test_the_plain_loop_takes_its_steps(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from hypha.accelerate_executor.cli import main as command
-
-    model, rows = tmp_path / "model", np.random.default_rng(0)
-    created = CliRunner().invoke(command, ["create-model", "--arch", "resnet-digits", "--out", str(model)])
-    assert created.exit_code == 0, created.output
-    slices = []
-    for number in range(2):
-        slices.append(tmp_path / f"slice-{number}.safetensors")
-        pixels, labels = rows.random((21, 1, 8, 8), np.float32), rows.integers(0, 10, 21)
-        save_file({"pixel_values": pixels, "labels": labels}, slices[-1])
-    words = [sys.executable, "-m", "benchmarks.programs.plain_training", str(model), "8", "0.002", "10"]
-    done = subprocess.run(
-        [*words, *map(str, slices)], cwd=ROOT, input="\n", capture_output=True, text=True, timeout=300, check=True
-    )
-    ready, told = done.stdout.splitlines()
-    assert ready == "ready"
-    seconds, samples = told.split()
-    assert float(seconds) > 0
-    assert int(samples) == 80

@@ -50,7 +50,7 @@ def siblings(package: Package, known: Mapping[str, Package]) -> list[Requirement
     return [each for each in required if canonicalize_name(each.name) in known]
 
 
-def wheel_of(package: Package, version: Version, folder: Path, wheels: Path, root: Path = ROOT) -> Path:
+def wheel_of(package: Package, version: Version, folder: Path, wheels: Path) -> Path:
     """Return the wheel of a package version: built from its tag, or from the tree if it is the current version.
 
     Args:
@@ -58,8 +58,8 @@ def wheel_of(package: Package, version: Version, folder: Path, wheels: Path, roo
         wheels: folder with the wheels of the tree.
     """
     for tag in (f"{package.name}-v{text}" for text in (version, f"{version}.0")):
-        if run(["git", "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"], cwd=root).returncode == 0:
-            return _built(package, tag, folder, root)
+        if run(["git", "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"], cwd=ROOT).returncode == 0:
+            return _built(package, tag, folder)
     assert Version(package.version) == version, (
         f"{package.name} {version} has no tag, and the tree is at {package.version}"
     )
@@ -67,13 +67,13 @@ def wheel_of(package: Package, version: Version, folder: Path, wheels: Path, roo
     return wheel
 
 
-def _built(package: Package, tag: str, folder: Path, root: Path) -> Path:
+def _built(package: Package, tag: str, folder: Path) -> Path:
     sources, out = folder / tag, folder / f"{tag}-wheel"
     sources.mkdir(parents=True)
     archive = folder / f"{tag}.tar"
-    passed(run(["git", "archive", "--output", str(archive), tag, str(package.folder.relative_to(root))], cwd=root))
+    passed(run(["git", "archive", "--output", str(archive), tag, str(package.folder.relative_to(ROOT))], cwd=ROOT))
     passed(run(["tar", "-xf", str(archive), "-C", str(sources)]))
-    place = sources / package.folder.relative_to(root)
+    place = sources / package.folder.relative_to(ROOT)
     passed(run([*uv(), "build", "--quiet", "--wheel", "--out-dir", str(out), str(place)]))
     [wheel] = out.glob("*.whl")
     return wheel
