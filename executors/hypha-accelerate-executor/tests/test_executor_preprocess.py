@@ -118,7 +118,9 @@ def test_text_is_utf8_and_ends_at_the_zeros() -> None:
     assert decode_text(as_bytes(("žluť", "", "a"))) == ["žluť", "", "a"]
 
 
-def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
+def test_a_job_with_a_tokenizer_trains_and_is_evaluated(
+    make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path
+) -> None:
     model, data = tmp_path / "model", tmp_path / "text.safetensors"
     create_model("causal-lm", LLAMA, 0, model)
     safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
@@ -128,49 +130,28 @@ def test_a_job_with_a_tokenizer_trains(make_worker: Callable[..., Any], tokenize
 
     def fetch(body: Any) -> tuple[int, Any]:
         asked.append(body)
+        if body["out_dir"] == "evaluation":
+            out = worker.work_dir / body["out_dir"]
+            out.mkdir(exist_ok=True)
+            return 200, [worker._place(data, out / data.name, {})]
         with fetching:  # the slice is fetched beside the model
             worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
             return worker.fetch(body)
 
     worker.answers["/resources/fetch"] = fetch
-    artifact = {"type": "uri", "value": "file:///tokenizer"}
     names = ["input_ids", "attention_mask", "labels"]  # as a scheduler writes its default
+    uris = {name: {"type": "uri", "value": f"file:///{name}"} for name in ("model", "tokenizer", "held-out")}
     config = {
-        "model": {"task": "causal-lm", "artifact": {"type": "uri", "value": "file:///model"}, "input-names": names},
-        "preprocessor": {"task": "tokenizer", "artifact": artifact, "input-names": []},
+        "model": {"task": "causal-lm", "artifact": uris["model"], "input-names": names},
+        "preprocessor": {"task": "tokenizer", "artifact": uris["tokenizer"], "input-names": []},
         "optimizer": {"learning-rate": 2e-2},
+        "evaluation": {"data": uris["held-out"], "every": 3},
     }
     assert training.main(worker.arguments(**config)) == 0
-    assert [body["value"] for body in asked if body["type"] == "uri"] == ["file:///model", "file:///tokenizer"]
-    losses = [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
-    assert losses[-1] < losses[0] / 2
-
-
-def test_a_job_with_a_tokenizer_is_evaluated(make_worker: Callable[..., Any], tokenizer: Path, tmp_path: Path) -> None:
-    model, data = tmp_path / "model", tmp_path / "text.safetensors"
-    create_model("causal-lm", LLAMA, 0, model)
-    safetensors.numpy.save_file({"text": np.tile(as_bytes(TEXTS), (20, 1))}, data)
-    worker, fetching = make_worker(rounds=1, batches=4, model_dir=model, slices=[data]), threading.Lock()
-
-    def fetch(body: Any) -> tuple[int, Any]:
-        if body["out_dir"] == "evaluation":
-            out = worker.work_dir / body["out_dir"]
-            out.mkdir()
-            return 200, [worker._place(data, out / data.name, {})]
-        with fetching:  # the slice is fetched beside the model
-            worker.model_dir = tokenizer if body["out_dir"] == "preprocessor" else model
-            return worker.fetch(body)  # type: ignore[no-any-return]
-
-    worker.answers["/resources/fetch"] = fetch
-    config = {
-        "model": {"task": "causal-lm", "artifact": {"type": "uri", "value": "file:///model"}, "input-names": []},
-        "preprocessor": {
-            "task": "tokenizer", "artifact": {"type": "uri", "value": "file:///tokenizer"}, "input-names": []
-        },
-        "evaluation": {"data": {"type": "uri", "value": "file:///held-out"}, "every": 1},
-    }  # fmt: skip
-    assert training.main(worker.arguments(**config)) == 0
+    assert {body["value"] for body in asked if body["type"] == "uri"} == {uri["value"] for uri in uris.values()}
     told = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
+    losses = [each["loss"] for each in told if "loss" in each]
+    assert losses[-1] < losses[0] / 2
     assert [each["evaluation_samples"] for each in told if "evaluation_samples" in each] == [80]
 
 

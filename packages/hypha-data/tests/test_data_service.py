@@ -135,28 +135,6 @@ async def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
                 await transfer.pull(node.worker, node.peer, wrong, tmp_path / "none")
 
 
-@pytest.mark.parametrize("verify", [False, True])
-async def test_rows_are_served_and_verified_as_tensors_are(
-    tmp_path: Path, verify: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, folder = tmp_path / "all.jsonl", tmp_path / "digits"
-    source.write_text("".join(f'{{"id": {number}}}\n' for number in range(9)))
-    manifest = prepare_dataset(source, folder, name="digits", slices=3, seed=0)
-    corrupt(folder / manifest.slices[1].file)
-    async with running(folder, verify=verify) as node:
-        await node.until_ready()
-        while not (found := await node.announced()) or found[0].record.withheld != (1,):
-            await anyio.sleep(0.01)
-        request = PullRequest(dataset="digits", index=0, name="manifest")
-        await transfer.pull(node.worker, node.peer, request, node.target, digest=found[0].record.manifest)
-        assert from_json(Manifest, node.target.read_bytes()) == manifest
-        rows = b"".join([await node.pull(0), await node.pull(2)]).splitlines()
-        assert len({json.loads(row)["id"] for row in rows}) == 6
-        with pytest.raises(TransferRefusedError, match="slice 1 of digits is not what was announced"):
-            await node.pull(1)
-    assert f"dataset digits, slice 1 is not served: {folder / 'slice-00001.jsonl'} is not as announced" in caplog.text
-
-
 async def test_a_rewritten_slice_is_refused_until_it_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

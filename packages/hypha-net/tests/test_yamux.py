@@ -215,6 +215,23 @@ async def read_all(stream: Any) -> bytes:
 # ------------------------------------------------------------------------------------------------------------ transfer
 
 
+async def test_frame_received_as_its_reader_is_cancelled_goes_to_the_next_reader() -> None:
+    async with session_and_wire() as (session, wire):
+        await wire.send_all(frame(UPDATE, SYN, 1, 0))
+        stream = await session.accept_stream()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.read_into, memoryview(bytearray(9)))
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+            target = stream.inplace_target(0, 5)  # what the session does before the reader's task runs again
+            assert target is not None
+            target[:] = b"first"
+            stream.commit_inplace(5)
+            stream.receive(memoryview(bytearray(b" then")))
+        assert await stream.read(99) + await stream.read(99) == b"first then"
+        assert session.unread.size == 0
+
+
 async def read_by(stream: Any, kind: str, size: int) -> bytes:
     """Read up to `size` bytes (or one part) with one of three methods; then overwrite the buffer that was used."""
     if kind == "read":

@@ -23,7 +23,7 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 
 ROUNDS = 8
-SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)]
+SEEDS = [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.nightly) for seed in range(50)]
 EXECUTOR_PHASES = ["preparing", "joining", "training", "sending", "stated", "pushed", "waiting", "merging"]
 SERVER_PHASES = [
     "before the step",

@@ -210,20 +210,6 @@ async def test_second_update_of_a_round_is_refused() -> None:
     assert "has stated an update of round 1 with digest" in reason
 
 
-async def test_what_a_refused_update_held_goes_back() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    train(job, *WORKERS)
-    lost = set(positions(job.executors[A].used))
-    job.state(A, weights="blake3:" + "1" * 64, ranges=FOREIGN)
-    contribute(job, B, C)
-    await finish_round(job)
-    train(job, B, C, batches=9)
-    given = {part for peer in (B, C) for part in positions(job.executors[peer].used)}
-    assert lost <= given
-    contribute(job, B, C)
-    assert job.outcome is None
-
-
 def positions(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
     return [(epoch, index, at) for epoch, index, first, end in ranges for at in range(first, end)]
 
@@ -309,33 +295,6 @@ async def test_missing_update_is_no_refusal() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ lost and late members
-
-
-async def test_lost_member_that_was_not_averaged_is_not_recorded_and_its_samples_go_back() -> None:
-    job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    held = set(positions(job.executors[C].used))
-    job.lose(C)  # the parameter server agrees to the other two
-    await finish_round(job, A, B)
-    assert members(job) == [str(A), str(B)]
-    assert not held & set(used(job))
-    train(job, A, batches=6)
-    assert held <= set(positions(job.executors[A].used))
-
-
-async def test_lost_member_that_was_averaged_before_is_recorded_and_its_samples_are_used() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    held = set(positions(job.executors[C].used))
-    header = job.server.step()
-    job.lose(C)  # too late: the round is over
-    train(job, A, batches=6)
-    assert not held & set(positions(job.executors[A].used[2:]))
-    assert await job.push(header) is None
-    assert sorted(members(job)) == sorted(map(str, WORKERS))
-    assert held <= set(used(job))
 
 
 async def test_record_waits_until_the_parameter_server_says_who_is_a_member() -> None:
@@ -586,18 +545,6 @@ async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
     assert (job.outcome, job.result.is_finished) == ("finished", True)
     assert job.operator.summary({})["rounds"] == 1
     assert job.operator.summary({})["samples"] == 6 * BATCH
-
-
-async def test_scheduler_that_is_back_takes_an_update_of_members_that_it_had_announced() -> None:
-    job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    header = job.server.step()
-    job.open()
-    job.adopt()  # the parameter server rejects the announcement: the round is over
-    assert job.outcome is None
-    assert await job.push(header) is None
-    assert sorted(members(job)) == sorted(map(str, WORKERS))
 
 
 async def test_refusals_before_a_restart_count() -> None:

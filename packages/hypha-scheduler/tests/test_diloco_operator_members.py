@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.diloco_simulation import JOB_ID, PEERS, SERVER, START, Job, job_table
+from support.diloco_simulation import JOB_ID, PEERS, SERVER, Job, job_table
 
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
@@ -276,42 +276,6 @@ async def test_worker_that_prepares_does_not_hold_up_the_end_of_the_job() -> Non
 # -------------------------------------------------------------------------------------------------------------- restore
 
 
-async def test_scheduler_that_is_back_knows_who_has_joined_and_who_has_not() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    job.lose(C)
-    job.acquire(D)
-    job.open()
-    job.adopt()
-    play_round(job, A, B)
-    assert isinstance(job.join(D), RetryAfter)
-    await finish_round(job, A, B)
-    assert members(job, 2) == names(A, B)
-    assert isinstance(job.join(D), RoundToJoin)
-    job.acquire(E)
-    assert train_config(job.specs[E]).member == 4
-    play_round(job, A, B, D)
-    await finish_round(job, A, B, D)
-    assert members(job, 3) == names(A, B, D)
-    assert START not in {record["weights"] for record in job.rounds}
-
-
-async def test_scheduler_that_is_back_tells_workers_of_the_parameter_server_again() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    job.lose(SERVER)
-    job.acquire(OTHER_SERVER, AGGREGATE)
-    job.told.clear()
-    job.open()
-    job.adopt()
-    assert {(told.term, told.server) for told in job.told.values()} == {(2, OTHER_SERVER)}
-    for peer in WORKERS:
-        job.send(peer)
-    await finish_round(job, *WORKERS)
-    assert members(job, 1) == names(*WORKERS)
-
-
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
@@ -338,29 +302,3 @@ async def test_job_pauses_while_no_data_node_is_reachable() -> None:
     assert job.named("worker_late") == job.named("worker_suspected") == []
     job.apply(job.operator.on_deadline(due + 200))
     assert job.named("worker_suspected") != []
-
-
-async def test_scheduler_that_is_back_without_a_parameter_server_finds_another() -> None:
-    job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
-    play_round(job, A, B)
-    del job.leases[SERVER], job.leases[C], job.executors[C]
-    job.open()
-    job.adopt()
-    assert set(job.leases) == {A, B}
-    assert [lost["worker"] for lost in job.named("worker_lost")] == [str(C)]
-    assert "there is no parameter server" in str(job.named("paused")[-1]["reason"])
-    job.acquire(OTHER_SERVER, AGGREGATE)
-    assert {(told.term, told.server, told.round) for told in job.told.values()} == {(2, OTHER_SERVER, 2)}
-    for peer in (A, B):
-        job.send(peer)
-    await finish_round(job, A, B)
-    assert members(job, 2) == names(A, B)
-    assert [record["term"] for record in job.rounds] == [1, 2]
-    job.open()
-    job.adopt()
-    assert set(job.listed) == {A, B}
-    play_round(job, A, B)
-    await finish_round(job, A, B)
-    assert members(job, 3) == names(A, B)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
@@ -128,26 +126,6 @@ def test_first_round_duration_excludes_executor_start() -> None:
         return [entry.seconds for entry in Simulation(RoundSettings(3, 960, 16, 2), steady(0.1, 0.1), peers).run()]
 
     assert seconds(60.0) == pytest.approx(seconds(0.0))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    speeds=st.lists(st.floats(0.01, 2.0), min_size=1, max_size=5),
-    target=st.integers(1, 2000),
-    size=st.integers(1, 64),
-    rounds=st.integers(1, 4),
-)
-def test_every_job_completes_with_all_workers(speeds: list[float], target: int, size: int, rounds: int) -> None:
-    simulation = Simulation(RoundSettings(rounds, target, size, len(speeds)), steady(*speeds))
-    closed = simulation.run()
-    assert simulation.failed is None
-    assert [entry.round for entry in closed] == list(range(1, rounds + 1))
-    for entry in closed:
-        assert all(batches >= 1 for batches in entry.batches.values())
-        assert len(entry.batches) == len(speeds)
-        # every worker may be processing a batch when the target is reached, half of the first round has no forecast,
-        # and an allocation is not changed for a single batch
-        assert target - len(speeds) * size <= sum(entry.samples.values()) <= 1.5 * target + 2 * len(speeds) * size
 
 
 def make(minimum: int = 2, rounds: int = 2) -> Rounds:
@@ -456,14 +434,6 @@ def test_draining_workers_stay_as_long_as_the_job_needs_them() -> None:
     assert [type(answer) for answer in answers.values()] == [Continue, Continue]
     [effect] = rounds.worker_lost(PEERS[1], "it ended", 13.0)
     assert isinstance(effect, Paused)
-
-
-def test_draining_worker_is_done_with_the_last_round_like_the_others() -> None:
-    rounds = make(minimum=2, rounds=1)
-    rounds.drain(PEERS[1])
-    answers = merge_round(rounds, 1, PEERS[:3], 5.0)
-    assert [type(answer) for answer in answers.values()] == [Done, Done, Done]
-    assert rounds.over
 
 
 def test_drain_of_a_stranger_changes_nothing() -> None:

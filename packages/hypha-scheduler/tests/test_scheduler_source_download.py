@@ -212,17 +212,13 @@ def test_a_copy_of_an_earlier_run_is_served_and_not_fetched_again(tmp_path: Path
     assert isinstance(found.reference, PeersReference)
 
 
-def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: str) -> None:
+async def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: str) -> None:
     table = PreprocessorTable.model_validate({"uri": f"{web}/preprocessor_config.json"})
-
-    async def main() -> Artifact | None:
-        async with MemoryNetwork().endpoint("scheduler") as endpoint:
-            downloads = SourceDownloads(endpoint, source_access(LOOPBACK, S3Settings()))
-            return await open_preprocessor(
-                table, tmp_path / "copy", uuid.UUID(int=5), PEER, unchanged=True, downloads=downloads
-            )
-
-    found = anyio.run(main, backend="trio")
+    async with MemoryNetwork().endpoint("scheduler") as endpoint:
+        downloads = SourceDownloads(endpoint, source_access(LOOPBACK, S3Settings()))
+        found = await open_preprocessor(
+            table, tmp_path / "copy", uuid.UUID(int=5), PEER, unchanged=True, downloads=downloads
+        )
     assert found is not None
     assert found.reference == UriReference(value=f"{web}/preprocessor_config.json")
     assert stored(tmp_path / "copy") == {"preprocessor_config.json": b"{}"}
@@ -303,17 +299,14 @@ class _Context:
         return f"https://signed/{table.bucket}/{table.key}"
 
 
-def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
+async def test_tasks_get_presigned_urls_where_the_job_wants_them() -> None:
     s3 = {"bucket": "models", "key": "a"}
     resources = [{"name": "signed", "s3": {**s3, "presigned": True}}, {"name": "plain", "s3": s3}]
     table = {"type": "tasks", "tasks": [{"name": "t", "driver": {"x": {}}, "resources": resources}]}
     graph = TaskGraph(TasksJob.model_validate(table))
     context: Any = _Context()
 
-    async def main() -> TaskGraph:
-        return await _with_locations(graph, context)
-
-    signed, plain = anyio.run(main, backend="trio").tasks["t"].spec(0).resources
+    signed, plain = (await _with_locations(graph, context)).tasks["t"].spec(0).resources
     assert (signed.s3, signed.uri) == (None, UriSource("https://signed/models/a"))
     assert (plain.s3, plain.uri) == (S3Source(bucket="models", key="a"), None)
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 import pytest
 
 from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
@@ -20,7 +19,6 @@ from hypha_proto.task_resources import (
     RELEASE_OUTPUTS,
     FailedHolder,
     LocateResource,
-    OutputsReleased,
     ResourceLocation,
 )
 from hypha_proto.tasks import StoredFile, StoredOutput, TaskProgress
@@ -189,12 +187,6 @@ def test_a_job_begins_with_the_first_lease_and_then_wants_one_for_each_task_that
     assert demand(op) == {"x": 1}
     op.on_leases_acquired([a_lease()], 0.0)
     assert demand(op) == {"x": 2, "y": 1}
-
-
-def test_all_roles_together_want_no_more_leases_than_workers() -> None:
-    op = operator(*(a_task(f"a{n}") for n in range(5)), a_task("b", driver={"y": {}}), workers=3)
-    op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0)
-    assert demand(op) == {"x": 3}
 
 
 def test_a_task_runs_where_its_input_is() -> None:
@@ -497,16 +489,6 @@ def test_a_task_that_failed_only_where_all_fails_gets_one_more_attempt_where_oth
 # -------------------------------------------------------------------------------------------------------------- outputs
 
 
-def test_outputs_are_released_when_nothing_needs_them_and_the_job_ends_when_holders_know() -> None:
-    op, b, effects = chain(a_lease())
-    assert released(effects) == []
-    effects = finish(op, b)
-    assert released(effects) == [(a_peer(1), ("b-1", "a-1"))]
-    assert not of_kind(EndJob, effects)
-    assert op.role_requests() == []
-    assert of_kind(EndJob, op.on_effect_result("release", OutputsReleased(removed=2), 2.0)) == [EndJob()]
-
-
 def test_outputs_are_released_together_but_many_or_large_ones_at_once() -> None:
     op = operator(*(a_task(f"t{n}", *([f"t{n - 1}"] if n else ())) for n in range(200)))
     asked, [task] = [], started(op.on_leases_acquired([a_lease()], 0.0)).values()
@@ -573,16 +555,6 @@ def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
     assert lost.fields["reason"] == "another digest"
 
 
-def test_what_is_kept_is_tried_once_if_its_lease_is_lost() -> None:
-    op = operator(a_task("a", keep=["o"]))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
-    [fetch] = of_kind(RunInBackground, finish(op, task))
-    op.on_lease_lost(a_lease(), "no answer", 1.5)
-    op.on_effect_result(fetch.tag, RequestError("no answer"), 2.0)
-    assert demand(op) == {"x": 1}
-    assert started(op.on_leases_acquired([a_lease(2)], 3.0))["a"].attempt == 2
-
-
 @pytest.mark.parametrize("error", [OSError("disk full"), NoSpaceError("disk full")])
 def test_a_full_disk_at_the_scheduler_fails_the_job(error: Exception) -> None:
     op = operator(a_task("a", keep=["o"]))
@@ -591,31 +563,6 @@ def test_a_full_disk_at_the_scheduler_fails_the_job(error: Exception) -> None:
     assert "output o of task a cannot be stored: disk full; free space" in failure(
         op.on_effect_result(fetch.tag, error, 2.0)
     )
-
-
-def test_an_output_whose_holder_is_gone_is_made_again_while_its_consumer_waits_elsewhere() -> None:
-    op, b, _ = chain(a_lease(1), a_lease(2))
-    op.on_lease_lost(a_lease(1), "no answer", 2.0)
-    assert pulled_from(locate(op, b, "a")[0]) == [("a-1", (a_peer(1),))], "it is tried once"
-    answer, effects = locate(op, b, "a", FailedHolder(peer=a_peer(1), reason="no answer"))
-    assert answer.not_yet is not None
-    assert answer.not_yet.task == "a"
-    [stop] = of_kind(StopTask, effects)
-    assert (stop.task, stop.keep_lease) == (b, True), "there is no lease for a otherwise"
-    ended = op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0)
-    again = started(ended)["a"]
-    assert (again.lease, again.attempt) == (a_lease(2), 2)
-    assert started(finish(op, again))["b"].attempt == 2
-    assert op.instances.by_name["b"].failures == op.instances.by_name["b"].losses == 0
-
-
-def test_what_else_could_start_waits_when_its_input_is_lost() -> None:
-    op = operator(a_task("a"), a_task("b", "a"), a_task("c", "a"))
-    a = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
-    b = started(finish(op, a))["b"]
-    permanent = FailedHolder(peer=a_peer(1), reason="no such file", is_permanent=True)
-    assert unavailable(op, b, "a", permanent)[0].not_yet is not None
-    assert list(started(op.on_leases_acquired([a_lease(2), a_lease(3)], 2.0))) == ["a"]
 
 
 def test_an_output_that_is_lost_again_and_again_fails_the_job() -> None:
@@ -972,7 +919,7 @@ def test_the_start_says_where_results_are_unless_they_are_pushed(transfer: str) 
     assert places == ([("a-1", (a_peer(1),))] if transfer == "pull" else [])
 
 
-def test_a_job_with_signed_urls_goes_on_after_its_own_journal(tmp_path: Path) -> None:
+async def test_a_job_with_signed_urls_goes_on_after_its_own_journal(tmp_path: Path) -> None:
     """Each start signs anew; the journal names the tasks as their owner has defined them."""
     bucket = {"bucket": "models", "key": "a.bin", "presigned": True}
     job = TasksJob.model_validate({"type": "tasks", "tasks": [a_task("a", resources=[{"name": "r", "s3": bucket}])]})
@@ -984,14 +931,11 @@ def test_a_job_with_signed_urls_goes_on_after_its_own_journal(tmp_path: Path) ->
             Signing.starts += 1
             return f"https://models/a.bin?signature={Signing.starts}"
 
-    async def open_twice() -> list[dict[str, Any]]:
-        journal: list[dict[str, Any]] = []
-        for _ in range(2):
-            context: Any = Signing(tmp_path)
-            async with TasksStrategy().open(job, context, journal) as opened:
-                effects = opened.on_start(0.0)
-            journal += [{"record": e.kind, **e.fields} for e in of_kind(WriteJournal, effects)]
-        return journal
-
-    assert len(anyio.run(open_twice, backend="trio")) >= 2
+    journal: list[dict[str, Any]] = []
+    for _ in range(2):
+        context: Any = Signing(tmp_path)
+        async with TasksStrategy().open(job, context, journal) as opened:
+            effects = opened.on_start(0.0)
+        journal += [{"record": e.kind, **e.fields} for e in of_kind(WriteJournal, effects)]
+    assert len(journal) >= 2
     assert Signing.starts == 2

@@ -613,7 +613,9 @@ async def test_a_bridge_that_is_cancelled_before_it_has_begun_closes(short: Path
 
 
 @pytest.mark.skipif(getrlimit(RLIMIT_NOFILE)[1] < 2048, reason="needs descriptors from 1024 on")
-def test_a_connection_is_seen_whatever_number_the_descriptor_has(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_is_seen_whatever_number_the_descriptor_has(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def bind_with_large_descriptor(place: SocketPlace) -> Iterator[socket.socket]:
         with (
@@ -622,19 +624,16 @@ def test_a_connection_is_seen_whatever_number_the_descriptor_has(short: Path, mo
         ):
             yield same
 
-    async def main() -> None:
-        path = short / "b.sock"
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (max(soft, 2048), hard))
+    monkeypatch.setattr("hypha_worker.bridge.server.bind_socket", bind_with_large_descriptor)
+    path = short / "b.sock"
+    try:
         async with open_bridge(cast(Any, None), SocketPlace(path), lambda _pid: True) as bridge:
             assert not bridge.was_used()
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(path))
                 assert bridge.was_used()
-
-    soft, hard = getrlimit(RLIMIT_NOFILE)
-    setrlimit(RLIMIT_NOFILE, (max(soft, 2048), hard))
-    monkeypatch.setattr("hypha_worker.bridge.server.bind_socket", bind_with_large_descriptor)
-    try:
-        anyio.run(main, backend="trio")
     finally:
         setrlimit(RLIMIT_NOFILE, (soft, hard))
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from hypha_net import rpc
@@ -111,7 +110,7 @@ async def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_men
 
 
 @pytest.mark.parametrize("cmd", ["no-such-program", "/no/such/program", "{plain}"])
-def test_worker_that_can_offer_no_executor_is_not_ready(cmd: str, tmp_path: Path, make_config: Any) -> None:
+async def test_worker_that_can_offer_no_executor_is_not_ready(cmd: str, tmp_path: Path, make_config: Any) -> None:
     plain = tmp_path / "plain.txt"
     plain.touch()
     cmd = cmd.format(plain=plain)
@@ -121,17 +120,11 @@ def test_worker_that_can_offer_no_executor_is_not_ready(cmd: str, tmp_path: Path
         str(plain): f"cannot be run by this worker's user: let uid {os.getuid()} execute it",
     }
     executor = {"class": "train", "name": "script", "cmd": cmd}
-
-    async def main() -> str | None:
-        async with (
-            MemoryNetwork().endpoint("worker") as endpoint,
-            open_worker(make_config(tmp_path, executors=[executor]), endpoint) as worker,
-        ):
-            return worker.fault
-
-    assert anyio.run(main, backend="trio") == (
-        f"no executor can be offered: train/script: its command {cmd!r} {faults[cmd]}"
-    )
+    async with (
+        MemoryNetwork().endpoint("worker") as endpoint,
+        open_worker(make_config(tmp_path, executors=[executor]), endpoint) as worker,
+    ):
+        assert worker.fault == f"no executor can be offered: train/script: its command {cmd!r} {faults[cmd]}"
 
 
 @pytest.mark.parametrize("is_out", [True, False])

@@ -225,7 +225,7 @@ def test_what_takes_no_space_does_not_end_a_job(tmp_path: Path, monkeypatch: pyt
         anyio.run(JobStorage(tmp_path, 1_000_000).watch, backend="trio")
 
 
-def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_path: Path) -> None:
+async def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     for _ in range(20):
         os.mkdir("d" * 250, dir_fd=folder)
@@ -233,13 +233,9 @@ def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_path: Pat
         os.close(folder)
         folder = inner
     os.close(folder)
-
-    async def main() -> None:
+    try:
         with pytest.raises(ExecutionError, match="nested deeper"):
             await JobStorage(tmp_path, 1000).watch()
-
-    try:
-        anyio.run(main, backend="trio")
     finally:
         remove_folder(tmp_path / ("d" * 250))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pwd
 import signal
@@ -22,15 +21,13 @@ from hypha_net import transfer
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.progress import (
     BatchDone,
-    Continue,
     Done,
     ProgressRequest,
     ProgressResponse,
-    RoundMetrics,
     ScheduleUpdate,
 )
 from hypha_proto.resources import Resources
-from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import make_environment, substitute
@@ -126,85 +123,6 @@ async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_recei
         assert attempt == lab.scheduler.tasks.name(end.task, end.attempt)
         assert (header.kind, header.round, header.samples, header.attempt) == (PSEUDO_GRADIENT, 1, 24, attempt)
         assert lab.left_behind() == []
-
-
-VARIANT = """
-status, files = post("/resources/fetch", {"resource": config["data"], "path": "slices"})
-assert status == 200, files
-open(os.path.join(work_dir, "update.safetensors"), "w").write(str(config["seed"]))
-post("/status/send", {"status": {"batch_size": 8}})
-status, answer = post(
-    "/resources/send", {"resource": config["updates"], "path": "update.safetensors", "round": 1, "samples": 8}
-)
-assert status == 200, answer
-status, answer = post("/status/send", {"metrics": {"round": 1, "metrics": {"loss": 1.0}}})
-assert answer == {"type": "Done"}, answer
-print("variant is done")
-"""
-
-
-RECEIVES = """
-events = listen({"receive": {"type": "Peers", "peers": [], "strategy": "All"}, "out_dir": "incoming"})
-post("/status/send", {"status": {"batch_size": 1}})
-event = next(events)
-print(event["path"], event["kind"], event["sequence"], event["from_peer"])
-sys.exit(1)
-"""
-
-
-async def test_a_job_receives_other_files_from_any_peer_of_its_references(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        sender = lab.scheduler.endpoint
-        await lab.start(RECEIVES)
-        await lab.scheduler.until(lambda: lab.scheduler.reports)
-        path = lab.folder / "chunk-0.bin"
-        path.write_bytes(b"chunk")
-        size, digest = await transfer.describe(path)
-        header = PushHeader(lab.scheduler.sender, 1, OTHER_FILE, path.name, size, digest, scheduler=sender.peer_id)
-        with pytest.raises(transfer.TransferRefusedError, match="in none of the references"):
-            await transfer.push(lab.data, lab.peer, path, header)
-        await transfer.push(sender, lab.peer, path, header)
-        end = await lab.scheduler.ended()
-        assert end.last_lines == (f"incoming/chunk-0.bin file 0 {sender.peer_id}",)
-
-
-async def test_variants_of_a_job_run_side_by_side_and_one_after_the_other(
-    in_lab: InLab, push_receiver: Any, serve_slices: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with in_lab() as lab:
-        scheduler = lab.scheduler
-        pushed = push_receiver(scheduler.endpoint, lab.folder / "scheduler")
-        pushed.listen()
-        await serve_slices(lab, 4)
-        scheduler.answer = lambda report: Done() if isinstance(report.progress, RoundMetrics) else Continue()
-        lab.write_script(VARIANT)
-        leases = [await scheduler.hire(cpu=1.0) for _ in range(2)]
-        updates = PeersReference(peers=(scheduler.endpoint.peer_id,), strategy=All())
-        nobody = PeersReference(peers=(), strategy=All())
-
-        async def run(attempt: int) -> None:
-            for lease, seed in zip(leases, (10, 20), strict=True):
-                spec = lab.train_spec(updates=updates, results=nobody, seed=seed + attempt)
-                assert await scheduler.dispatch(lease, spec, f"variant-{seed}", attempt) == "started"
-            await scheduler.until(lambda: len(scheduler.ends) == 2 * attempt + 2)
-            assert len(pushed.files) == len(scheduler.ends), "an update arrives before the end is reported"
-
-        await run(0)
-        await run(1)
-        assert {(end.lease, end.attempt, end.outcome) for end in scheduler.ends} == {
-            (lease, attempt, "finished") for lease in leases for attempt in (0, 1)
-        }, scheduler.ends
-        sent = {(header.attempt, content) for _, header, content in pushed.files}
-        assert sent == {
-            (scheduler.tasks.name(f"variant-{seed}", more), b"%d" % (seed + more))
-            for seed in (10, 20)
-            for more in (0, 1)
-        }
-        assert lab.left_behind() == []
-        assert lab.worker.lease_manager.free.resources.cpu == 0.0, "both leases stay"
-        lines = [text for text in caplog.messages if text.endswith("] variant is done")]
-        assert (len(lines), len(set(lines))) == (4, 2), "lines of two tasks can be told apart"
 
 
 SENDS = """
