@@ -22,7 +22,7 @@ from support.endpoint_helpers import echo_at_once
 from support.waiting import until
 from support.wire_peer import expect, line
 
-from hypha_net import EndpointSettings, open_endpoint, rpc, transfer
+from hypha_net import EndpointSettings, open_endpoint, retries, rpc, transfer
 from hypha_net._libp2p.bootstrap import gateways
 from hypha_net._libp2p.dial import upgrade
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -35,7 +35,7 @@ from hypha_net.errors import (
     TransferError,
     UnreachableError,
 )
-from hypha_net.transfer import retry
+from hypha_net.retries import RetryPolicy
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
@@ -311,7 +311,7 @@ async def child_node(authority: Any, gateway: Gateway, slices: Path) -> AsyncIte
 async def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
     authority: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.1,))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.1,)))
     monkeypatch.setattr(session, "PING_INTERVAL", 3600.0)  # it is not the next ping that detects it
     slices = tmp_path / "slices" / "large"
     slices.parent.mkdir()

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import Transferred
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.token_bucket import TokenBucket
-from hypha_net.transfer import retry
 from hypha_net.transfer.framing import MAX_CONCURRENT, receive_message, send_message
 from hypha_net.transfer.io import partial_file
 from hypha_proto.attempt_id import AttemptId
@@ -41,7 +41,7 @@ SCHEDULER = PeerId.from_public_key(bytes(32))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.05, 0.05, 0.05)))
 
 
 @asynccontextmanager
@@ -117,14 +117,14 @@ def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
 async def _pull_broken(network: MemoryNetwork, a: MemoryEndpoint, b: MemoryEndpoint, target: Path) -> None:
     """Run a pull that is interrupted and not retried."""
     target.parent.mkdir(exist_ok=True)
-    pauses, retry.PAUSES = retry.PAUSES, ()  # type: ignore[misc]
+    usual, retries.TRANSFER = retries.TRANSFER, retries.ONCE  # type: ignore[misc]
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cut_once, network, a, b)
             with pytest.raises(transfer.TransferError, match="broke off"):
                 await transfer.pull(a, b.peer_id, REQUEST, target)
     finally:
-        retry.PAUSES = pauses  # type: ignore[misc]
+        retries.TRANSFER = usual  # type: ignore[misc]
 
 
 async def test_next_pull_resumes_a_failed_pull_under_another_name(tmp_path: Path) -> None:

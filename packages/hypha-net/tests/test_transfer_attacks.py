@@ -16,11 +16,11 @@ import cbor2
 import pytest
 from blake3 import blake3
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
-from hypha_net.transfer import retry
+from hypha_net.retries import RetryPolicy
 from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
@@ -41,7 +41,7 @@ each_kind = pytest.mark.parametrize("kind", ["file", "memory"])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.02, 0.02))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.02, 0.02)))
 
 
 @pytest.fixture(autouse=True)

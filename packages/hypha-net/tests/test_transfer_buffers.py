@@ -20,12 +20,12 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
 from hypha_net.events import EventFollower, Transferred
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import Faults, MemoryNetwork, simulate
-from hypha_net.transfer import retry
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_net.transfer.io.partial_file import MIN_RESUMABLE
 from hypha_proto.attempt_id import AttemptId
@@ -48,7 +48,7 @@ ATTEMPT = AttemptId(uuid.UUID(int=1), "train", 0)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.05, 0.05, 0.05)))
 
 
 def content(size: int, seed: int = 0) -> bytes:
@@ -306,7 +306,7 @@ def test_received_content_is_intact_on_an_unreliable_link(
         assert [path.name for path in (folder / "landing").iterdir()] == ["landed"]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retry, "PAUSES", (0.001,) * 200)
+        patch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.001,) * 200))
         anyio.run(main, Path(folder), backend="trio")
 
 

@@ -26,6 +26,7 @@ from support.inference_simulation import (
 )
 from support.mutation import mutated
 
+from hypha_net.retries import LOST_SLICE
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import Manifest, ProviderFailure, UnusableSlice
 from hypha_proto.offers import ExecutorDescriptor
@@ -50,7 +51,6 @@ from hypha_scheduler.strategies.inference.operator import (
     MAX_BARREN,
     MAX_FAILURES,
     MAX_IN_HAND,
-    MAX_LOSSES,
     REPEAT_AFTER,
 )
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
@@ -747,7 +747,7 @@ def test_a_worker_whose_disk_is_full_is_released_at_once(tmp_path: Path) -> None
 
 def test_a_slice_that_ten_workers_were_lost_with_ends_the_job(tmp_path: Path) -> None:
     run = begin(tmp_path, rows=(2,), resources={"num_workers": 1})
-    for _ in range(MAX_LOSSES):
+    for _ in range(1 + LOST_SLICE.times):
         assert run.ended == []
         [task] = run.tasks
         fetched(run, task)

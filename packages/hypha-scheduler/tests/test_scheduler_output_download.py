@@ -13,8 +13,9 @@ import anyio
 import pytest
 from support.memory_pair import memory_pair
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferError, TransferRefusedError
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
@@ -164,7 +165,7 @@ async def test_a_cancelled_download_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_an_unreachable_holder_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_scheduler.jobs.output_download.RETRY_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "OUTPUT", RetryPolicy("test", (0.0, 0.0)))
     nobody = PeerId.from_public_key(bytes(32))
     async with open_holder(tmp_path) as (a, b, holder):
         output, tries = await holder.output({"": b"text"}), 0

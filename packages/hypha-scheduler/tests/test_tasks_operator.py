@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
+from hypha_net.retries import LOST_TASK
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -45,7 +46,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
-from hypha_scheduler.strategies.tasks.operator import MAX_LOSSES, TasksOperator
+from hypha_scheduler.strategies.tasks.operator import TasksOperator
 from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 
 DIGEST = "blake3:" + "0" * 64
@@ -242,7 +243,7 @@ def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines(
 def test_a_lost_lease_does_not_count_as_failure_but_a_task_that_loses_many_fails_the_job() -> None:
     op = operator(a_task("a", retries=0))
     effects: Effects = ()
-    for number in range(1, MAX_LOSSES + 2):
+    for number in range(1, LOST_TASK.times + 2):
         lease = a_lease(number)
         task = started(op.on_leases_acquired([lease], 0.0))["a"]
         assert task.attempt == number
@@ -568,7 +569,7 @@ def test_a_full_disk_at_the_scheduler_fails_the_job(error: Exception) -> None:
 def test_an_output_that_is_lost_again_and_again_fails_the_job() -> None:
     op, b, _ = chain(a_lease())
     permanent = FailedHolder(peer=a_peer(1), reason="a false digest", is_permanent=True)
-    for _ in range(MAX_LOSSES):
+    for _ in range(LOST_TASK.times):
         [stop] = of_kind(StopTask, unavailable(op, b, "a", permanent)[1])
         a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
         b = started(finish(op, a))["b"]

@@ -24,7 +24,7 @@ from support.scripted_task_scheduler import ENDS, PYTHON, ScriptedTaskScheduler,
 from support.task_bridge_client import BRIDGE
 from support.task_settings import aggregation, training
 
-from hypha_net import pubsub, rpc, transfer
+from hypha_net import pubsub, retries, rpc, transfer
 from hypha_net.node.health import serve_health
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -56,8 +56,6 @@ from hypha_proto.tasks import TaskReport, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
-from hypha_worker.connectors import peer_files
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.control.server import socket_path
 from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.service import Worker, open_worker, serve
@@ -87,18 +85,15 @@ config = job["settings"]
 @pytest.fixture(autouse=True)
 def no_retries_for_unavailable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at once when no peer provides a file; tests of the retries set their own delays."""
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", ())
+    for name in ("NO_PROVIDER", "WRONG_CONTENT"):
+        monkeypatch.setattr(retries, name, retries.ONCE)
 
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry transfers after a twentieth of the usual pauses."""
-    usual = peer_files.retry
-
-    async def retry(what: str, attempt: Any, delays: Any = RETRY_DELAYS, final: Any = ()) -> Any:
-        return await usual(what, attempt, [delay / 20 for delay in delays], final)
-
-    monkeypatch.setattr(peer_files, "retry", retry)
+    """Try again after a twentieth of the usual pauses."""
+    usual = retries.jittered
+    monkeypatch.setattr(retries, "jittered", lambda pauses, failures: usual(pauses, failures) / 20)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from anyio.abc import TaskStatus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypha_net import content_directory, transfer
+from hypha_net import content_directory, retries, transfer
 from hypha_net.endpoint import Stream
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.transfer.framing import receive_message, send_message
 from hypha_proto.bridge_api import FetchedFile
@@ -101,9 +102,9 @@ class Net:
 
 @pytest.fixture
 def open_net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractAsyncContextManager[Net]]:
-    monkeypatch.setattr("hypha_worker.connectors.content_holders.LOOKUP_DELAYS", (0.01,))
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.HOLDER_DELAYS", (0.0, 0.01))
-    monkeypatch.setattr("hypha_net.transfer.retry.PAUSES", (0.01,))
+    monkeypatch.setattr(retries, "NO_HOLDER", RetryPolicy("test", (0.01,) * 3))
+    monkeypatch.setattr(retries, "HOLDER", RetryPolicy("test", (0.01,)))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.01,)))
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Net]:

@@ -17,7 +17,9 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hypha_net import retries
 from hypha_net.connectors.address_check import is_allowed_address
+from hypha_net.retries import RetryPolicy
 from hypha_proto.bridge_api import FetchedFile
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
@@ -64,7 +66,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             if running.stall is not None:
                 running.stall.wait(20)
 
-    monkeypatch.setattr("hypha_net.connectors.content.RESUME_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "TRANSFER", RetryPolicy("test", (0.0, 0.0)))
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as tcp:
         tcp.daemon_threads = True
         running.port = tcp.server_address[1]

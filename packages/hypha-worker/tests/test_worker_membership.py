@@ -14,8 +14,9 @@ import msgspec
 import pytest
 from support.training_bridge import JOB, NEW_WEIGHTS, Rounds, open_rounds
 
-from hypha_net import rpc, transfer
+from hypha_net import retries, rpc, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.bridge_api import ROUND_CLOSED, RoundJoined, Transfer
 from hypha_proto.commands import ChangeServer
@@ -35,8 +36,8 @@ InRounds = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
-    for name in ("round_commits", "update_sender", "server_changes"):
-        monkeypatch.setattr(f"hypha_worker.bridge.{name}.PAUSES", (0.01,))
+    for name in ("ROUND", "UPDATE", "MISSED_UPDATE"):
+        monkeypatch.setattr(retries, name, RetryPolicy("test", (0.01,), True))
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
@@ -39,7 +40,7 @@ Float32 = NDArray[np.float32]
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
-    monkeypatch.setattr("hypha_worker.executors.parameter_server.server.OUTAGE_PAUSES", (0.01,))
+    monkeypatch.setattr(retries, "UPDATE", RetryPolicy("test", (0.01,), True))
 
 
 @dataclass
@@ -728,7 +729,6 @@ async def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
 ) -> None:
     """Its update counts, and its executor waits for the outer update of this round."""
     monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PATIENCE", 0.05)
-    monkeypatch.setattr("hypha_worker.executors.parameter_server.outer_push.PAUSES", (0.01,))
     async with in_term(rounds=2) as lab:
         away = lab.lab.peer, lab.trainers[1].peer_id
         await lab.announce(1)

@@ -14,7 +14,8 @@ import anyio
 import pytest
 from blake3 import blake3
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
+from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
@@ -34,7 +35,7 @@ async def until_retried(caplog: pytest.LogCaptureFixture) -> None:
 async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.05,) * 1000)
+    monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.05,) * 1000))
     (tmp_path / "slice").write_bytes(b"x" * 1000)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
@@ -111,8 +112,8 @@ async def open_nodes(folder: Path) -> AsyncIterator[Nodes]:
 @pytest.fixture
 def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractAsyncContextManager[Nodes]]:
     """Return a function that opens nodes, with long pauses for those that are away, which nothing must wait for."""
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (60.0,))
-    monkeypatch.setattr("hypha_worker.connectors.rpc_retry.RETRY_DELAYS", (0.0, 0.01))
+    for name in ("NO_PROVIDER", "WRONG_CONTENT"):
+        monkeypatch.setattr(retries, name, RetryPolicy("test", (60.0,)))
     return lambda: open_nodes(tmp_path)
 
 
@@ -150,7 +151,7 @@ async def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
 async def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_content(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.2, 0.2, 0.2, 60.0))
+    monkeypatch.setattr(retries, "WRONG_CONTENT", RetryPolicy("test", (0.2, 0.2, 0.2)))
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         with pytest.raises(UnusableFileError) as caught:  # the second never serves: not waited for to the end
@@ -172,7 +173,7 @@ async def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_conten
 async def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (0.1, 0.1))
+    monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.1, 0.1)))
     async with with_nodes() as nodes:
         opened = anyio.Event()
         path = nodes.folder / "slice"

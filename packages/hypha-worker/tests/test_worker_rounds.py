@@ -15,8 +15,9 @@ import httpx
 import pytest
 from support.training_bridge import ATTEMPT, NEW_WEIGHTS, RANGES, WEIGHTS, make_config, open_rounds
 
-from hypha_net import rpc, transfer
+from hypha_net import retries, rpc, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_net.retries import RetryPolicy
 from hypha_proto.bridge_api import ASSIGNED, Transfer
 from hypha_proto.codec import to_plain
 from hypha_proto.contributions import (
@@ -49,7 +50,7 @@ from hypha_worker.tasks.references import named_peers, with_secrets, without_sec
 
 @pytest.fixture(autouse=True)
 def quick_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_worker.bridge.round_commits.PAUSES", (0.01,))
+    monkeypatch.setattr(retries, "ROUND", RetryPolicy("test", (0.01,), True))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from hypha_net import content_directory
+from hypha_net.retries import ONCE
 from hypha_net.testing import MemoryNetwork
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
@@ -56,7 +57,7 @@ class NoResolver(trio.abc.HostnameResolver):
 @CASES
 async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
     """Hosts and buckets match any pattern, so that what is refused is refused for what it is."""
-    monkeypatch.setattr("hypha_worker.connectors.content_holders.ROUNDS", 1)
+    monkeypatch.setattr("hypha_net.retries.NO_HOLDER", ONCE)
     connected: list[str] = []
     chance, access = random.Random(7), AccessPolicy(hosts=("*",), roots=(tmp_path / "root",))
     (work_dir := tmp_path / "job").mkdir()

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +360,7 @@ async def test_resources_stay_taken_while_a_process_survives_sigkill(
     """After 30 s they counted as free before, and a further job ran beside the process."""
     monkeypatch.setattr(process_runner, "TERM_GRACE", 0.05)
     monkeypatch.setattr(process_runner, "SHUTDOWN_GRACE", 0.05)
-    monkeypatch.setattr(process_runner, "terminate_tree", partial(process_runner.terminate_tree, kill_grace=0.1))
+    monkeypatch.setattr(process_runner, "KILL_GRACE", 0.1)
     monkeypatch.setattr(retention, "RETENTION_POLL", 0.02)
     async with in_lab(isolation={"disable": ["bubblewrap", "supervisor", "cgroup"]}) as lab:
         manager, kill = lab.worker.lease_manager, os.kill

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from hypha_net import rpc, transfer
+from hypha_net import retries, rpc, transfer
+from hypha_net.retries import RetryPolicy
 from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned, UnusableSlice
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_worker.connectors.assigned_slices import MAX_UNUSABLE
 from hypha_worker.service import open_worker
 
 InLab = Callable[..., Any]
@@ -71,7 +71,7 @@ async def test_a_fetch_ends_when_every_slice_is_unusable(in_lab: InLab) -> None:
         await lab.start(FETCH + "sys.exit(0 if status == 502 else 1)")
         end = await lab.scheduler.ended()
         assert end.outcome == "finished", end
-        assert len(requests) == MAX_UNUSABLE
+        assert len(requests) == 1 + retries.UNUSABLE_SLICE.times
 
 
 async def test_a_full_disk_gives_the_work_back_at_once(
@@ -80,7 +80,7 @@ async def test_a_full_disk_gives_the_work_back_at_once(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hypha_worker.connectors.peer_files.UNAVAILABLE_DELAYS", (60.0,))
+    monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (60.0,)))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with caplog.at_level(logging.ERROR, "hypha_worker.tasks.task_run"):
         async with in_lab() as lab:

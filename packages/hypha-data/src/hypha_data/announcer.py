@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from itertools import count
 from typing import Final, TypeVar
 
 import anyio
 
 from hypha_data.verification import SliceVerifier
-from hypha_net import backoff, dataset_directory
+from hypha_net import dataset_directory, retries
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnreachableError
 from hypha_proto.datasets import DatasetRecord
@@ -26,8 +25,6 @@ T = TypeVar("T")
 
 INTERVAL: Final = 900.0
 """Seconds between announcements; in between the endpoint renews the last one repeatedly."""
-RETRY: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds between attempts while no directory server accepts a record, with jitter; the last repeats."""
 SETTLE: Final = 1.0
 """Seconds between a change of the slices that can be served and the next announcement, which covers further changes."""
 MAX_WITHHELD: Final = 1000
@@ -95,4 +92,4 @@ async def until_accepted(what: str, announce: Callable[[], Awaitable[T]]) -> T:
             raise error
         _log.warning("%s is not announced yet, trying again in %.1f s: %s", what, pause, error)
 
-    return await backoff.retry(announce, (backoff.jittered(RETRY, attempt) for attempt in count()), on_failure)
+    return await retries.ANNOUNCEMENT.retry(announce, on_failure)

@@ -1,21 +1,18 @@
-"""Backoff with jitter and bounded retries, shared by the retry loops of all daemons.
+"""Backoff with jitter, shared by the retry loops of all daemons.
 
-`retry` repeats one operation a bounded number of times (requests, transfers). `jittered` gives the pause of a loop
-that retries one thing (gateways, relay reservations); `Backoff` remembers failures of many things by key (peers and
-addresses to dial, peers to identify). Jitter keeps nodes that failed together from retrying together.
+`jittered` gives the pause of a loop that retries one thing (gateways, relay reservations); `Backoff` remembers failures
+of many things by key (peers and addresses to dial, peers to identify). Jitter keeps nodes that failed together from
+retrying together. `retries` says how long work that failed is tried.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-import anyio
 import trio
-
-from hypha_net.errors import NetError
 
 JITTER: Final = (0.6, 1.4)
 """Bounds of the factor by which each pause is multiplied."""
@@ -24,33 +21,11 @@ FORGET_AFTER: Final = 60.0
 MAX_KEPT: Final = 4096
 
 K = TypeVar("K")
-T = TypeVar("T")
 
 
 def jittered(pauses: Sequence[float], failures: int) -> float:
     """Return the pause in seconds after `failures` earlier failures, with jitter; the last of `pauses` repeats."""
     return pauses[min(failures, len(pauses) - 1)] * random.uniform(*JITTER)
-
-
-async def retry(
-    attempt: Callable[[], Awaitable[T]], pauses: Iterable[float], on_failure: Callable[[NetError, float], None]
-) -> T:
-    """Call `attempt` until it succeeds: once, and again after each of `pauses`.
-
-    Args:
-        pauses: seconds before the second, third, … attempt.
-        on_failure: called with the error and the next pause; raises if another attempt would not help.
-
-    Raises:
-        NetError: the error of the last attempt, or what `on_failure` raises.
-    """
-    for pause in pauses:
-        try:
-            return await attempt()
-        except NetError as error:
-            on_failure(error, pause)
-        await anyio.sleep(pause)
-    return await attempt()
 
 
 class Backoff(Generic[K]):

@@ -17,7 +17,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.ids import PeerId
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
+from hypha_worker.connectors.rpc_retry import retry
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskRun
@@ -91,7 +91,7 @@ class WorkerDrain:
             await rpc.call(self._endpoint, scheduler, ANNOUNCE_DRAIN, message, timeout=ANNOUNCEMENT_TIMEOUT)
 
         try:
-            await retry(f"announcing the drain to {scheduler}", tell, RETRY_DELAYS)
+            await retry(f"announcing the drain to {scheduler}", tell)
         except UnsupportedProtocolError:
             _log.debug("%s hears of a drain by the ends of its tasks only", scheduler)
         except NetError as error:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from hypha_net import retries
 from hypha_net.connectors.errors import FetchError, source_failed
 from hypha_net.errors import first_leaf_error
 
@@ -29,8 +30,6 @@ BLOCK: Final = 1 << 20
 """Bytes to which smaller blocks are joined before they are written."""
 IDLE_TIMEOUT: Final = 60.0
 """Seconds after which a source that sends nothing has failed."""
-RESUME_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt at an interrupted download; start again when an attempt brings `BLOCK` bytes."""
 
 
 class SourceInterruptedError(Exception):
@@ -174,21 +173,21 @@ class _Fetch:
     _hasher: Any = None
 
     async def run(self) -> FetchedContent:
-        delays = iter(RESUME_DELAYS)
+        failures = 0
         while True:
             before = self._most
             try:
                 return await self._attempt()
             except SourceInterruptedError as error:
                 if self._most >= before + BLOCK:
-                    delays = iter(RESUME_DELAYS)
-                delay = next(delays, None)
-                if not self._began or delay is None:
+                    failures = 0
+                if not self._began or failures == retries.TRANSFER.times:
                     raise error.reason from error
                 if error.restart:
                     self._received = 0
-                _log.info("%s at byte %d: %s; trying again in %g s", self.source.name, self._received, error, delay)
-            await anyio.sleep(delay)
+                _log.info("%s at byte %d: %s; trying again", self.source.name, self._received, error)
+            await retries.TRANSFER.wait(failures)
+            failures += 1
 
     async def _attempt(self) -> FetchedContent:
         in_cache = "" if self.known is None else self.known.version

@@ -1,15 +1,14 @@
-"""Retries of interrupted transfers, the same for pushes and pulls: how often, after which pauses, until when."""
+"""Retries of interrupted transfers, the same for pushes and pulls."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import anyio
 
-from hypha_net import backoff
-from hypha_net.backoff import jittered
+from hypha_net import retries
 from hypha_net.errors import NetError, TransferError, UnreachableError
 from hypha_net.transfer.framing import TransferInterruptedError
 from hypha_net.transfer.progress import TransferProgress
@@ -17,9 +16,6 @@ from hypha_net.transfer.progress import TransferProgress
 _log = logging.getLogger("hypha_net.transfer")
 
 T = TypeVar("T")
-
-PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt; jitter is added."""
 
 
 async def retry_with_deadline(
@@ -39,7 +35,7 @@ async def retry_with_deadline(
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], what: str) -> T:
-    """Await `attempt()` until it is not interrupted, or all of `PAUSES` are used up.
+    """Await `attempt()` until it is not interrupted, as often as `retries.TRANSFER` says.
 
     Raises:
         UnreachableError: the peer could not be reached at the first attempt; later that counts as an interruption.
@@ -65,4 +61,4 @@ async def retry(attempt: Callable[[], Awaitable[T]], what: str) -> T:
             raise error
         _log.info("%s; trying again in %.1f s", error, pause)
 
-    return await backoff.retry(attempt_once, (jittered(PAUSES, done) for done in range(len(PAUSES))), on_failure)
+    return await retries.TRANSFER.retry(attempt_once, on_failure)

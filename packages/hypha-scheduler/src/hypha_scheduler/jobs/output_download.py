@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_net import backoff, instrumentation, transfer
+from hypha_net import instrumentation, retries, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
@@ -36,8 +36,6 @@ _log = logging.getLogger(__name__)
 
 MAX_CONCURRENT: Final = 4
 """Files of one output that are pulled at a time."""
-RETRY_DELAYS: Final = (0.5, 2.0, 5.0)
-"""Seconds before a holder that cannot be reached is asked again; what is interrupted is resumed by the transfer."""
 _FALSE: Final = instrumentation.Counter(
     "hypha.scheduler.outputs.refused", "{file}", "Files of outputs with another content than their workers reported."
 )
@@ -115,10 +113,10 @@ async def _pull_one(
     def on_failure(error: NetError, pause: float) -> None:
         if not isinstance(error, UnreachableError):
             raise error
-        _log.warning("%s cannot be fetched, trying again in %g s: %s", what, pause, error)
+        _log.warning("%s cannot be fetched, trying again in %.1f s: %s", what, pause, error)
 
     try:
-        await backoff.retry(partial(_pull, endpoint, output, index, holder, path), RETRY_DELAYS, on_failure)
+        await retries.OUTPUT.retry(partial(_pull, endpoint, output, index, holder, path), on_failure)
     except ContentMismatchError as error:
         _FALSE.add()
         raise ContentMismatchError(f"{what} is not what its worker reported: {error}") from error

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,7 +22,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from hypha_net import backoff, instrumentation, rpc
+from hypha_net import instrumentation, retries, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     NetError,
@@ -798,11 +799,9 @@ class JobRunner:
         outcome: object
         with instrumentation.span(effect.span, effect.about, parent=self._trace):
             try:
-                outcome = await backoff.retry(
-                    lambda: rpc.call(self._endpoint, effect.peer, effect.method, effect.message),
-                    effect.retry_delays,
-                    on_failure,
-                )
+                policy = replace(retries.MESSAGE, pauses=effect.retry_delays)
+                call = partial(rpc.call, self._endpoint, effect.peer, effect.method, effect.message)
+                outcome = await policy.retry(call, on_failure)
             except NetError as error:
                 outcome = error
             except Exception as error:  # noqa: BLE001 - a third party's strategy may send anything

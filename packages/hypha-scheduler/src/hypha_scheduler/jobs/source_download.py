@@ -6,7 +6,6 @@ may name any bucket and host, but redirects and names lead to no private network
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,8 +20,7 @@ from urllib.parse import unquote, urlsplit
 import anyio
 import anyio.to_thread
 
-from hypha_net import content_directory, transfer
-from hypha_net.backoff import jittered
+from hypha_net import content_directory, retries, transfer
 from hypha_net.connectors.address_check import Network, is_allowed_address
 from hypha_net.connectors.content import CachedVersion, ContentSource, fetch_content
 from hypha_net.connectors.errors import FetchError, not_allowed, not_found, source_failed
@@ -47,8 +45,6 @@ RESERVE: Final = 256 * 10**6
 """Bytes of the disk that no download uses."""
 TIMEOUT: Final = 6 * 3600.0
 """Seconds for one download."""
-_LOOKUP_DELAYS: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each further lookup of holders while no gateway answers."""
 
 T = TypeVar("T")
 
@@ -211,14 +207,10 @@ class SourceDownloads:
 
     async def _find_holders(self, digits: str) -> Sequence[content_directory.ContentHolder]:
         """Look up who has content; a scheduler that has just started may not be connected to a gateway yet."""
-        attempts = itertools.count()
-        while True:
-            try:
-                return await content_directory.find_holders(self.endpoint, digits)
-            except NetError as error:
-                if (attempt := next(attempts)) == len(_LOOKUP_DELAYS):
-                    raise source_failed(f"sha256:{digits}: its holders cannot be looked up: {error}") from error
-            await anyio.sleep(jittered(_LOOKUP_DELAYS, attempt))
+        try:
+            return await retries.LOOKUP.retry(lambda: content_directory.find_holders(self.endpoint, digits))
+        except NetError as error:
+            raise source_failed(f"sha256:{digits}: its holders cannot be looked up: {error}") from error
 
 
 async def presign(access: SourceAccess, table: S3Table) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from hypha_net import retries
 from hypha_net.transfer import PullSource
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command
@@ -151,8 +152,8 @@ class SendMessage:
     method: RpcMethod[Any, Any]
     message: Any
     tag: str
-    retry_delays: tuple[float, ...] = (0.5, 1.0, 1.5)
-    """Seconds before each attempt after the first. A peer that does not speak the protocol is not asked again."""
+    retry_delays: tuple[float, ...] = retries.MESSAGE.pauses
+    """Seconds before each further attempt, with jitter. A peer that does not speak the protocol is not asked again."""
     span: str = "send message"
     """Name of the span, in the trace of the job."""
     about: Mapping[str, str | int | float | bool] = field(default_factory=dict)

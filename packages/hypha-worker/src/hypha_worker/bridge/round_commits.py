@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import anyio
 
-from hypha_net import backoff, rpc
+from hypha_net import retries, rpc
 from hypha_net.errors import MessageTooLargeError, NetError
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import (
@@ -41,9 +41,6 @@ Resp = TypeVar("Resp")
 
 TIMEOUT: Final = 40.0
 """Seconds that one request may take; the scheduler answers `AwaitCommit` within about 20."""
-PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before a question is repeated, because it was not answered or the round is not committed yet; the last
-repeats. Both end with the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class RoundClient:
         """Ask, with pauses, until the answer is a decision."""
         asked = 0
         while not is_decided(answer := await self._ask(method, question)):
-            await anyio.sleep(backoff.jittered(PAUSES, asked))
+            await retries.ROUND.wait(asked)
             asked += 1
         return answer
 
@@ -114,7 +111,7 @@ class RoundClient:
                 raise to_bridge_error(error) from error
             except NetError as error:
                 why = str(error)
-            pause = backoff.jittered(PAUSES, failures)
+            pause = retries.ROUND.pause(failures)
             _log.info("%s of job %s is repeated in %.1f s: %s", method.variant, self.attempt.job_id, pause, why)
             await anyio.sleep(pause)
             failures += 1

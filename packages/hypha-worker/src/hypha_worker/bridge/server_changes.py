@@ -7,11 +7,11 @@ has not delivered is pulled from the scheduler.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import anyio
 
-from hypha_net import backoff
+from hypha_net import retries
 from hypha_proto.commands import ChangeServer, CommandAnswer
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader
 from hypha_worker.errors import BridgeError
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from hypha_worker.bridge.training import TrainingBridge
 
 _log = logging.getLogger(__name__)
-
-PAUSES: Final = (1.0, 2.0, 5.0, 10.0)
-"""Seconds before an outer update is pulled from the scheduler again; the last repeats."""
 
 
 class ServerChanges:
@@ -72,7 +69,7 @@ class ServerChanges:
             except BridgeError as error:
                 path.unlink(missing_ok=True)
                 _log.warning("outer update of round %d could not be pulled: %s", number, error.detail)
-                await anyio.sleep(backoff.jittered(PAUSES, failures))
+                await retries.MISSED_UPDATE.wait(failures)
                 failures += 1
                 continue
             header = PushHeader(

@@ -16,7 +16,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from hypha_net import backoff
+from hypha_net import retries
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference
 from hypha_proto.transfer import NO_JOB, NO_ROOM, PushHeader
@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 _TERM_OVER: Final = "term:"
 """Begin of the reason of a parameter server that is not the one of the update's term."""
-PAUSES: Final = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before an update is pushed again, unless the parameter server is replaced before; the last repeats."""
 
 
 @dataclass(slots=True)
@@ -126,7 +124,7 @@ class UpdateSender:
         except BridgeError as error:
             if not self._waits or not _may_succeed_later(error):
                 raise _as_refusal(error) from error
-            pause = backoff.jittered(PAUSES, failures)
+            pause = retries.UPDATE.pause(failures)
             _log.info("update of round %d is sent again in %.1f s: %s", header.round, pause, error.detail)
             with self._server.until_replaced():
                 await anyio.sleep(pause)

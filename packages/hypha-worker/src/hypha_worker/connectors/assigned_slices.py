@@ -12,7 +12,7 @@ from typing import Final
 import anyio
 from msgspec.structs import replace
 
-from hypha_net import instrumentation
+from hypha_net import instrumentation, retries
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 MAX_ALTERNATIVES: Final = 8
 """Largest number of alternative providers of a slice that are tried."""
-MAX_UNUSABLE: Final = 32
-"""Unusable slices in a row after which a fetch fails."""
 _SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
 _SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
 _UNUSABLE: Final = instrumentation.Counter(
@@ -81,12 +79,12 @@ class AssignedSlices:
 
         Raises:
             BridgeError: there is none (410) or none is free yet (503), the scheduler refuses or does not answer, or
-                `MAX_UNUSABLE` in a row could not be used (502).
+                too many in a row could not be used (502).
         """
         started = anyio.current_time()
         unusable: UnusableSlice | None = None
         detail = ""
-        for _ in range(MAX_UNUSABLE):
+        for _ in range(1 + retries.UNUSABLE_SLICE.times):
             request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), unusable=unusable)
             assigned, numbered = await self._request(request)
             try:
@@ -98,7 +96,7 @@ class AssignedSlices:
             else:
                 _record(fetched, anyio.current_time() - started)
                 return fetched
-        raise peer_failed(f"{MAX_UNUSABLE} slices in a row cannot be used; the last: {detail}")
+        raise peer_failed(f"{1 + retries.UNUSABLE_SLICE.times} slices in a row cannot be used; the last: {detail}")
 
     async def _request(self, request: DataRequest) -> tuple[SliceAssigned, Mapping[str, str]]:
         """Ask for a slice; return it, and its number as metadata."""

@@ -18,8 +18,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import content_directory, instrumentation, transfer
-from hypha_net.backoff import jittered
+from hypha_net import content_directory, instrumentation, retries, transfer
 from hypha_net.connectors.content import CachedVersion
 from hypha_net.content_directory import ContentHolder, is_sha256
 from hypha_net.errors import ContentMismatchError, NetError
@@ -33,10 +32,6 @@ from hypha_worker.file_copy import hash_file
 
 _log = logging.getLogger(__name__)
 
-ROUNDS: Final = 4
-"""Times that holders are looked up and tried before a fetch fails."""
-LOOKUP_DELAYS: Final = (0.5, 1.0, 2.0)
-"""Seconds before each further lookup."""
 MIN_SIZE: Final = 32 << 20
 """Bytes from which on content is pulled from several holders at once."""
 PART: Final = 16 << 20
@@ -95,7 +90,7 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
     if size is not None:
         return transfer.PullResult(size, digest)
     failures: dict[PeerId, NetError] = {}
-    for attempt in range(ROUNDS):
+    for attempt in range(1 + retries.NO_HOLDER.times):
         holders = await _find(files, sha256)
         if not attempt and (several := await _pull_from_several(holders, digest, target, files, faults)):
             return several
@@ -109,8 +104,8 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
             if isinstance(found[peer], ContentMismatchError):
                 _log.warning("%s sent other content than it had announced: %s", peer, found[peer])
                 faults.count(peer)
-        if attempt < ROUNDS - 1:
-            await anyio.sleep(jittered(LOOKUP_DELAYS, attempt))
+        if attempt < retries.NO_HOLDER.times:
+            await retries.NO_HOLDER.wait(attempt)
     if not failures:
         raise not_found(f"{digest}: no peer announces it: provide it with hypha-data provide FILE")
     reasons = "; ".join(f"{peer}: {str(error)[:300]}" for peer, error in failures.items())

@@ -18,10 +18,11 @@ from typing import Final
 
 import anyio
 
-from hypha_net import transfer
+from hypha_net import retries, transfer
 from hypha_net.connectors.content import CachedVersion
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferRefusedError
+from hypha_net.retries import RetryPolicy
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.datasets import (
     DATA,
@@ -37,7 +38,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS, retry
+from hypha_worker.connectors.rpc_retry import retry
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import (
@@ -59,13 +60,6 @@ from hypha_worker.job_traffic import JobTraffic
 _log = logging.getLogger(__name__)
 
 _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
-UNAVAILABLE_DELAYS: Final = (2.0, 5.0, *(10.0,) * 48)
-"""Seconds before each further round over all providers of a file, when none of them is reachable: a data node may be
-restarting."""
-HOLDER_DELAYS: Final = (0.0, 0.25, 1.0)
-"""Seconds before each attempt to pull a file from a peer that the scheduler has named, and can replace by another."""
-ALTERNATIVE_ROUNDS: Final = 3
-"""Further rounds over the unreachable providers of a file, when the others have it with wrong content."""
 
 
 async def request_slice(contact: SchedulerContact, request: DataRequest, timeout: float = 10.0) -> SliceAssigned:
@@ -80,7 +74,7 @@ async def request_slice(contact: SchedulerContact, request: DataRequest, timeout
             format that is not known here (502), or it does not answer.
     """
     try:
-        answer = await contact.call(DATA, request, is_refusal=_is_refusal, timeout=timeout, delays=RETRY_DELAYS)
+        answer = await contact.call(DATA, request, is_refusal=_is_refusal, timeout=timeout, policy=retries.REQUEST)
     except NetError as error:
         raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
@@ -125,8 +119,8 @@ class _Wanted:
     target: Path
     digest: str | None
     check: Callable[[Path], None] | None
-    delays: Sequence[float] = RETRY_DELAYS
-    """Seconds before each attempt to pull it from one peer."""
+    policy: RetryPolicy = retries.REQUEST
+    """How often each peer is asked again for it."""
     is_cached: bool = True
     """Whether the worker's cache may have it, and keeps it."""
 
@@ -151,9 +145,9 @@ class PeerFiles:
         check: Callable[[Path], None] | None = None,
         is_slice: bool = False,
     ) -> tuple[transfer.PullResult, PeerId]:
-        """Pull one file from the first of `peers` that has it; each is tried `RETRY_DELAYS` times.
+        """Pull one file from the first of `peers` that has it; each is tried as `retries.REQUEST` says.
 
-        Peers that are unreachable, or do not serve files yet, are tried again after `UNAVAILABLE_DELAYS`. A peer that
+        Peers that are unreachable, or do not serve files yet, are tried again as `NO_PROVIDER` says. A peer that
         refuses the file, or has other content than announced, is not asked again.
 
         Args:
@@ -179,12 +173,12 @@ class PeerFiles:
                 if isinstance(error, _PERMANENT) and not (is_slice and await self._is_opening(peer, address, error))
             }
             away = {peer: error for peer, error in found.items() if peer not in wrong}
-            delays = UNAVAILABLE_DELAYS[:ALTERNATIVE_ROUNDS] if wrong else UNAVAILABLE_DELAYS
-            if not away or attempt >= len(delays):
+            policy = retries.WRONG_CONTENT if wrong else retries.NO_PROVIDER
+            if not away or attempt >= policy.times:
                 break
-            reason = next(iter(away.values()))
-            _log.warning("no peer could provide %s, retrying in %g s: %s", name, delays[attempt], reason)
-            await anyio.sleep(delays[attempt])
+            pause, reason = policy.pause(attempt), next(iter(away.values()))
+            _log.warning("no peer could provide %s, retrying in %.1f s: %s", name, pause, reason)
+            await anyio.sleep(pause)
         raise _pull_error(name, wrong, away)
 
     async def fetch(
@@ -218,7 +212,7 @@ class PeerFiles:
     ) -> transfer.PullResult | dict[PeerId, NetError]:
         """Pull one file from the first of `peers` that has it; return the error of each if none has.
 
-        Each is tried `HOLDER_DELAYS` times, and none again later: the caller knows other ways.
+        Each is tried as `retries.HOLDER` says, and none again later: the caller knows other ways.
 
         Args:
             is_cached: whether the worker's cache may have it, and keeps it.
@@ -227,7 +221,7 @@ class PeerFiles:
             DiskFaultError: this machine cannot store it.
             BridgeError: the job's storage is used up.
         """
-        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, HOLDER_DELAYS, is_cached))
+        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, retries.HOLDER, is_cached))
         return found if isinstance(found, dict) else found[0]
 
     async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
@@ -296,7 +290,7 @@ class PeerFiles:
 
         # without a digest, content may have been cut short on its way: another attempt may get all of it
         final = (NoSpaceError,) if digest is None else (NoSpaceError, ContentMismatchError)
-        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, wanted.delays, final)
+        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, wanted.policy, final)
 
     async def push(self, reference: PeersReference, content: Path | FileIO, header: PushHeader) -> dict[PeerId, int]:
         """Push a file, by its path or open, to all peers of a reference or to one; return the bytes sent to each.

@@ -1,22 +1,23 @@
 """A job's contact with its scheduler, which may be gone for a while: requests that wait for it, and redials.
 
 Made by `tasks.task_run` for each attempt, and used by whatever a task asks its scheduler: `bridge.training` and the
-parameter server. A task that was started without a grace waits as long as `REPORT_DELAYS`.
+parameter server. A task that was started without a grace waits as long as `retries.REPORT` says.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import anyio
 
-from hypha_net import backoff, rpc
+from hypha_net import retries, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.events import Disconnected
+from hypha_net.retries import RetryPolicy
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import RpcMethod
 
@@ -25,10 +26,6 @@ _log = logging.getLogger(__name__)
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
-REPORT_DELAYS: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt at a report: no job is lost while its scheduler is unreachable for 15 seconds."""
-OUTAGE_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Seconds between attempts during an outage that a job waits out, with jitter; the last repeats."""
 DIAL_TIMEOUT: Final = 10.0
 """Seconds that one attempt to connect to a lost scheduler may take."""
 
@@ -65,7 +62,7 @@ class SchedulerContact:
         *,
         is_refusal: Callable[[Resp], bool] = lambda _answer: False,
         timeout: float = 30.0,
-        delays: Sequence[float] = REPORT_DELAYS,
+        policy: RetryPolicy = retries.REPORT,
     ) -> Resp:
         """Call `rpc.call`, which dials the scheduler where it was known if needed, until it succeeds.
 
@@ -78,7 +75,7 @@ class SchedulerContact:
             request: the message.
             is_refusal: returns whether an answer refuses the request because of the state of the job.
             timeout: seconds of one attempt.
-            delays: seconds before each of the attempts that are made without an outage, and after one.
+            policy: how often it is tried again without an outage, and after one.
 
         Raises:
             NetError: the error of the last attempt.
@@ -95,11 +92,11 @@ class SchedulerContact:
             except NetError as error:
                 failures = failures + 1 if self._is_over() else 0
                 is_final = isinstance(error, (TransferRefusedError, UnsupportedProtocolError))
-                if failures >= len(delays) or (is_final and self.is_settled):
+                if failures > policy.times or (is_final and self.is_settled):
                     raise
                 problem = str(error)
-            pause = backoff.jittered(OUTAGE_PAUSES, attempts) if not failures else delays[failures]
-            level = logging.INFO if attempts < len(OUTAGE_PAUSES) else logging.DEBUG
+            pause = policy.pause(failures - 1) if failures else retries.OUTAGE.pause(attempts)
+            level = logging.INFO if attempts < retries.OUTAGE.times else logging.DEBUG
             _log.log(level, "%s failed (%s), again in %.1f s", what, problem, pause)
             attempts += 1
             await anyio.sleep(pause)
@@ -127,4 +124,4 @@ class SchedulerContact:
                 await self.endpoint.connect_peer(self.scheduler, timeout=DIAL_TIMEOUT)
             except NetError as error:
                 _log.debug("scheduler %s cannot be reached: %s", self.scheduler, error)
-                await anyio.sleep(backoff.jittered(OUTAGE_PAUSES, len(OUTAGE_PAUSES)))
+                await retries.OUTAGE.wait(retries.OUTAGE.times)

@@ -17,8 +17,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net import instrumentation, rpc
-from hypha_net.backoff import jittered
+from hypha_net import instrumentation, retries, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
@@ -73,8 +72,6 @@ MAX_FETCHES: Final = 4
 """Files of a task's resources that are fetched at once."""
 MAX_FILES: Final = 20_000
 """Largest number of files in one located resource: an answer has at most 10 MiB."""
-LOCATE_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before a question is asked again that was not answered, or whose answer did not help."""
 MAX_RETRY: Final = 30.0
 """Largest number of seconds for which a resource that does not exist yet is waited for at once."""
 MIN_RETRY: Final = 0.05
@@ -287,7 +284,7 @@ class ResourceFetcher:
             except _HolderFailures as error:
                 failures = error.failures
                 _log.warning("resource %s of task %s: %s; asking the scheduler again", name, self.attempt.task, error)
-            await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
+            await retries.LOCATION.wait(rounds)
             rounds += 1
         await self.storage.run(staged.publish, self.storage.files, target)
 
@@ -305,7 +302,7 @@ class ResourceFetcher:
                     raise
                 except NetError as error:
                     _log.info("where resource %s of task %s is cannot be asked: %s", name, self.attempt.task, error)
-                await anyio.sleep(jittered(LOCATE_PAUSES, rounds))
+                await retries.LOCATION.wait(rounds)
                 rounds += 1
 
     async def _bring(self, name: str, location: ResourceLocation, staged: _StagedFiles) -> None:

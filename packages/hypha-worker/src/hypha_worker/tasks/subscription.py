@@ -12,7 +12,7 @@ from typing import Final
 
 import anyio
 
-from hypha_net.backoff import jittered
+from hypha_net import retries
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError, RequestError
 from hypha_net.log_throttle import OutageLogSchedule
@@ -33,8 +33,6 @@ from hypha_proto.tasks import (
 
 _log = logging.getLogger(__name__)
 
-PAUSES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
-"""Seconds before the stream is opened again."""
 STABLE: Final = 5.0
 """Seconds for which a stream lasts, though nothing is said, before its end counts as the first failure."""
 ANSWER_TIMEOUT: Final = 10.0
@@ -112,7 +110,7 @@ class Subscription:
                     _log.warning("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, reason)
             if self._exchanged != before or anyio.current_time() - began >= STABLE:
                 failures, outage = 0, OutageLogSchedule(anyio.current_time)
-            await anyio.sleep(jittered(PAUSES, failures))
+            await retries.STREAM.wait(failures)
             failures += 1
 
     @property

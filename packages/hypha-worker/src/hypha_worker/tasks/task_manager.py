@@ -11,7 +11,7 @@ from typing import Final
 import anyio
 import anyio.abc
 
-from hypha_net import instrumentation, transfer
+from hypha_net import instrumentation, retries, transfer
 from hypha_net.errors import NetError
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.ids import PeerId
@@ -24,7 +24,6 @@ from hypha_proto.task_resources import (
     ReleaseOutputs,
 )
 from hypha_proto.transfer import NO_JOB, TASK_RESOURCE, PullRequest, PushHeader, Refusal
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.lease_session import LeaseSession
@@ -252,14 +251,8 @@ class TaskManager:
             delivery=message.delivery,
             scheduler=held.owner.scheduler,
         )
-        for pause in RETRY_DELAYS[1:]:
-            try:
-                await transfer.push(self._host.endpoint, message.to, held.file_path(file.index), header)
-                return
-            except NetError as error:
-                _log.info("push of %s/%d to %s failed: %s", file.dataset, file.index, message.to, error)
-            await anyio.sleep(pause)
-        await transfer.push(self._host.endpoint, message.to, held.file_path(file.index), header)
+        path = held.file_path(file.index)
+        await retries.REQUEST.retry(lambda: transfer.push(self._host.endpoint, message.to, path, header))
 
     async def release_outputs(self, scheduler: PeerId, message: ReleaseOutputs) -> OutputsReleased:
         """Remove outputs of a scheduler's job."""

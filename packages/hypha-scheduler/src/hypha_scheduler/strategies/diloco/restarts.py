@@ -1,8 +1,8 @@
 """Restart policy: what follows the unexpected end of a training executor. Pure.
 
-An executor is started again on its lease `MAX_RESTARTS` times, with a smaller micro-batch if memory ended it. Then its
-worker is replaced. A fault that is the job's own, because the executor says so or because two workers have it, ends
-the job. Called by `operator`.
+An executor is started again on its lease as often as `retries.RESTART` says, with a smaller micro-batch if memory ended
+it. Then its worker is replaced. A fault that is the job's own, because the executor says so or because two workers have
+it, ends the job. Called by `operator`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Final
 
+from hypha_net import retries
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskEnded
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 
-MAX_RESTARTS: Final = 2
-"""Restarts on one lease."""
 ROUNDS_TO_FORGET: Final = 3
 """Rounds in which an update of a worker counts until its earlier failures are forgotten."""
 INVALID_JOB: Final = 2
@@ -103,7 +102,7 @@ class Restarts:
             if (other := self._other_with(peer, history.error)) is not None:
                 first = f"the same error ended the executor of {other.peer} before: {other.description}"
                 return FailJob(f"{history.description}\n{first}")
-        if history.restarts >= MAX_RESTARTS:
+        if history.restarts >= retries.RESTART.times:
             return Replace(f"its executor failed {history.restarts + 1} times: {describe(end)}")
         if is_out_of_memory(end):
             before = min(history.micro_batch or at_once, at_once)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_net import retries
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -65,8 +66,6 @@ STAND_INS: Final = 1
 """Executors that wait at the end of a job, with their models loaded, in case that another is lost."""
 MAX_FAILURES: Final = 3
 """Attempts that fail at one slice until the job fails, and attempts that fail before their first slice."""
-MAX_LOSSES: Final = 10
-"""Leases that are lost while they compute the same slice until the job fails."""
 MAX_BARREN: Final = 10
 """Attempts of all workers that fail one after the other without a committed part until the job fails."""
 FIRST_SLICES: Final = 3
@@ -228,11 +227,11 @@ class InferenceOperator(Operator):
         blame = self._blame(worker.task, held, reason, now)
         if held:
             self._ledger.losses[held[0]] += 1
-            if self._ledger.losses[held[0]] >= MAX_LOSSES:
+            if (losses := self._ledger.losses[held[0]]) > retries.LOST_SLICE.times:
                 what = self._data.dataset.describe(held[0])
                 return (
                     event,
-                    *self._fail(f"{MAX_LOSSES} workers were lost while they computed {what}; the last: {reason}"),
+                    *self._fail(f"{losses} workers were lost while they computed {what}; the last: {reason}"),
                 )
         return (event, *blame, *self._start_tasks(now))
 

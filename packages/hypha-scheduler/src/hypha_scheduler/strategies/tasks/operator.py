@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from hypha_net import retries
 from hypha_net.errors import ContentMismatchError, NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -45,8 +46,6 @@ from hypha_scheduler.strategies.tasks.ledger import MadeOutput, OutputLedger
 from hypha_scheduler.strategies.tasks.placement import Placement, TaskLease
 from hypha_scheduler.strategies.tasks.summary import summarize
 
-MAX_LOSSES: Final = 10
-"""Attempts at an instance that may end with their lease; also the times that an output may be lost."""
 MAX_FAILURES_OF_WORKER: Final = 3
 """Attempts in a row that fail at a worker, of different instances, until it is excluded for a while."""
 BACKSTOP: Final = 30.0
@@ -431,7 +430,7 @@ class TasksOperator(base.Operator):
         instance = run.instance
         instance.losses += 1
         self._blame_worker(run, reason, now)
-        if instance.losses > MAX_LOSSES:
+        if instance.losses > retries.LOST_TASK.times:
             text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
             self._fail_later(f"{text}; look whether it ends its workers")
         self._emit_retry(run, reason)
@@ -444,7 +443,7 @@ class TasksOperator(base.Operator):
         """Handle that an attempt could not be given a result: it is tried once more, then made again."""
         instance = run.instance
         instance.lacks += 1
-        if instance.lacks > MAX_LOSSES:
+        if instance.lacks > retries.LOST_TASK.times:
             text = f"task {instance.name} could not be given {result[1]} of {result[0]} {instance.lacks} times"
             self._fail_later(f"{text}, the last time because {reason}")
         self._emit_retry(run, f"it could not be given {result[1]} of {result[0]}: {reason}")
@@ -543,7 +542,7 @@ class TasksOperator(base.Operator):
         self._losses[key] += 1
         self.ledger.release(stored.holder, stored.output)
         self._remove(key)
-        if self._losses[key] > MAX_LOSSES:
+        if self._losses[key] > retries.LOST_TASK.times:
             self._fail_later(f"output {key[1]} of task {key[0]} was lost {self._losses[key]} times: {reason}")
         elif self._is_needed(key):
             self._make_again(self.instances.by_name[key[0]])

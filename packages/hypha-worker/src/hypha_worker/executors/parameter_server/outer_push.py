@@ -12,15 +12,13 @@ from typing import Final
 
 import anyio
 
-from hypha_net import backoff, instrumentation
+from hypha_net import instrumentation, retries
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
 
 _log = logging.getLogger(__name__)
 
-PAUSES: Final = (1.0, 2.0, 4.0)
-"""Seconds before a receiver that cannot be reached is tried again; the last repeats."""
 PATIENCE: Final = 2.0
 """Least number of seconds for which members are waited for when the scheduler has the outer update."""
 LAST_PATIENCE: Final = 10.0
@@ -75,7 +73,7 @@ class OuterPush:
             with self._scopes[peer]:
                 failures = 0
                 while not await self._attempt(peer, push_to, failures):
-                    await anyio.sleep(backoff.jittered(PAUSES, failures))
+                    await retries.UPDATE.wait(failures)
                     failures += 1
         finally:
             del self._scopes[peer]

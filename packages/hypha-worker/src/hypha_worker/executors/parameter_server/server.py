@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.abc
 
-from hypha_net import backoff, instrumentation, transfer
+from hypha_net import instrumentation, retries, transfer
 from hypha_net.errors import NetError, NoSpaceError, TransferRefusedError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.commands import CommandAnswer, SetMembers, SetWorkers, TaskCommand
@@ -28,8 +28,6 @@ from hypha_proto.job_spec import PeersReference
 from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.connectors.rpc_retry import RETRY_DELAYS
-from hypha_worker.connectors.scheduler_contact import OUTAGE_PAUSES
 from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.executors.parameter_server import outer_push
 from hypha_worker.executors.parameter_server.outer_push import OuterPush
@@ -517,7 +515,7 @@ class ParameterServer(Execution):
                 if refusals == MAX_REFUSALS:
                     raise
                 _log.warning("outer update of round %d did not reach the scheduler: %s", header.round, error)
-            await anyio.sleep(backoff.jittered(OUTAGE_PAUSES, failures))
+            await retries.UPDATE.wait(failures)
             failures += 1
 
     def _receivers(self, done: CompleteRound) -> tuple[list[PeerId], list[PeerId]]:
@@ -554,7 +552,7 @@ class ParameterServer(Execution):
         try:
             # one that does not know the job yet acknowledges it, too
             await self._context.contact.call(
-                UPDATE_REFUSED, message, is_refusal=lambda _answer: True, timeout=10.0, delays=RETRY_DELAYS
+                UPDATE_REFUSED, message, is_refusal=lambda _answer: True, timeout=10.0, policy=retries.REQUEST
             )
         except NetError as error:
             _log.warning("an update that does not count could not be reported to the scheduler: %s", error)
