@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import itertools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,27 +24,34 @@ def names_in(page: str) -> list[str]:
     return _NAME.findall(page)
 
 
-def resolve(name: str) -> object:
-    """Import the longest module of a dotted name, and take the rest of it as attributes.
+def split(name: str) -> tuple[str, list[str]]:
+    """Import the longest module of a dotted name; return its name, and the attributes that follow.
 
     Raises:
-        LookupError: no such module, or it has no such attribute.
+        LookupError: no such module.
     """
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         module_name = ".".join(parts[:end])
         try:
-            found: object = importlib.import_module(module_name)
+            importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but one of its imports does not
-            continue
-        for attribute in parts[end:]:
-            if not hasattr(found, attribute):
-                raise LookupError(f"{name}: {module_name} has no {'.'.join(parts[end:])}")
-            found = getattr(found, attribute)
-        return found
+        else:
+            return module_name, parts[end:]
     raise LookupError(f"{name}: no such module")
+
+
+def resolve(name: str) -> object:
+    """Return what a dotted name means. Raises `LookupError` if there is no such thing."""
+    module_name, attributes = split(name)
+    found: object = sys.modules[module_name]
+    for attribute in attributes:
+        if not hasattr(found, attribute):
+            raise LookupError(f"{name}: {module_name} has no {'.'.join(attributes)}")
+        found = getattr(found, attribute)
+    return found
 
 
 @pytest.mark.parametrize("page", WALKTHROUGHS)
@@ -56,6 +65,13 @@ def test_a_walkthrough_names_only_functions_that_exist(page: str) -> None:
         except LookupError as error:
             missing.append(str(error))
     assert missing == []
+
+
+@pytest.mark.parametrize("page", WALKTHROUGHS)
+def test_a_walkthrough_returns_to_no_module_that_it_has_left(page: str) -> None:
+    names = names_in((ROOT / "docs" / "walkthroughs" / page).read_text())
+    passed = [module for module, _ in itertools.groupby(split(name)[0] for name in names)]
+    assert [module for module, visits in Counter(passed).items() if visits > 1] == []
 
 
 def test_resolve_finds_names_and_rejects_unknown_ones() -> None:
