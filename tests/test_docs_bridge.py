@@ -31,7 +31,7 @@ from hypha_proto.job_spec import HuggingFaceReference, Model, SchedulerReference
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.unix_socket import SocketPlace
-from hypha_worker.executors.process.execution import task_json
+from hypha_worker.executors.process.process_execution import task_json
 
 LIMIT = 1 << 20
 HUB = {"model.safetensors": b"weights", "config.json": b"{}"}

@@ -13,7 +13,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
-from hypha_scheduler.jobs.attempts import Attempts
+from hypha_scheduler.jobs.attempt_register import AttemptRegister
 from hypha_scheduler.jobs.task_graph import TaskError
 from hypha_scheduler.strategies.base import Lease, TaskRef
 
@@ -30,7 +30,7 @@ class AttemptsMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.attempts = Attempts()
+        self.attempts = AttemptRegister()
         self.started: list[TaskRef] = []
         self.running: dict[uuid.UUID, TaskRef] = {}
 
@@ -80,7 +80,7 @@ TestAttempts = AttemptsMachine.TestCase
 
 
 def test_an_adopted_attempt_is_confirmed_and_has_no_specification() -> None:
-    attempts, task = Attempts(), TaskRef("a", LEASES[0], 3)
+    attempts, task = AttemptRegister(), TaskRef("a", LEASES[0], 3)
     attempts.adopt(task)
     found = attempts.get(task)
     assert found is not None
@@ -91,7 +91,7 @@ def test_an_adopted_attempt_is_confirmed_and_has_no_specification() -> None:
 
 
 def test_an_answer_that_nobody_has_asked_for_is_not_kept() -> None:
-    attempt = Attempts().start(TaskRef("a", LEASES[0]), SPEC)
+    attempt = AttemptRegister().start(TaskRef("a", LEASES[0]), SPEC)
     attempt.add_answer(CommandAnswer(number=0, accepted=True))
     assert attempt.answers == {}
     attempt.commands = 1

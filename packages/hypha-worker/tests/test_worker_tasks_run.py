@@ -160,7 +160,7 @@ async def test_an_error_in_the_worker_ends_one_attempt_only(
 ) -> None:
     async with in_task_lab() as (_lab, tasks, lease):
         with monkeypatch.context() as patched:
-            patched.setattr("hypha_worker.executors.process.execution.task_json", lambda _context: 1 / 0)
+            patched.setattr("hypha_worker.executors.process.process_execution.task_json", lambda _context: 1 / 0)
             tasks.start(lease, "t")
             failed = (await tasks.end("t")).failed
         assert failed is not None
@@ -176,7 +176,7 @@ async def test_a_lease_whose_session_fails_is_given_up_so_that_its_scheduler_hea
     """Another session could not go on with the stream: the attempt would hang while the lease is renewed."""
     async with in_task_lab() as (lab, tasks, lease):
         with monkeypatch.context() as patched:
-            patched.setattr("hypha_worker.tasks.lease_session.check_start", lambda *_: 1 / 0)
+            patched.setattr("hypha_worker.tasks.task_session.check_start", lambda *_: 1 / 0)
             tasks.start(lease, "t")
             await tasks.until(lambda: all(found.id != lease for found in lab.worker.lease_manager.leases))
         assert "because of an error in this worker" in caplog.text

@@ -65,7 +65,7 @@ from hypha_scheduler.errors import (
 )
 from hypha_scheduler.jobs.adoption import HeldAtEnd, held_at_end, take_leases_back
 from hypha_scheduler.jobs.artifacts import write_result
-from hypha_scheduler.jobs.attempts import Attempt, Attempts
+from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.effect_queue import EffectQueue
@@ -207,7 +207,7 @@ class JobRunner:
         self._access = access or SourceAccess()
         self._earlier: Sequence[Mapping[str, Any]] = ()
         """Records of the journal of an interrupted run."""
-        self._attempts = Attempts()
+        self._attempts = AttemptRegister()
         self.task_streams = TaskStreams(self.job_id, self._attempts, observer=self)
         self._auction_settings = auction
         self._operator: Operator | None = None

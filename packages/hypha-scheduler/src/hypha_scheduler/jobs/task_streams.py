@@ -1,7 +1,8 @@
 """Streams of tasks to workers: one for each lease, with definitions down and reports up (`hypha_proto.tasks`).
 
 Definitions and reports outlive a stream: the worker opens the next one, which continues, also with a scheduler that was
-started again. What it reports is looked up in `attempts`, and checked by `task_reports`, before the job hears of it.
+started again. What it reports is looked up in `attempt_register`, and checked by `task_reports`, before the job hears
+of it.
 `service` calls `serve_task_streams`; each job's `runner` has a `TaskStreams`.
 """
 
@@ -39,7 +40,7 @@ from hypha_proto.tasks import (
     TaskReport,
     WorkerFrame,
 )
-from hypha_scheduler.jobs.attempts import Attempt, Attempts
+from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
 from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_reports import TaskNews, UnusableReportError, read_report, traffic_of
 from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TrafficCounts
@@ -107,7 +108,7 @@ class TaskStreams:
     """Streams of one job's leases."""
 
     job_id: uuid.UUID
-    attempts: Attempts
+    attempts: AttemptRegister
     """What runs on the leases."""
     observer: StreamObserver
     _leases: dict[uuid.UUID, _LeaseStream] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The stream of task definitions and reports of one lease, opened again whenever it breaks.
 
-Run by `lease_session`, which handles the definitions; calls `hypha_net.message_channel`, which loses and repeats none.
+Run by `task_session`, which handles the definitions; calls `hypha_net.message_channel`, which loses and repeats none.
 """
 
 from __future__ import annotations

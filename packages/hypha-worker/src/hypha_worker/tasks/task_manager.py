@@ -26,9 +26,9 @@ from hypha_proto.task_resources import (
 from hypha_proto.transfer import NO_JOB, TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
 from hypha_worker.leasing.retention import Retention
-from hypha_worker.tasks.lease_session import LeaseSession
 from hypha_worker.tasks.output_store import HeldOutput
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
+from hypha_worker.tasks.task_session import TaskSession
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TaskManager:
         self._host = host
         self._tasks = tasks
         self._retention = Retention(host.lease_manager, tasks)
-        self._sessions: dict[uuid.UUID, LeaseSession] = {}
+        self._sessions: dict[uuid.UUID, TaskSession] = {}
         self._pushes = 0
         self._push_places = anyio.CapacityLimiter(_CONCURRENT_PUSHES)
         host.lease_manager.retained_storage = self._retained_storage
@@ -83,7 +83,7 @@ class TaskManager:
         self._host.store.renew(lease.id, self._host.clock())
         session = self._sessions.get(lease.id)
         if session is None:
-            session = self._sessions[lease.id] = LeaseSession(self._host, lease, self._retention, self._check_beside)
+            session = self._sessions[lease.id] = TaskSession(self._host, lease, self._retention, self._check_beside)
             self._tasks.start_soon(self._serve, session)
         elif session.running is not None:
             session.running.contact.on_renewed()
@@ -94,7 +94,7 @@ class TaskManager:
         if session is not None and session.running is not None:
             session.running.contact.on_silence()
 
-    async def _serve(self, session: LeaseSession) -> None:
+    async def _serve(self, session: TaskSession) -> None:
         try:
             await session.run()
         except Exception:  # noqa: BLE001 - logged: it ends the tasks of this lease only

@@ -1,6 +1,6 @@
 """One attempt at a task, from its acceptance to the report of its end.
 
-Started by `lease_session`. The end is reported after the executor's processes are gone, the folder is removed and the
+Started by `task_session`. The end is reported after the executor's processes are gone, the folder is removed and the
 lease takes a further task, so that a scheduler that gets the report can send the next one at once.
 """
 

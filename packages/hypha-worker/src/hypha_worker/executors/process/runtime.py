@@ -29,7 +29,7 @@ class ProcessRuntime:
 
     def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
-        from hypha_worker.executors.process.execution import ProcessExecution
+        from hypha_worker.executors.process.process_execution import ProcessExecution
 
         return partial(ProcessExecution, settings=settings, host=host)
 

@@ -38,7 +38,7 @@ _REFUSED: Final = instrumentation.Counter(
 )
 
 
-class LeaseSession:
+class TaskSession:
     """What a worker does for the tasks of one lease."""
 
     def __init__(self, host: TaskHost, lease: Lease, retention: Retention, check: Callable[[TaskRun], None]) -> None:
@@ -123,9 +123,9 @@ class LeaseSession:
         elif definition.start is not None:
             self._start(definition)
         elif given:
-            self._change(definition, is_new=is_new)
+            self._stop_or_drain(definition, is_new=is_new)
 
-    def _change(self, definition: TaskDefinition, *, is_new: bool) -> None:
+    def _stop_or_drain(self, definition: TaskDefinition, *, is_new: bool) -> None:
         """Stop or drain the attempt; one that never began is reported as cancelled."""
         run = self._find(definition)
         if run is None:

@@ -53,7 +53,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Attempts:
+class AttemptRegister:
     """Attempts at tasks, at most one at a time on each lease."""
 
     _running: dict[uuid.UUID, Attempt] = field(default_factory=dict)
