@@ -93,7 +93,10 @@ class JobStorage:
         return None if self.cache is None else self.cache.cache.find(self.cache.key(kind, source))
 
     async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
-        """Copy what a source had from the cache to a new staged file; return its size, or None if it is not there.
+        """Copy a source's content, as it was when fetched, from the cache to a new staged file.
+
+        Returns:
+            Its size in bytes; None if it is not there.
 
         Raises:
             StorageExceededError: the job's files would exceed its limit.
