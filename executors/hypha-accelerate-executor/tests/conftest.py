@@ -1,6 +1,5 @@
 """Fixtures of the executor's tests: a fake worker, which is an HTTP server on a Unix socket that acts as bridge,
-scheduler
-and parameter server."""
+scheduler and parameter server; and fake auto classes of transformers."""
 
 from __future__ import annotations
 
@@ -8,12 +7,14 @@ import json
 import queue
 import shutil
 import socketserver
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -454,3 +455,16 @@ def writer(tmp_path_factory: pytest.TempPathFactory, words: Any, llama_config: d
     model.save_pretrained(path)
     words.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def fake_auto_class(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Return a function that makes an auto class of transformers load what `from_pretrained` returns."""
+
+    def fake(name: str, from_pretrained: Callable[..., Any]) -> None:
+        import transformers
+
+        hasattr(transformers, name)  # the first class that is loaded makes transformers replace its own module
+        monkeypatch.setattr(sys.modules["transformers"], name, SimpleNamespace(from_pretrained=from_pretrained))
+
+    return fake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +96,14 @@ def test_the_torch_task_loads_a_class_of_the_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", PREPROCESSOR_TASKS)
-def test_a_preprocessor_loads_its_auto_class(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
+def test_a_preprocessor_loads_its_auto_class(task: str, tmp_path: Path, fake_auto_class: Any) -> None:
     asked: list[Any] = []
 
-    class Auto:  # image classes are missing without Pillow or torchvision
-        @staticmethod
-        def from_pretrained(folder: Path, **options: Any) -> Any:
-            asked.append(options["trust_remote_code"])
-            raise OSError("no such file")
+    def from_pretrained(folder: Path, **options: Any) -> Any:
+        asked.append(options["trust_remote_code"])
+        raise OSError("no such file")
 
-    hasattr(transformers, AUTO_CLASSES[task])  # transformers may replace its own module meanwhile
-    monkeypatch.setattr(sys.modules["transformers"], AUTO_CLASSES[task], Auto)
+    fake_auto_class(AUTO_CLASSES[task], from_pretrained)  # image classes are missing without Pillow or torchvision
     with pytest.raises(ModelError, match=task):
         load_preprocessor(task, tmp_path, ("x",), None)
     assert asked == [False]

@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,15 +165,13 @@ def test_a_feature_extractor_gets_audio_at_its_sampling_rate(tmp_path: Path) -> 
     np.testing.assert_allclose(made["input_values"].mean(1), 0, atol=1e-5)
 
 
-def test_an_image_processor_gets_a_list_of_images_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
+def test_an_image_processor_gets_a_list_of_images_as_stored(tmp_path: Path, fake_auto_class: Any) -> None:
     def process(images: list[Any], return_tensors: str) -> dict[str, Any]:
         assert return_tensors == "np"
         assert {(image.dtype, image.shape) for image in images} == {(np.dtype("u1"), (4, 4, 3))}
         return {"pixel_values": np.stack(images).transpose(0, 3, 1, 2) / 255}
 
-    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=lambda *_, **__: process))
+    fake_auto_class("AutoImageProcessor", lambda *_, **__: process)
     images = np.full((2, 4, 4, 3), 255, np.uint8)
     made = load_preprocessor("image", tmp_path, ("image",), None)({"image": images, "labels": np.zeros(2, "i8")})
     assert made.keys() == {"pixel_values", "labels"}
@@ -273,13 +270,11 @@ def test_integer_sound_is_refused_by_an_extractor_of_spectrograms(tmp_path: Path
     np.testing.assert_allclose(made["input_values"].std(1), 1, atol=1e-3)
 
 
-def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
+def test_a_missing_library_is_named(tmp_path: Path, fake_auto_class: Any) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ImportError("\nViTImageProcessor requires the PIL library\n")
 
-    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=missing))
+    fake_auto_class("AutoImageProcessor", missing)
     with pytest.raises(JobError, match="not installed: ViTImageProcessor requires the PIL library"):
         load_preprocessor("image", tmp_path, ("image",), None)
 
