@@ -5,6 +5,7 @@ Read-only view over the dialer's connections and py-libp2p's peerstore.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 from libp2p.host.basic_host import BasicHost
@@ -74,10 +75,15 @@ class ConnectedPeers:
         certificate = self.certificate(peer)
         return PeerInfo(
             peer,
-            tuple(str(Multiaddr(address)) for address in listen_addresses(store, raw)),
+            tuple(map(_address_text, listen_addresses(store, raw))),
             agent_version(store, raw),
             supported_protocols(store, raw),
             certificate.not_after if certificate else None,
             certificate.role if certificate else None,
             certificate.subject if certificate else None,
         )
+
+
+@functools.lru_cache(1024)  # taking one apart costs more than all else that is said of a peer
+def _address_text(address: bytes) -> str:
+    return str(Multiaddr(address))

@@ -26,7 +26,9 @@ CALL_INTERVAL: Final = 20.0
 """Seconds between two calls of `call_gateways`, on average."""
 CALL_TIMEOUT: Final = 5.0
 GATEWAY_POLL: Final = 0.1
-"""Seconds between looking whether a gateway is connected."""
+"""Seconds between looking whether a gateway is connected while none is."""
+OUTAGE_POLL: Final = 1.0
+"""Seconds between looking whether one still is."""
 GATEWAY_WARNING: Final = 60.0
 """Seconds between two warnings while none is."""
 
@@ -110,7 +112,7 @@ async def watch_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
         elif now >= due:
             _log.warning("%s; check gateway_addresses, and that a gateway runs there", outage)
             due += GATEWAY_WARNING
-        await anyio.sleep(GATEWAY_POLL)
+        await anyio.sleep(OUTAGE_POLL if outage is None else GATEWAY_POLL)
 
 
 async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
