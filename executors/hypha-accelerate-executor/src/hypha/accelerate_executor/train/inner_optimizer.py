@@ -114,7 +114,8 @@ class InnerOptimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         (apply or clip_and_step)(self)
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         self.skip_step()
 
     def skip_step(self) -> None:
@@ -149,7 +150,7 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) ->
 
 
 def check_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Check the gradients in one reduction.
+    """Check the gradients.
 
     Raises:
         NotFiniteGradient: one is not finite.
@@ -159,8 +160,15 @@ def check_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def are_gradients_finite(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether the norm of this process's gradients is finite; that of very large ones is not either."""
+    """Return whether this process's gradients are finite; very large ones on another device than CPUs are not either.
+
+    On CPUs, the kernel of `torch.amp.GradScaler` takes a third of the time of a norm; other devices may lack it.
+    """
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if all(gradient.device.type == "cpu" for gradient in gradients):
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1))
+        return not found.item()
     whole = getattr(torch.nn.utils, "get_total_norm", None)  # since torch 2.6
     norms = map(torch.linalg.vector_norm, gradients) if whole is None else [whole(gradients)]
     return all(map(math.isfinite, norms))
