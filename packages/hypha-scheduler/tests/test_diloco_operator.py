@@ -24,9 +24,10 @@ from support.diloco_simulation import (
 
 from hypha_net.transfer import PullSource
 from hypha_proto.attempt_id import AttemptId
+from hypha_proto.batch_reports import BatchesCounted, ReportBatches
 from hypha_proto.contributions import CommitStatus, SampleRange
 from hypha_proto.job_spec import AggregateConfig, TrainConfig
-from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, UpdateMerged
+from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, TrainedBatch, UpdateMerged
 from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 from hypha_scheduler.strategies.base import EmitEvent, PushTarget, RetryAfter, SliceToUse, TaskState
 from hypha_scheduler.strategies.diloco.restore import restore
@@ -356,12 +357,19 @@ def available(job: Job) -> list[tuple[int, int, int]]:
     return [(span.epoch, span.index, at) for span in ledger.available for at in range(span.first, span.end)]
 
 
-async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest() -> None:
+@pytest.mark.parametrize("reports_batches", [False, True])
+async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest(reports_batches: bool) -> None:
     job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
     train(job, *WORKERS)
     contribute(job, A, B)
     job.now = 59.0
-    job.report(C, SendingUpdate())
+    if reports_batches:
+        task, batch = job.leases[C], TrainedBatch(batch_size=BATCH)
+        message = ReportBatches(attempt=task.id_in(JOB_ID), round=1, first=1, batches=(batch,))
+        answer, _ = job.operator.on_message(task, "ReportBatches", message, job.now)
+        assert answer == BatchesCounted(counted=2, last=2)
+    else:
+        job.report(C, SendingUpdate())
     deadline = job.operator.next_deadline()
     assert deadline == 59.0 + 60.0
 

@@ -287,7 +287,8 @@ class TrainingLoop:
         """Send the pseudo-gradient, wait for the outer update and merge it; return False if the job ends before."""
         number = current.number
         update = self._write_update(current)
-        if isinstance(self._bridge.report(SendingUpdate()), Done):
+        # where rounds are committed, the report of the last batches has said so
+        if self._config.term is None and isinstance(self._bridge.report(SendingUpdate()), Done):
             update.unlink(missing_ok=True)
             return False
         self._send_update(update, current)

@@ -192,7 +192,10 @@ class TrainingState:
         if isinstance(answer, Done):
             self.told_done.add(peer)
             return BatchesCounted(counted=counted, done=True), effects
-        return BatchesCounted(counted=counted, last=self._last_batch(peer, message.round, counted, answer)), effects
+        last = self._last_batch(peer, message.round, counted, answer)
+        if last == counted and self.rounds.round_of(peer) == message.round:
+            self.rounds.update_sending(peer, now)
+        return BatchesCounted(counted=counted, last=last), effects
 
     def _last_batch(self, peer: PeerId, number: int, trained: int, answer: ProgressResponse) -> int | None:
         """Return after how many batches of a round a worker sends its update; it has `trained` so many."""
