@@ -16,18 +16,22 @@ from hypha_net.log_throttle import MAX_KEPT, LogThrottle, OutageLogSchedule
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
-def test_a_message_is_logged_once_a_minute_with_the_suppressed_count() -> None:
+def test_a_message_is_logged_once_a_minute_with_the_suppressed_count(caplog: pytest.LogCaptureFixture) -> None:
     now = 1000.0
     throttle = LogThrottle(lambda: now)
-    assert [throttle.suppressed_count("a") for _ in range(3)] == [0, None, None]
-    assert throttle.suppressed_count("b") == 0
+
+    def logged(*keys: object) -> list[str]:
+        caplog.clear()
+        for key in keys:
+            throttle.log(logging.getLogger("test"), logging.WARNING, key, "%s refused", key)
+        return caplog.messages
+
+    assert logged("a", "a", "a", "b") == ["a refused", "b refused"]
     now += 59
-    assert throttle.suppressed_count("a") is None
+    assert logged("a") == []
     now += 2
-    assert throttle.suppressed_count("a") == 3
-    assert throttle.suppressed_count("a") is None
-    for other in range(2 * MAX_KEPT):
-        throttle.suppressed_count(other)
+    assert logged("a", "a") == ["a refused (3 more since it was last logged)"]
+    logged(*range(2 * MAX_KEPT))
     assert len(throttle) == MAX_KEPT
 
 

@@ -51,7 +51,7 @@ def test_first_refusal_of_each_kind_is_logged_then_one_an_hour(caplog: pytest.Lo
     assert [record.getMessage().removeprefix(f"no offer to scheduler {PEER}: ") for record in caplog.records] == [
         "because of price",
         "because of busy",
-        "because of price (3 more of this kind since it was last logged)",
+        "because of price (3 more since it was last logged)",
         "other requests were chosen, or its scheduler has published it again",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final
@@ -17,7 +18,7 @@ REMINDERS: Final = (60.0, 300.0, 900.0, 3600.0)
 
 
 class LogThrottle:
-    """Allows each message once in `interval` seconds, and counts those in between."""
+    """Logs each message once in `interval` seconds, with the number of those in between."""
 
     def __init__(self, clock: Callable[[], float] = trio.current_time, interval: float = INTERVAL) -> None:
         self._clock = clock
@@ -28,17 +29,18 @@ class LogThrottle:
     def __len__(self) -> int:
         return len(self._logged)
 
-    def suppressed_count(self, key: Hashable) -> int | None:
-        """Return how many messages were suppressed since the last one, or None if this one is to be suppressed."""
+    def log(self, logger: logging.Logger, level: int, key: Hashable, message: str, *arguments: object) -> None:
+        """Log a message unless one of the same `key` was logged lately."""
         now = self._clock()
         at, suppressed = self._logged.pop(key, (None, 0))
         if at is not None and now - at < self._interval:
             self._logged[key] = (at, suppressed + 1)
-            return None
+            return
         while len(self._logged) >= MAX_KEPT:
             self._logged.popitem(last=False)
         self._logged[key] = (now, 0)
-        return suppressed
+        more = f" ({suppressed} more since it was last logged)" if suppressed else ""
+        logger.log(level, f"{message}%s", *arguments, more, stacklevel=2)
 
 
 class OutageLogSchedule:

@@ -467,11 +467,9 @@ class SchedulerService:
     def _log_refusal(self, what: str, peer: PeerId, run: JobRunner | None, reason: str) -> None:
         """Log a refused request, once a minute for each peer, kind of request and, within a job, reason."""
         about = (None, None) if run is None else (run.job_id, reason)
-        suppressed = self._refusals.suppressed_count((what, peer, *about))
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            of_job = "" if run is None else f" for job {run.job_id}"
-            _log.warning("%s of %s%s refused: %s%s", what, peer, of_job, reason, more)
+        of_job = "" if run is None else f" for job {run.job_id}"
+        text = "%s of %s%s refused: %s"
+        self._refusals.log(_log, logging.WARNING, (what, peer, *about), text, what, peer, of_job, reason)
 
     async def _goodbye(self, peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
         for run in await self._all_jobs():

@@ -484,10 +484,7 @@ class Worker:
 
     def _log_refusal(self, what: str, scheduler: PeerId, error: LeaseError) -> None:
         """Log a refused request, once a minute for each scheduler and kind of error."""
-        suppressed = self._refusals.suppressed_count((what, scheduler, type(error)))
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            _log.info("%s refused: %s%s", what, error, more)
+        self._refusals.log(_log, logging.INFO, (what, scheduler, type(error)), "%s refused: %s", what, error)
 
     async def explain(self, scheduler: PeerId, message: WhyNot) -> Reasons:
         """Return why this worker would make no offer for a request."""

@@ -61,14 +61,11 @@ class Twins:
         older = min(twins, key=lambda other: other.began, default=None)
         if older is None or older.began > own.began:
             return None
-        if self._logged.suppressed_count(peer) is not None:
-            _log.warning(
-                "two nodes use the certificate of %s: one at %s, and since later one at %s; make one for each with "
-                "hypha-certutil node",
-                peer,
-                older.address,
-                own.address,
-            )
+        self._logged.log(
+            _log, logging.WARNING, peer,
+            "two nodes use the certificate of %s: one at %s, and since later one at %s; make one for each with "
+            "hypha-certutil node", peer, older.address, own.address,
+        )  # fmt: skip
         return older.address
 
     def _forget(self, before: float) -> None:

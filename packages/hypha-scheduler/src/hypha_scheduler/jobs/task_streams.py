@@ -210,11 +210,8 @@ class TaskStreams:
 
     def _count_refusal(self, lease: uuid.UUID, report: TaskReport, reason: str) -> None:
         _REFUSED.add()
-        suppressed = self._refusals.suppressed_count((lease, reason))
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            about = f"attempt {report.attempt.number} at task {report.attempt.task} on lease {lease}"
-            _log.warning("report on %s refused: %s%s", about, reason, more)
+        about = f"attempt {report.attempt.number} at task {report.attempt.task} on lease {lease}"
+        self._refusals.log(_log, logging.WARNING, (lease, reason), "report on %s refused: %s", about, reason)
 
     # ---------------------------------------------------------------------------------------------------------- streams
 
@@ -274,8 +271,8 @@ def serve_task_streams(endpoint: Endpoint, find: FindStreams) -> None:
 
 def _complain(complaints: LogThrottle, peer: PeerId, error: Exception) -> None:
     """Log a violation of the protocol; streams break every day."""
-    if isinstance(error, RequestError | DecodeError) and complaints.suppressed_count(peer) is not None:
-        _log.warning("task stream of %s ended: %s", peer, error)
+    if isinstance(error, RequestError | DecodeError):
+        complaints.log(_log, logging.WARNING, peer, "task stream of %s ended: %s", peer, error)
 
 
 async def _serve_stream(stream: Stream, find: FindStreams) -> None:

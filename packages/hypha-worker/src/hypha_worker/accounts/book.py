@@ -135,5 +135,5 @@ class AccountBook:
             if held is not None:
                 self._files.store_held(held)
         except OSError as error:
-            if self._failures.suppressed_count(error.errno) is not None:
-                _log.warning("the accounts cannot be stored and are kept in memory: %s", error)
+            text = "the accounts cannot be stored and are kept in memory: %s"
+            self._failures.log(_log, logging.WARNING, error.errno, text, error)

@@ -162,10 +162,8 @@ class Bidder:
             raise UnreachableError(failures[-1])
 
     def _log_failure(self, lease: Lease, error: Exception) -> None:
-        suppressed = self._failures.suppressed_count(lease.scheduler)
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            _log.warning("offer for request %s did not reach %s: %s%s", lease.request_id, lease.scheduler, error, more)
+        text, scheduler = "offer for request %s did not reach %s: %s", lease.scheduler
+        self._failures.log(_log, logging.WARNING, scheduler, text, lease.request_id, scheduler, error)
 
 
 def _make_offer(lease: Lease, life: float) -> WorkerOffer:

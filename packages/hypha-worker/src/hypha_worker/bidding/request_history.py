@@ -69,10 +69,9 @@ class RequestHistory:
         """
         texts = tuple(reason.text for reason in reasons) or (_TAKEN,)
         self._decided.append(DecidedRequest(self.wall_clock(), received, None, texts))
-        suppressed = self._throttle.suppressed_count(reasons[0].code if reasons else None)
-        if suppressed is not None:
-            more = f" ({suppressed} more of this kind since it was last logged)" if suppressed else ""
-            _log.info("no offer to scheduler %s: %s%s", received.scheduler, "; ".join(texts), more)
+        kind = reasons[0].code if reasons else None
+        text = "no offer to scheduler %s: %s"
+        self._throttle.log(_log, logging.INFO, kind, text, received.scheduler, "; ".join(texts))
 
 
 def explain_refusal(arbiter: Arbiter, leases: LeaseManager, received: ReceivedRequest) -> tuple[Rejection, ...]:

@@ -96,8 +96,8 @@ class ControlServer:
 
     def _log_failure(self, error: BaseException) -> None:
         key = error.errno if isinstance(error, OSError) else None
-        if self._failures.suppressed_count(key) is not None:
-            _log.warning("the control socket cannot accept clients: %s", str(error) or type(error).__name__)
+        text = "the control socket cannot accept clients: %s"
+        self._failures.log(_log, logging.WARNING, key, text, str(error) or type(error).__name__)
 
     async def _handle(self, stream: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
         async with stream:

@@ -225,8 +225,6 @@ class TaskSession:
     def _refuse(self, why: str, definition: TaskDefinition, reason: str) -> None:
         """Count a refused definition, and log it, each kind once a minute."""
         _REFUSED.add(1, {"hypha.reason": why})
-        suppressed = self._refusals.suppressed_count(why)
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            task = f"task {definition.attempt.task}, attempt {definition.attempt.number}"
-            _log.warning("definition of %s by %s refused: %s%s", task, self.lease.scheduler, one_line(reason), more)
+        task = f"task {definition.attempt.task}, attempt {definition.attempt.number}"
+        text = "definition of %s by %s refused: %s"
+        self._refusals.log(_log, logging.WARNING, why, text, task, self.lease.scheduler, one_line(reason))

@@ -425,10 +425,10 @@ class TlsTransport(ISecureTransport):
     def _log_refusal(self, conn: IRawConnection, secured: TlsConnection, error: str, direction: str) -> None:
         address = conn.get_remote_address()
         host = address[0] if address and not secured.is_initiator else address  # the port of a client changes each time
-        suppressed = self._refusals.suppressed_count((direction, secured.shown_peer() or host, error))
-        if suppressed is not None:
-            more = f" ({suppressed} more since it was last logged)" if suppressed else ""
-            _log.warning("connection %s %s refused: %s%s", direction, describe_address(conn), error, more)
+        key = (direction, secured.shown_peer() or host, error)
+        self._refusals.log(
+            _log, logging.WARNING, key, "connection %s %s refused: %s", direction, describe_address(conn), error
+        )
 
 
 def describe_address(conn: Any) -> str:
