@@ -98,6 +98,7 @@ def test_probe_reports_the_identity_of_the_gateway(folder: Path, address: str) -
     named = probe(folder, "prober", f"{address}/p2p/{answer['peer_id']}")
     assert named.returncode == 0, named.stderr
     assert f"peer id          {answer['peer_id']}" in named.stdout
+    assert "agent            hypha-python/" in probe(folder, "gateway", address).stdout  # its own certificate
 
 
 def test_node_of_another_network_is_refused_with_a_reason(folder: Path, address: str, tmp_path: Path) -> None:

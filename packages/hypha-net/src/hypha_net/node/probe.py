@@ -1,9 +1,4 @@
-"""Probe of a peer: connects to it and asks for its health and identity.
-
-The engine does not identify a peer that has this node's own identity. A minimal client of identify asks such a peer
-(https://github.com/libp2p/specs/blob/master/identify/README.md): the answer is one length-prefixed protobuf message, of
-which only the agent version (field 6) is read.
-"""
+"""Probe of a peer: connects to it and asks for its health and identity."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from hypha_net.errors import NetError
 from hypha_net.node.config.models import NodeConfig
 
 if TYPE_CHECKING:
@@ -22,11 +16,6 @@ if TYPE_CHECKING:
 IDENTIFY_TIMEOUT: Final = 1.0
 """Seconds to wait for identify, which runs beside the health check and may end after it."""
 _POLL: Final = 0.02
-_IDENTIFY: Final = "/ipfs/id/1.0.0"
-_AGENT_FIELD: Final = 6
-_LENGTH_DELIMITED: Final = 2
-_LIMIT: Final = 64 << 10
-_AGENT_LIMIT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,64 +90,16 @@ async def _agent(endpoint: Endpoint, peer: PeerId) -> str:
     """Return the peer's agent version; empty if it is not known within `IDENTIFY_TIMEOUT` seconds."""
     import anyio
 
+    from hypha_net._libp2p.identify.peer_metadata import ask_agent
+
     left = anyio.current_effective_deadline() - anyio.current_time()  # a healthy peer has answered in time
     wait = min(IDENTIFY_TIMEOUT, left - _POLL)
-    if peer == endpoint.peer_id:  # our own peer id and certificate: the engine does not identify itself
-        return await _ask_agent(endpoint, peer, wait)
     agent = ""
     with anyio.move_on_after(wait):
+        if peer == endpoint.peer_id:  # its certificate is our own: py-libp2p does not identify such a peer
+            return await ask_agent(endpoint, peer, wait)
         while not agent:
             about = endpoint.connected_peers().get(peer)
             agent = about.agent if about else ""
             await anyio.sleep(0 if agent else _POLL)
     return agent
-
-
-async def _ask_agent(endpoint: Endpoint, peer: PeerId, timeout: float) -> str:
-    """Return the agent version of a peer; empty if it does not send one.
-
-    Args:
-        timeout: seconds for the whole answer.
-    """
-    import anyio
-
-    answer = b""
-    with anyio.move_on_after(timeout):
-        try:
-            stream = await endpoint.open_stream(peer, (_IDENTIFY,), timeout=timeout)
-            try:
-                while len(answer) < _LIMIT and (part := await stream.receive_some()):
-                    answer += part
-            finally:
-                await stream.aclose()
-        except NetError:
-            return ""
-    return read_agent(answer)
-
-
-def read_agent(answer: bytes) -> str:
-    """Return the agent version in an identify answer; empty if there is none or the answer is malformed."""
-    try:
-        _, at = _varint(answer, 0)  # the length of the message; the end of the stream delimits it as well
-        while at < len(answer):
-            tag, at = _varint(answer, at)
-            if tag & 7 != _LENGTH_DELIMITED:
-                return ""  # identify has length-delimited fields only
-            size, at = _varint(answer, at)
-            if tag >> 3 == _AGENT_FIELD:
-                return answer[at : at + size][:_AGENT_LIMIT].decode(errors="replace")
-            at += size
-    except IndexError:
-        return ""
-    return ""
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a protobuf varint; return it and the position after it. Raises IndexError if the data are truncated."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at

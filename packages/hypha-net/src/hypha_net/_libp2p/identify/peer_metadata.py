@@ -17,9 +17,16 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
+from hypha_net._libp2p.wire.delimited import read_message
+from hypha_net.endpoint import Endpoint
+from hypha_net.errors import NetError
+from hypha_proto.ids import PeerId
+
 AGENT: Final = "hypha-python"
 """Agent version of this implementation, before the slash and its number."""
+_PROTOCOL: Final = "/ipfs/id/1.0.0"
 _AGENT: Final = "agent_version"
+_MAX_AGENT: Final = 200
 _OBSERVED: Final = "observed_address"
 _IDENTIFIED_AT: Final = "identified_at"
 _MAX_OBSERVED: Final = 64
@@ -36,7 +43,7 @@ async def store_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> 
 
     Addresses that cannot be printed are dropped here: they would raise later, whenever peers are listed.
     """
-    peerstore.put(peer, _AGENT, message.agent_version[:200])
+    peerstore.put(peer, _AGENT, message.agent_version[:_MAX_AGENT])
     peerstore.put(peer, _IDENTIFIED_AT, trio.current_time())
     peerstore.put(peer, _OBSERVED, message.observed_addr[:_MAX_OBSERVED].hex())
     await update_peerstore_from_identify(peerstore, peer, message)
@@ -47,6 +54,19 @@ async def store_identify(peerstore: IPeerStore, peer: ID, message: Identify) -> 
     printable = [address for address in reported if _is_printable(address)]
     peerstore.clear_addrs(peer)
     peerstore.add_addrs(peer, printable[:_MAX_ADDRESSES], _UNTIL_REPLACED)
+
+
+async def ask_agent(endpoint: Endpoint, peer: PeerId, timeout: float) -> str:
+    """Return the agent version of a peer, which nothing stores; empty if it does not send one in `timeout` seconds."""
+    try:
+        stream = await endpoint.open_stream(peer, (_PROTOCOL,), timeout=timeout)
+        try:
+            message = await read_message(stream, Identify)
+        finally:
+            await stream.aclose()
+    except NetError:
+        return ""
+    return str(message.agent_version[:_MAX_AGENT]) if message is not None else ""
 
 
 def _is_printable(address: Multiaddr) -> bool:
