@@ -1,12 +1,13 @@
 """TOML reader that records the line of each key, which `tomllib` does not report.
 
-`tomllib` parses the document (https://toml.io/en/v1.0.0); a scan of documents that it accepts finds the lines.
+`tomllib` parses the document (https://toml.io/en/v1.0.0), then each statement of a document that it accepts by itself.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,16 +17,8 @@ from hypha_proto.errors import DecodeError
 Key = tuple[str | int, ...]
 """Path of a value: table names, keys and array indices."""
 
-_KEY_PART: Final = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[A-Za-z0-9_-]+)\s*""")
-# coarse tokens of a value: strings first, so that brackets, commas and comments inside quotes are skipped
-_TOKEN: Final = re.compile(
-    r'"""(?:[^\\]|\\.)*?"{3,5}'
-    r"|'''.*?'{3,5}"
-    r'|"(?:[^"\\\n]|\\.)*"'
-    r"|'[^'\n]*'"
-    r"|#[^\n]*|[\[\]{}\n]|[^\"'#\[\]{}\n]+",
-    re.DOTALL,
-)
+_BEGIN: Final = re.compile(r"""\s*(\[.*\]\s*(#.*)?$|("[^"]*"|'[^']*'|[^=,"'])+=)""")
+"""Line that is a header or an assignment, unless it is part of a value of several lines."""
 
 
 class TomlError(ValueError):
@@ -69,91 +62,62 @@ def read_toml(text: str, path: Path) -> Document:
         raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
     except (RecursionError, DecodeError):
         raise TomlError("values are nested too deeply", 1) from None
-    return Document(data, _LineScanner(text.replace("\r\n", "\n")).lines(), path)
+    return Document(data, _find_lines(text.replace("\r\n", "\n")), path)
 
 
-class _LineScanner:
-    """Single pass over a well-formed document."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._table: Key = ()
-        self._counts: dict[Key, int] = {}
-        self._lines: dict[Key, int] = {}
-
-    def lines(self) -> dict[Key, int]:
-        while self._skip_blank():
-            if self._text[self._at] == "[":
-                self._header()
-            else:
-                self._record_line((*self._table, *self._names()))
-                self._at += 1  # the equals sign
-                self._value()
-        return self._lines
-
-    def _skip_blank(self) -> bool:
-        while self._at < len(self._text):
-            letter = self._text[self._at]
-            if letter == "#":
-                self._at = self._end_of_line()
-            elif letter.isspace():
-                self._at += 1
-            else:
-                return True
-        return False
-
-    def _end_of_line(self) -> int:
-        end = self._text.find("\n", self._at)
-        return len(self._text) if end < 0 else end
-
-    def _names(self) -> tuple[str, ...]:
-        names = []
-        while part := _KEY_PART.match(self._text, self._at):
-            names.append(_unquoted(part[1]))
-            self._at = part.end()
-            if self._text[self._at] != ".":
-                break
-            self._at += 1
-        return tuple(names)
-
-    def _header(self) -> None:
-        array = self._text.startswith("[[", self._at)
-        self._at += 2 if array else 1
-        names = self._names()
-        if array:
-            path = self._header_path(names[:-1]) + names[-1:]
-            self._counts[path] = self._counts.get(path, -1) + 1
-        self._table = self._header_path(names)
-        self._record_line(self._table)
-        self._at = self._end_of_line()
-
-    def _header_path(self, names: Key) -> Key:
-        """Return the path of a header: an array of tables means its latest element."""
-        path: Key = ()
-        for name in names:
-            path = (*path, name)
-            if path in self._counts:
-                path = (*path, self._counts[path])
-        return path
-
-    def _value(self) -> None:
-        depth = 0
-        while token := _TOKEN.match(self._text, self._at):
-            if token[0] == "\n" and depth == 0:
-                return
-            depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
-            self._at = token.end()
-
-    def _record_line(self, path: Key) -> None:
+def _find_lines(text: str) -> dict[Key, int]:
+    """Return the line of each key and table of a well-formed document; of one that has several, the first."""
+    lines: dict[Key, int] = {}
+    tables: dict[Key, int] = {}
+    """Last index of each array of tables."""
+    table: Key = ()
+    for line, statement, parsed in _statements(text):
+        names = _names(parsed)
+        if not statement.startswith("["):
+            path = (*table, *names)
+        else:
+            if statement.startswith("[["):
+                array = (*_with_indices(names[:-1], tables), names[-1])
+                tables[array] = tables.get(array, -1) + 1
+            path = table = _with_indices(names, tables)
         for end in range(1, len(path) + 1):
-            self._lines.setdefault(path[:end], self._line())
-
-    def _line(self) -> int:
-        return self._text.count("\n", 0, self._at) + 1
+            lines.setdefault(path[:end], line)
+    return lines
 
 
-def _unquoted(name: str) -> str:
-    if name[0] == "'":
-        return name[1:-1]
-    return str(next(iter(tomllib.loads(f"{name} = 0")))) if name[0] == '"' else name
+def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the line of each header and assignment, its text, and what `tomllib` makes of it."""
+    begin, statement = 1, ""
+    for number, line in enumerate((*text.split("\n"), "[end]"), 1):
+        if _BEGIN.match(line) and (parsed := _parse(statement)) is not None:
+            if parsed:
+                yield begin, statement.lstrip(), parsed
+            begin, statement = number, ""
+        statement += f"{line}\n"
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    """Return the values in some lines, or None if they end within a value."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _names(parsed: Any) -> Key:
+    """Return the names in a header or before an equals sign."""
+    names: list[str] = []
+    while isinstance(parsed, dict) and len(parsed) == 1:
+        [(name, parsed)] = parsed.items()
+        names.append(name)
+        parsed = parsed[0] if parsed == [{}] else parsed
+    return tuple(names)
+
+
+def _with_indices(names: Key, tables: dict[Key, int]) -> Key:
+    """Return the path of a table; the name of an array of tables means its last one."""
+    path: Key = ()
+    for name in names:
+        path = (*path, name)
+        path = (*path, tables[path]) if path in tables else path
+    return path
