@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from support.authority import DAY, Authority
 
 from hypha_net.node.checks import Check, check_folder, check_gateways, check_identity, check_listen
-from hypha_net.node.cli import daemon_cli
+from hypha_net.node.cli import Program
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.lifecycle import Node
 
@@ -123,7 +123,7 @@ async def serve(_config: NodeConfig, _node: Node) -> None:
 
 def test_probe_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
     Authority(tmp_path).files("worker")
-    main = daemon_cli("hypha-net", NodeConfig, serve, role="worker")
+    main = Program("hypha-net", NodeConfig, serve, role="worker").cli()
     file = tmp_path / "worker.toml"
     assert CliRunner().invoke(main, ["init", "--out", str(file)]).exit_code == 0
     with socket.socket() as unused:

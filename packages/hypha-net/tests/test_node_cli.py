@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pydantic import Field
 from support.authority import Authority
 
-from hypha_net.node.cli import daemon_cli
+from hypha_net.node.cli import Program
 from hypha_net.node.config.models import NodeConfig, Section
 from hypha_net.node.config.toml_output import to_toml
 from hypha_net.node.lifecycle import Node
@@ -45,7 +45,7 @@ def detect() -> dict[str, object]:
 
 
 # the version is that of the distribution with this name
-main = daemon_cli("hypha-net", ExampleConfig, serve, role="worker", example=detect)
+main = Program("hypha-net", ExampleConfig, serve, role="worker", example=detect).cli()
 
 
 def run(*args: object, env: dict[str, str] | None = None) -> Result:

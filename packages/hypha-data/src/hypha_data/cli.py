@@ -16,7 +16,7 @@ from hypha_data.errors import DatasetError
 from hypha_data.job_lines import describe_labels, job_lines
 from hypha_data.sources.options import FORMATS
 from hypha_net.node.checks import Check
-from hypha_net.node.cli import config_option, daemon_cli, format_option, load_configuration, network_errors, set_option
+from hypha_net.node.cli import Program, config_option, format_option, load_configuration, network_errors, set_option
 from hypha_net.node.logging_setup import configure_logs
 from hypha_proto.datasets import SAFETENSORS, Manifest
 
@@ -33,7 +33,7 @@ def _checks(config: DataConfig, _live: bool) -> Iterator[Check]:
     return check_datasets(config)
 
 
-main = daemon_cli(
+main = Program(
     "hypha-data",
     DataConfig,
     _serve,
@@ -41,7 +41,7 @@ main = daemon_cli(
     example={"dataset_path": "dataset"},
     expected=(DatasetError,),
     checks=_checks,
-)
+).cli()
 
 
 def _add_verify_option(run: click.Command) -> None:

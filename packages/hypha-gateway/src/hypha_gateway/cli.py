@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypha_gateway.config import GatewayConfig
 from hypha_gateway.service import serve
 from hypha_net.node.checks import Check, check_folder
-from hypha_net.node.cli import daemon_cli
+from hypha_net.node.cli import Program
 
 
 def _checks(config: GatewayConfig, _live: bool) -> Iterator[Check]:
@@ -15,6 +15,6 @@ def _checks(config: GatewayConfig, _live: bool) -> Iterator[Check]:
         yield from check_folder("state_dir", config.state_dir)
 
 
-main = daemon_cli(
+main = Program(
     "hypha-gateway", GatewayConfig, serve, role="gateway", example={"state_dir": "gateway-state"}, checks=_checks
-)
+).cli()

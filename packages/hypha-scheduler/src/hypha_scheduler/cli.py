@@ -13,9 +13,9 @@ import click
 from hypha_net.node.checks import Check, check_folder
 from hypha_net.node.cli import (
     InitFile,
+    Program,
     UnreachableNetworkError,
     config_option,
-    daemon_cli,
     load_configuration,
     set_option,
 )
@@ -58,7 +58,7 @@ def _job_file() -> str:
     return render_table(load_strategy(DEFAULT_TYPE).job_table, {"type": DEFAULT_TYPE, **_EXAMPLE_JOB}, head)
 
 
-main = daemon_cli(
+main = Program(
     "hypha-scheduler",
     SchedulerConfig,
     _serve,
@@ -67,7 +67,7 @@ main = daemon_cli(
     expected=(JobFailedError,),
     checks=_checks,
     init_file=InitFile("job", "Write a job file for `submit` instead.", _job_file),
-)
+).cli()
 
 
 add_job_commands(main)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hypha_net.node.cli import ConfigurationError, config_option, daemon_cli
+from hypha_net.node.cli import ConfigurationError, Program, config_option
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import load_config
 from hypha_worker.config import WorkerConfig
@@ -23,7 +23,6 @@ from hypha_worker.errors import IsolationError
 if TYPE_CHECKING:
     from hypha_net.node.checks import Check
     from hypha_net.node.lifecycle import Node
-    from hypha_worker.executors.isolation.assessment import IsolationExamination
     from hypha_worker.logs.reader import StoredLog
 
 WORK_DIR = "hypha-work"
@@ -78,12 +77,13 @@ def _trainer() -> list[str]:
     return ["uv", "run", "--no-project", "--with", "hypha-accelerate-executor", "--", "python"]
 
 
-def _examine() -> IsolationExamination:
+def _examine() -> tuple[Sequence[str], dict[str, Any]]:
     from hypha_worker.executors.isolation.assessment import IsolationExamination
     from hypha_worker.executors.isolation.stack import make_stack
 
     with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
-        return IsolationExamination(make_stack(Path(folder)).findings)
+        found = IsolationExamination(make_stack(Path(folder)).findings)
+    return found.lines, found.value
 
 
 def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:
@@ -92,7 +92,7 @@ def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:
     return check_worker(config, live=live)
 
 
-main = daemon_cli(
+main = Program(
     "hypha-worker",
     WorkerConfig,
     _serve,
@@ -101,7 +101,7 @@ main = daemon_cli(
     expected=(IsolationError, CacheError),
     examine=_examine,
     checks=_checks,
-)
+).cli()
 
 
 for command in (status, pause, resume, drain, accounts):

@@ -1,7 +1,7 @@
 """Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
 
-A program builds its command line from its model and its coroutine: ``main = daemon_cli("hypha-data", DataConfig, serve,
-role="data")``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
+A program builds its command line from its model and its coroutine: ``main = Program("hypha-data", DataConfig,
+serve, role="data").cli()``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
 `config.loader` for the configuration and `lifecycle` to run.
 """
 
@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from importlib.metadata import version as package_version
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -39,22 +39,8 @@ C = TypeVar("C", bound=NodeConfig)
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
-class Examination(Protocol):
-    """What a program reports about its machine, for ``probe`` without an address and a configuration."""
-
-    @property
-    def lines(self) -> Sequence[str]:
-        """The result for people."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """The result as JSON."""
-        ...
-
-
-Examine = Callable[[], Examination]
-"""Examines the machine."""
+Examine = Callable[[], tuple[Sequence[str], Any]]
+"""Examines the machine; returns lines for people, and the same as JSON."""
 RunChecks = Callable[[C, bool], Iterable[Check]]
 """Yields a program's own checks; with True (``probe``) also those that start processes."""
 
@@ -139,60 +125,6 @@ class DaemonGroup(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-def daemon_cli(
-    name: str,
-    config: type[C],
-    serve: Serve[C],
-    *,
-    role: str,
-    example: Values | None = None,
-    expected: tuple[type[Exception], ...] = (),
-    examine: Examine | None = None,
-    checks: RunChecks[C] | None = None,
-    init_file: InitFile | None = None,
-) -> DaemonGroup:
-    """Build the command line of a daemon.
-
-    Args:
-        name: name of the program and of its distribution, such as ``hypha-data``.
-        config: model of its configuration.
-        serve: coroutine of the program.
-        role: role in its health answer; ``gateway`` also makes its endpoint a gateway's.
-        example: values that ``init`` fills in, nested as in the TOML, or a function that detects them.
-        expected: errors of the program that are logged in one line, without traceback.
-        examine: what ``probe`` does without an address and a configuration.
-        checks: what ``run --check`` and ``probe`` check beside what all daemons have.
-        init_file: another file that ``init`` can write.
-    """
-    program = _Program(name, config, serve, role, example or {}, expected, examine, checks, init_file)
-
-    @click.group(
-        name,
-        cls=DaemonGroup,
-        invoke_without_command=True,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        help=f"Run and configure {name}. Without a command, --config FILE runs it.",
-    )
-    @config_option
-    @click.version_option(package_version(name), prog_name=name)
-    @click.pass_context
-    def group(ctx: click.Context, /, file: Path | None, **options: Any) -> None:
-        if ctx.invoked_subcommand is None:
-            program.run(file, **options)
-        elif file is not None:
-            raise click.UsageError(f"write --config after the command: {name} {ctx.invoked_subcommand} --config {file}")
-        elif any(ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE for option in options):
-            raise click.UsageError(f"write the options of {ctx.invoked_subcommand} after it")
-
-    run = _run(program)
-    group.params.extend(_hidden(option) for option in run.params if option.name != "file")
-    group.params.append(_no_color())
-    for command in (run, _init(program), _probe(program), _config(program), _schema(program)):
-        group.add_command(command)
-    return group
-
-
 def load_configuration(model: type[C], file: Path | None, settings: tuple[str, ...], name: str) -> C:
     """Load the configuration of a command that a program adds, or exit with code 2 and all problems."""
     loaded = _load(model, file, settings, name)
@@ -210,18 +142,60 @@ def _load(model: type[C], file: Path | None, settings: tuple[str, ...], name: st
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
-    """Program that the commands belong to; see `daemon_cli`."""
+class Program(Generic[C]):
+    """A daemon, and its command line."""
 
     name: str
-    config: type[Any]
-    serve: Serve[Any]
+    """Name of the program and of its distribution, such as ``hypha-data``."""
+    config: type[C]
+    """Model of its configuration."""
+    serve: Serve[C]
+    """Coroutine of the program."""
+    _: KW_ONLY
     role: str
-    example: Values
-    expected: tuple[type[Exception], ...]
-    examine: Examine | None
-    checks: RunChecks[Any] | None
-    init_file: InitFile | None
+    """Role in its health answer; ``gateway`` also makes its endpoint a gateway's."""
+    example: Values = field(default_factory=dict)
+    """Values that ``init`` fills in, nested as in the TOML, or a function that detects them."""
+    expected: tuple[type[Exception], ...] = ()
+    """Errors of the program that are logged in one line, without traceback."""
+    examine: Examine | None = None
+    """What ``probe`` does without an address and a configuration."""
+    checks: RunChecks[C] | None = None
+    """What ``run --check`` and ``probe`` check beside what all daemons have."""
+    init_file: InitFile | None = None
+    """Another file that ``init`` can write."""
+
+    def cli(self) -> DaemonGroup:
+        """Build the command line."""
+        name = self.name
+
+        @click.group(
+            name,
+            cls=DaemonGroup,
+            invoke_without_command=True,
+            no_args_is_help=True,
+            context_settings={"help_option_names": ["-h", "--help"]},
+            help=f"Run and configure {name}. Without a command, --config FILE runs it.",
+        )
+        @config_option
+        @click.version_option(package_version(name), prog_name=name)
+        @click.pass_context
+        def group(ctx: click.Context, /, file: Path | None, **options: Any) -> None:
+            if ctx.invoked_subcommand is None:
+                self.run(file, **options)
+            elif file is not None:
+                raise click.UsageError(
+                    f"write --config after the command: {name} {ctx.invoked_subcommand} --config {file}"
+                )
+            elif any(ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE for option in options):
+                raise click.UsageError(f"write the options of {ctx.invoked_subcommand} after it")
+
+        run = _run(self)
+        group.params.extend(_hidden(option) for option in run.params if option.name != "file")
+        group.params.append(_no_color())
+        for command in (run, _init(self), _probe(self), _config(self), _schema(self)):
+            group.add_command(command)
+        return group
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""
@@ -277,7 +251,7 @@ def _flags(settings: tuple[str, ...]) -> dict[str, object]:
     return flags
 
 
-def _run(program: _Program) -> click.Command:
+def _run(program: Program[Any]) -> click.Command:
     @click.command("run")
     @config_option
     @set_option
@@ -291,7 +265,7 @@ def _run(program: _Program) -> click.Command:
     return run
 
 
-def _init(program: _Program) -> click.Command:
+def _init(program: Program[Any]) -> click.Command:
     other = program.init_file
     defaults = f"{program.role}.toml" + (f"; with --{other.flag}: {other.flag}.toml" if other else "")
 
@@ -341,7 +315,7 @@ def _write(out: Path, text: str, *, force: bool) -> None:
     click.echo(f"wrote {out}")
 
 
-def _example(program: _Program, name: str, *, lan: bool) -> dict[str, Any]:
+def _example(program: Program[Any], name: str, *, lan: bool) -> dict[str, Any]:
     own = program.example() if callable(program.example) else program.example
     values: dict[str, Any] = {f"{kind}_pem": f"{name}-{kind}.pem" for kind in ("cert", "key", "trust")}
     if program.config.needs_gateway:
@@ -351,7 +325,7 @@ def _example(program: _Program, name: str, *, lan: bool) -> dict[str, Any]:
     return {**values, **own}
 
 
-def _probe(program: _Program) -> click.Command:
+def _probe(program: Program[Any]) -> click.Command:
     more = _EXAMINE_HELP if program.examine is not None else ""
 
     @click.command("probe", short_help=_PROBE_SHORT_HELP, help=_PROBE_HELP + more)
@@ -363,8 +337,8 @@ def _probe(program: _Program) -> click.Command:
     def probe(address: str | None, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
         if address is None:
             if program.examine is not None and not file and not settings:
-                found = program.examine()
-                click.echo(json.dumps(found.value) if form == "json" else "\n".join(found.lines))
+                lines, value = program.examine()
+                click.echo(json.dumps(value) if form == "json" else "\n".join(lines))
             else:
                 _check_all(program, file, settings, timeout, form)
             return
@@ -394,7 +368,7 @@ _EXAMINE_HELP: Final = """
 Without ADDRESS and --config, tell how well this machine contains jobs."""
 
 
-def _check_all(program: _Program, file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
+def _check_all(program: Program[Any], file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
     """Print a line for each check, also those that need the network; exit with 1 if one fails."""
     configure_logs(level="critical")  # a failure is reported once, as a line
     loaded, states = program.load(file, settings), Counter[str]()
@@ -408,7 +382,7 @@ def _check_all(program: _Program, file: Path | None, settings: tuple[str, ...], 
 
 
 def _ask(
-    program: _Program, address: str, file: Path | None, settings: tuple[str, ...], timeout: float
+    program: Program[Any], address: str, file: Path | None, settings: tuple[str, ...], timeout: float
 ) -> dict[str, Any]:
     configure_logs(level="critical")  # a failure is reported once, as the error
     config = program.load(file, settings).config
@@ -445,7 +419,7 @@ def network_errors(subject: str, address_hint: str) -> Iterator[None]:
         raise
 
 
-def _config(program: _Program) -> click.Command:
+def _config(program: Program[Any]) -> click.Command:
     @click.group("config")
     def config() -> None:
         """Look at the configuration."""
@@ -471,7 +445,7 @@ def _config(program: _Program) -> click.Command:
     return config
 
 
-def _schema(program: _Program) -> click.Command:
+def _schema(program: Program[Any]) -> click.Command:
     @click.command("schema")
     def schema() -> None:
         """Print the JSON Schema of the configuration."""

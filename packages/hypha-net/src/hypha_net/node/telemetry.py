@@ -48,13 +48,6 @@ _EXPORTERS: Final[Mapping[Signal, str]] = {
     "metrics": "metric_exporter:OTLPMetricExporter",
     "logs": "_log_exporter:OTLPLogExporter",
 }
-_SEVERITIES: Final = (
-    (logging.CRITICAL, SeverityNumber.FATAL, "FATAL"),
-    (logging.ERROR, SeverityNumber.ERROR, "ERROR"),
-    (logging.WARNING, SeverityNumber.WARN, "WARN"),
-    (logging.INFO, SeverityNumber.INFO, "INFO"),
-    (logging.NOTSET, SeverityNumber.DEBUG, "DEBUG"),
-)
 
 
 # -------------------------------------------------------------------------------------------------------------- outages
@@ -157,7 +150,7 @@ class _LogExport(logging.Handler):
 
 def _convert(record: logging.LogRecord) -> LogRecord:
     """Return a record of OpenTelemetry, which takes the current span, so that a collector shows it in its trace."""
-    number, text = next((number, text) for least, number, text in _SEVERITIES if record.levelno >= least)
+    severity = SeverityNumber(4 * min(max(record.levelno // 10, 1), 5) + 1)  # from DEBUG, 5, to FATAL, 21
     about: dict[str, str | int] = {"code.function.name": record.funcName, "code.line.number": record.lineno}
     if record.exc_info and record.exc_info[0] is not None:
         about["exception.type"] = record.exc_info[0].__name__
@@ -165,8 +158,8 @@ def _convert(record: logging.LogRecord) -> LogRecord:
         about["exception.stacktrace"] = _clean(logging.Formatter().formatException(record.exc_info))
     return LogRecord(
         timestamp=int(record.created * 1e9),
-        severity_number=number,
-        severity_text=text,
+        severity_number=severity,
+        severity_text=severity.name,
         body=_clean(record.getMessage()),
         attributes=about,
     )

@@ -119,7 +119,7 @@ def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Map
 
 @dataclass(frozen=True, slots=True)
 class IsolationExamination:
-    """What ``probe`` without an address prints; implements `hypha_net.node.cli.Examination`."""
+    """What ``probe`` without an address prints."""
 
     findings: Findings
 
