@@ -21,7 +21,7 @@ from hypha_net.transfer.framing import (
     send_message,
     send_refusal,
 )
-from hypha_net.transfer.io.sources import Buffer, make_source
+from hypha_net.transfer.io.sources import Buffer, describe, make_source
 from hypha_net.transfer.progress import TransferProgress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -64,7 +64,7 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
 
 async def _send(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
     source = make_source(offered.source)
-    size, digest = await source.describe() if offered.digest is None else (source.size(), offered.digest)
+    size, digest = await describe(offered.source) if offered.digest is None else (source.size(), offered.digest)
     if request.offset > size:
         reason = f"offset {request.offset} is past the end ({size})"
         await send_refusal(stream, PullAnswer, Refusal(reason=reason))

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,75 +26,45 @@ Content = Path | FileIO | Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class FileContent:
-    """File, by its path."""
+class Source:
+    """Content that can be read repeatedly, from any byte on; made by `make_source`."""
 
-    path: Path
+    content: Path | FileIO | memoryview
+    """An open file is closed by the caller, and a buffer must not change until the transfer has ended."""
 
     def __str__(self) -> str:
-        return str(self.path)
+        if isinstance(self.content, Path):
+            return str(self.content)
+        return "the file" if isinstance(self.content, FileIO) else "the buffer"
+
+    @contextmanager
+    def _open(self) -> Iterator[FileIO | memoryview]:
+        """Open a file that is given by its path; an open one is read even if another file takes its path."""
+        if isinstance(self.content, Path):
+            with FileIO(self.content) as file:
+                yield file
+        else:
+            yield self.content
 
     def size(self) -> int:
         """Return its current size in bytes."""
-        return self.path.stat().st_size
+        with self._open() as content:
+            return len(content) if isinstance(content, memoryview) else os.fstat(content.fileno()).st_size
 
-    async def describe(self) -> tuple[int, str]:
-        """See `describe`."""
-        return await anyio.to_thread.run_sync(_describe_path, self.path)
-
-    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
-        with self.path.open("rb", buffering=0) as file:
-            await send_file(stream, file, offset, size, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenFileSource:
-    """Open file: its bytes are read even if another file takes its path. The caller closes it."""
-
-    file: FileIO
-
-    def __str__(self) -> str:
-        return "the file"
-
-    def size(self) -> int:
-        """Return its current size in bytes."""
-        return os.fstat(self.file.fileno()).st_size
-
-    async def describe(self) -> tuple[int, str]:
-        """See `describe`."""
-        return await anyio.to_thread.run_sync(_describe, self.file)
+    def describe(self) -> tuple[int, str]:
+        """See `describe`; blocks."""
+        with self._open() as content:
+            if isinstance(content, memoryview):
+                return len(content), f"blake3:{blake3(content).hexdigest()}"
+            return _describe_file(content)
 
     async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
         """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
-        await send_file(stream, self.file, offset, size, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySource:
-    """Buffer that must not change until the transfer has ended."""
-
-    view: memoryview
-
-    def __str__(self) -> str:
-        return "the buffer"
-
-    def size(self) -> int:
-        """Return its current size in bytes."""
-        return len(self.view)
-
-    async def describe(self) -> tuple[int, str]:
-        """See `describe`."""
-        hasher = await anyio.to_thread.run_sync(blake3, self.view)
-        return len(self.view), f"blake3:{hasher.hexdigest()}"
-
-    async def send(self, stream: Stream, offset: int, size: int, progress: TransferProgress) -> None:
-        """Send the bytes from `offset` to `size`; raises the errors of `stream_copy.send_file`."""
-        await send_buffer(stream, self.view[offset:size], progress)
-
-
-Source = FileContent | OpenFileSource | MemorySource
-"""Content that can be read repeatedly, from any byte on."""
+        with self._open() as content:
+            if isinstance(content, memoryview):
+                await send_buffer(stream, content[offset:size], progress)
+            else:
+                await send_file(stream, content, offset, size, progress)
 
 
 def make_source(content: Content) -> Source:
@@ -101,9 +73,7 @@ def make_source(content: Content) -> Source:
     Raises:
         TypeError: it is neither a file nor contiguous memory.
     """
-    if isinstance(content, FileIO):
-        return OpenFileSource(content)
-    return FileContent(content) if isinstance(content, Path) else MemorySource(memoryview(content).cast("B"))
+    return Source(content if isinstance(content, Path | FileIO) else memoryview(content).cast("B"))
 
 
 async def describe(content: Content) -> tuple[int, str]:
@@ -115,15 +85,10 @@ async def describe(content: Content) -> tuple[int, str]:
         OSError: the file cannot be read.
         TypeError: it is neither a file nor contiguous memory.
     """
-    return await make_source(content).describe()
+    return await anyio.to_thread.run_sync(make_source(content).describe)
 
 
-def _describe_path(path: Path) -> tuple[int, str]:
-    with path.open("rb", buffering=0) as file:
-        return _describe(file)
-
-
-def _describe(file: FileIO) -> tuple[int, str]:
+def _describe_file(file: FileIO) -> tuple[int, str]:
     hasher, size = blake3(), 0
     block = memoryview(bytearray(CHUNK))  # not memory-mapped, which would count as this process's memory
     left = os.fstat(file.fileno()).st_size
