@@ -12,20 +12,16 @@ from its directory, so that they run on the scheduler's machine and as its user:
 
 from __future__ import annotations
 
-import json
 import socket as sockets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import anyio
-import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
@@ -34,6 +30,7 @@ from hypha_scheduler.submission.client import (
     JobCommandError,
     JobFileError,
     NoSchedulerError,
+    connected,
     read_job,
     send_command,
     submit_job,
@@ -58,7 +55,6 @@ __all__ = [
 
 Event = Mapping[str, Any]
 """An event of a job: its kind in ``event``, its time in ``time``, and fields by kind."""
-_CONNECT_TIMEOUT: Final = 5.0
 T = TypeVar("T")
 _PART: Final = 1 << 16
 
@@ -121,20 +117,19 @@ class Client:
             JobCommandError: there is no such job, or several.
             NoSchedulerError: no scheduler runs.
         """
-        with sockets.socket(sockets.AF_UNIX) as connection:
-            connection.settimeout(_CONNECT_TIMEOUT)
-            with _no_scheduler(self.socket):
-                with shortened(self.socket) as short:
-                    connection.connect(str(short))
-                connection.sendall(_attach_request(job))
-                connection.shutdown(sockets.SHUT_WR)
+        for events in self._batches(job):
+            yield from events
+
+    def _batches(self, job: str) -> Generator[list[dict[str, Any]]]:
+        """Yield the events of a job as they are added; an empty list every `INTERVAL` seconds without any."""
+        with connected(self.socket, {"command": "attach", "id": job}) as connection:
             connection.settimeout(INTERVAL)
             followed = _Followed()
             while not followed.is_over:
                 with suppress(TimeoutError):
                     followed.add(_receive(connection))
-                while events := followed.read():
-                    yield from events
+                yield from iter(followed.read, [])
+                yield []
             followed.check_outcome()
 
     def jobs(self, *, ended: bool = False) -> list[JobEntry]:
@@ -191,27 +186,13 @@ class AsyncClient:
 
     async def follow(self, job: str) -> AsyncIterator[Event]:
         """Yield the events of a job, first those so far, until it has ended."""
-        async with await self._attach(job) as stream:
-            followed = _Followed()
-            while not followed.is_over:
-                with anyio.move_on_after(INTERVAL):
-                    followed.add(await _receive_async(stream))
-                while events := await _in_thread(followed.read):
-                    for event in events:
-                        yield event
-            followed.check_outcome()
-
-    async def _attach(self, job: str) -> anyio.abc.SocketStream:
-        with _no_scheduler(self.socket), anyio.fail_after(_CONNECT_TIMEOUT):
-            stream = await anyio.connect_unix(self.socket)
-            try:
-                with suppress(anyio.BrokenResourceError):  # it has answered before the request, and refused it
-                    await stream.send(_attach_request(job))
-                    await stream.send_eof()
-            except BaseException:
-                await anyio.aclose_forcefully(stream)
-                raise
-            return stream
+        batches = Client(self.socket)._batches(job)
+        try:
+            while (events := await anyio.to_thread.run_sync(next, batches, None)) is not None:
+                for event in events:
+                    yield event
+        finally:
+            batches.close()
 
     async def jobs(self, *, ended: bool = False) -> list[JobEntry]:
         """Return the jobs that wait or run; with `ended` also the others."""
@@ -288,19 +269,6 @@ class _Followed:
         raise JobInterruptedError(str(outcome.get("interrupted", "the scheduler ended before the job did")))
 
 
-@contextmanager
-def _no_scheduler(path: Path) -> Iterator[None]:
-    """Translate the errors of a connection."""
-    try:
-        yield
-    except (OSError, anyio.BrokenResourceError) as error:
-        raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error or 'it does not answer'}") from None
-
-
-def _attach_request(job: str) -> bytes:
-    return json.dumps({"command": "attach", "id": job}).encode()
-
-
 def _receive(connection: sockets.socket) -> bytes:
     """Return what has arrived; nothing at the end, also if the scheduler was killed.
 
@@ -310,12 +278,4 @@ def _receive(connection: sockets.socket) -> bytes:
     try:
         return connection.recv(_PART)
     except ConnectionError:
-        return b""
-
-
-async def _receive_async(stream: anyio.abc.SocketStream) -> bytes:
-    """Return what has arrived; nothing at the end, also if the scheduler was killed."""
-    try:
-        return await stream.receive(_PART)
-    except (anyio.EndOfStream, anyio.BrokenResourceError):
         return b""

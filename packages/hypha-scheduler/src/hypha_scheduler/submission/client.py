@@ -6,7 +6,7 @@ import json
 import socket
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -174,17 +174,7 @@ def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool
 def _converse(
     path: Path, request: Mapping[str, Any], *, detach: bool, ends_early: bool = False
 ) -> Iterator[dict[str, Any]]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT)
-        try:
-            with shortened(path) as short:
-                connection.connect(str(short))
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
-                connection.sendall(json.dumps(request, default=str).encode())  # dates become text
-                connection.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            remedy = "start one whose configuration contains no job"
-            raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
+    with connected(path, request) as connection:
         connection.settimeout(_ANSWER_TIMEOUT)
         accepted: dict[str, Any] = {}
         for answer in _answers(connection):
@@ -198,6 +188,27 @@ def _converse(
             if ends_early and accepted.get("state") not in ACTIVE:
                 return
     raise SchedulerEndedError(_ended_early(accepted))
+
+
+@contextmanager
+def connected(path: Path, request: Mapping[str, Any]) -> Iterator[socket.socket]:
+    """Connect to a running scheduler, and send it a request.
+
+    Raises:
+        NoSchedulerError: no scheduler listens at `path`.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_TIMEOUT)
+        try:
+            with shortened(path) as short:
+                connection.connect(str(short))
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
+                connection.sendall(json.dumps(request, default=str).encode())  # dates become text
+                connection.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            remedy = "start one whose configuration contains no job"
+            raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
+        yield connection
 
 
 def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 
 import anyio
 
@@ -13,9 +12,6 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.dataset_listing import ListedDataset
 from hypha_proto.ids import PeerId
-
-_CANDIDATES = 50
-"""Names that share most pairs of letters with the wanted one, which are then compared exactly."""
 
 
 async def list_known(endpoint: Endpoint, timeout: float) -> Mapping[str, ListedDataset] | None:
@@ -39,20 +35,5 @@ async def list_known(endpoint: Endpoint, timeout: float) -> Mapping[str, ListedD
 
 def nearest(wanted: str, names: Collection[str], count: int) -> list[str]:
     """Return `count` of `names` at most, those that are most similar to `wanted` first."""
-    pairs = _pairs(wanted)
-
-    def shared(name: str) -> float:
-        others = _pairs(name)
-        return len(pairs & others) / (len(pairs) + len(others))
-
-    candidates = heapq.nlargest(_CANDIDATES, sorted(names), key=shared)
-
-    def similarity(name: str) -> float:
-        return SequenceMatcher(None, wanted.casefold(), name.casefold()).ratio()
-
-    return sorted(candidates, key=similarity, reverse=True)[:count]
-
-
-def _pairs(name: str) -> set[str]:
-    text = f" {name.casefold()} "
-    return {text[at : at + 2] for at in range(len(text) - 1)}
+    folded = {name.casefold(): name for name in sorted(names)}
+    return [folded[name] for name in get_close_matches(wanted.casefold(), folded, count, cutoff=0.0)]
