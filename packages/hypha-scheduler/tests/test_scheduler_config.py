@@ -164,22 +164,6 @@ def test_several_jobs_and_shorthand_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"sync": {"codec": "int8"}}, "sync.codec = 'int8'"),
-        ({"sync": {"fragments": 2}}, "sync.fragments = 2"),
-        ({"sync": {"overlap": 1}}, "sync.overlap = 1"),
-        ({"sync": {"aggregation": "median"}}, "sync.aggregation = 'median'"),
-    ],
-)
-def test_unimplemented_features_are_refused_with_not_yet(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        job(**changes)
-    assert key in str(caught.value)
-    assert "is not yet supported; " in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"surprise": 1},
@@ -407,7 +391,6 @@ NUMBERS = {
     "inner_optimizer": ("learning_rate", "epsilon", "weight_decay", "max_grad_norm"),
     "outer_optimizer": ("learning_rate", "momentum"),
     "rounds": ("timeout", "start_timeout", "step_timeout", "merge_timeout"),
-    "sync": ("alpha",),
     "resources": ("allocation_timeout", "budget"),
 }
 COUNTS = {
@@ -421,7 +404,6 @@ COUNTS = {
         "evaluate_every",
     ),
     "model": ("seed",),
-    "sync": ("fragments", "overlap"),
     "resources": ("num_workers", "min_workers", "max_workers"),
 }
 KEYS = [(table, key, 1e308) for table, keys in NUMBERS.items() for key in keys]

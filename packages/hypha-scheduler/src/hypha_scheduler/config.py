@@ -7,13 +7,13 @@ from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
 
-from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_model, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_model
 
 from hypha_net.node.config.models import Network, NodeConfig
 from hypha_net.node.config.s3_service import S3ServiceSection
 from hypha_proto.offers import MAX_OFFER_LIFE
 from hypha_scheduler.errors import StrategyError
-from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table, not_yet
+from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, built_in_types, load_strategy, parse_job
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]
@@ -33,21 +33,6 @@ if TYPE_CHECKING:
     Job = JobTable
 else:
     Job = _job_annotation([load_strategy(name).job_table for name in built_in_types()])
-
-
-class DashboardTable(Table):
-    """``[dashboard]``."""
-
-    listen: str | None = Field(
-        default=None,
-        description="host:port of the dashboard. Not supported yet: refused if set.",
-    )
-
-    @model_validator(mode="after")
-    def _none_yet(self) -> DashboardTable:
-        if self.listen is not None:
-            raise not_yet("dashboard.listen", "leave it out and read metrics.jsonl in the job's directory")
-        return self
 
 
 class AuctionTable(Table):
@@ -127,7 +112,6 @@ class SchedulerConfig(NodeConfig):
     output_dir: Path = Field(
         default=Path("runs"), description="Directory for results; a job writes to output_dir/<job id>."
     )
-    dashboard: DashboardTable = Field(default=DashboardTable(), description="Dashboard.")
     scheduler: SchedulerTable = Field(default=SchedulerTable(), description="Jobs to run.")
 
     @property

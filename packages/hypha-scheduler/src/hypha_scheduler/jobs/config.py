@@ -76,15 +76,6 @@ Budget = Annotated[
 """Annotation of a job's budget."""
 
 
-class NotYetError(ValueError):
-    """Key set to a value of a feature that is not implemented."""
-
-
-def not_yet(what: str, remedy: str) -> NotYetError:
-    """Build the error for a feature that is not implemented."""
-    return NotYetError(f"{what} is not yet supported; {remedy}")
-
-
 class Table(Section):
     """Base class of the scheduler's TOML tables."""
 

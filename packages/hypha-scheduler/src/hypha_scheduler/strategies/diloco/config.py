@@ -27,7 +27,6 @@ from hypha_scheduler.jobs.config import (
     kinds,
     lacking_columns,
     lacking_inputs,
-    not_yet,
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
@@ -112,41 +111,6 @@ class RoundsTable(Table):
             return min(self.batch_size, self.max_batch_size or self.batch_size)
         fitting = max(1, min(self.max_batch_size or _DEFAULT_BATCH, self.avg_samples_between_updates // (4 * workers)))
         return 1 << (fitting.bit_length() - 1)
-
-
-class SyncTable(Table):
-    """``[.sync]``: how updates are synchronized."""
-
-    codec: str = Field(
-        default="fp32", description="Encoding of the numbers in updates: fp32. Others are not supported yet."
-    )
-    fragments: int = Field(
-        default=1,
-        ge=1,
-        le=_U32,
-        description="Number of parts of the model that are synchronized in turn. More than 1 is not supported yet.",
-    )
-    overlap: int = Field(
-        default=0,
-        ge=0,
-        le=_U32,
-        description="Steps that training continues during synchronization. Values other than 0 are not supported yet.",
-    )
-    alpha: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Mixing of local and global parameters with overlap; therefore without effect yet.",
-    )
-    aggregation: str = Field(default="mean", description="Aggregation of updates: mean. Others are not supported yet.")
-
-    @model_validator(mode="after")
-    def _only_implemented(self) -> SyncTable:
-        plain = SyncTable.model_construct()
-        for key in ("codec", "fragments", "overlap", "aggregation"):
-            if (value := getattr(self, key)) != (default := getattr(plain, key)):
-                raise not_yet(f"sync.{key} = {value!r}", f"set it to {default!r}")
-        return self
 
 
 class RowsTable(Table):
@@ -253,7 +217,6 @@ class DilocoJobConfig(JobTable):
     rounds: RoundsTable = Field(
         default=RoundsTable(), validate_default=True, description="Number and length of rounds."
     )
-    sync: SyncTable = Field(default=SyncTable(), description="Synchronization of updates.")
     resources: ResourcesTable = Field(default=ResourcesTable(), description="Workers and prices.")
     orphan_grace: float = Field(
         default=60.0,
