@@ -33,16 +33,7 @@ class DatasetListing:
         """Return the answer as a dictionary of plain values."""
         return {
             "gateway": self.gateway,
-            "datasets": [
-                {
-                    "name": dataset.name,
-                    "num_slices": dataset.num_slices,
-                    "providers": dataset.providers,
-                    "manifests": dataset.manifests,
-                    "manifest": dataset.manifest,
-                }
-                for dataset in self.datasets
-            ],
+            "datasets": [{name: getattr(each, name) for name in each.__struct_fields__} for each in self.datasets],
         }
 
     def lines(self) -> Iterator[str]:

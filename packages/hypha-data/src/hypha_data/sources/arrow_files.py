@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,19 +24,14 @@ class ArrowFile:
     is_typed = True
     is_listed = True
 
-    def __init__(self, path: Path, class_names: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Read the names and types of the columns.
-
-        Args:
-            path: ``*.parquet``, or an Arrow file.
-            class_names: names of the classes of columns of numbers.
+    def __init__(self, path: Path) -> None:
+        """Read the names and types of the columns of a ``*.parquet``, or an Arrow file.
 
         Raises:
             DatasetError: the file cannot be read.
         """
         self._path = path
         self.paths: Sequence[Path] = (path,)
-        self._classes = class_names or {}
         self._arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
         with _map_errors(path), _open(path) as file:
             schema = file.schema_arrow if _is_parquet(path) else file.schema
@@ -48,10 +42,6 @@ class ArrowFile:
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
         return tuple(self._types)
-
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return the names of a column's classes, if the dataset has them."""
-        return self._classes.get(column)
 
     def _check_types(self, columns: Sequence[str]) -> None:
         types = self._arrow.types
@@ -80,7 +70,7 @@ class ArrowFile:
                 for begin in range(0, batch.num_rows, most):
                     part = batch.slice(begin, most)
                     values = {name: part.column(name) for name in columns}
-                    yield RowBlock(values, partial(_place, path, first), part.num_rows)
+                    yield RowBlock(values, path, range(first, first + part.num_rows), "row")
                     first += part.num_rows
 
 
@@ -118,20 +108,9 @@ def _open(path: Path) -> Iterator[Any]:
         except arrow.ArrowInvalid:  # the format for random access
             mapped.seek(0)
             whole = ipc.open_file(mapped)
-            yield _RandomAccess(whole)
-            return
+            batches = map(whole.get_batch, range(whole.num_record_batches))
+            opened = ipc.RecordBatchReader.from_batches(whole.schema, batches)
         yield opened
-
-
-class _RandomAccess:
-    """An Arrow file for random access, read from front to back."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.schema = file.schema
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._file.get_batch(number) for number in range(self._file.num_record_batches))
 
 
 @contextmanager
@@ -143,7 +122,3 @@ def _map_errors(path: Path) -> Iterator[None]:
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise DatasetError(f"{path}: damaged, or another format: {quote(reason)}; write the file again") from None
-
-
-def _place(path: Path, first: int, row: int) -> str:
-    return f"{path}, row {first + row}"

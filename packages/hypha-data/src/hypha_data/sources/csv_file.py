@@ -10,7 +10,6 @@ import csv
 import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -93,10 +92,6 @@ class CsvFile:
         """Return the names of the columns."""
         return self._names
 
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return None: a csv file does not name classes."""
-        return None
-
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
         """Yield all rows; see `hypha_data.sources.table.RowSource`.
 
@@ -111,8 +106,8 @@ class CsvFile:
                 if block is None:
                     block, line = self._read(file, text, columns, line)
                 else:
-                    line += block.rows
-                if block.rows:
+                    line += len(block.numbers)
+                if block.numbers:
                     yield block
 
     def _parse(self, text: bytes, columns: Sequence[str], first: int) -> RowBlock | None:
@@ -139,7 +134,7 @@ class CsvFile:
         if table.num_rows != _count_lines(text):  # some lines are empty
             return None
         values = {name: table.column(name).combine_chunks() for name in columns}
-        return RowBlock(values, partial(_place, self.path, range(first, first + table.num_rows)), table.num_rows)
+        return RowBlock(values, self.path, range(first, first + table.num_rows))
 
     def _read(self, file: BinaryIO, text: bytes, columns: Sequence[str], first: int) -> tuple[RowBlock, int]:
         """Read rows up to the one that ends with `text`, or later if its last cell does; the file is at its end.
@@ -160,7 +155,7 @@ class CsvFile:
                 lines.append(line)
             if line >= last:
                 break
-        return RowBlock(self._columns(columns, found), partial(_place, self.path, lines), len(found)), line + 1
+        return RowBlock(self._columns(columns, found), self.path, lines), line + 1
 
     def _decode(self, file: BinaryIO, text: bytes, first: int) -> Iterator[str]:
         """Return the lines of `text` and those that follow in the file."""
@@ -194,7 +189,3 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _place(path: Path, lines: Sequence[int], row: int) -> str:
-    return f"{path}, line {lines[row]}"

@@ -193,4 +193,5 @@ def _open_files(data: DataFiles, options: ReadOptions, form: str | None = None) 
         return TableReader(JoinedRows([CsvFile(path, options.encoding, options.delimiter) for path in files]), options)
     from hypha_data.sources.arrow_files import ArrowFile
 
-    return TableReader(JoinedRows([ArrowFile(path, data.classes) for path in files], data.descriptions), options)
+    rows = JoinedRows([ArrowFile(path) for path in files], data.descriptions)
+    return TableReader(rows, options, data.classes)

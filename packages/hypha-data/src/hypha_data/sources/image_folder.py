@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypha_data.sources.reader import (
     SampleLayout,
     files_state,
     import_extra,
+    in_blocks,
     quote,
 )
 
@@ -121,18 +123,10 @@ class ImageFolder:
         name = next(name for name in layout.tensors if name != LABELS)
         shape = layout.tensors[name].shape
         most = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (4 * int(np.prod(shape)))))
-        images: list[NDArray[Any]] = []
-        labels: list[int] = []
-        for number, (path, label) in enumerate(self._files()):
-            if number < first:
-                continue
-            images.append(self._read(path, shape))
-            labels.append(label)
-            if len(images) == most:
-                yield {name: self._scale(images), LABELS: np.array(labels, np.int64)}
-                images, labels = [], []
-        if images:
-            yield {name: self._scale(images), LABELS: np.array(labels, np.int64)}
+        files = itertools.islice(self._files(), first, None)
+        for block in in_blocks(files, most):
+            images = [self._read(path, shape) for path, _ in block]
+            yield {name: self._scale(images), LABELS: np.array([label for _, label in block], np.int64)}
 
     def _scale(self, images: list[NDArray[Any]]) -> NDArray[Any]:
         stacked = np.stack(images)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hypha_data.errors import DatasetError
 from hypha_data.jsonl import MAX_COLUMNS, MAX_LINE, RowFormatError, parse_row
 from hypha_data.sources.plain_bytes import open_plain
-from hypha_data.sources.reader import BLOCK_ROWS
+from hypha_data.sources.reader import BLOCK_ROWS, in_blocks
 from hypha_data.sources.table import RowBlock
 
 _BLOCK_TEXT: Final = 4 << 20
@@ -38,37 +38,25 @@ class JsonlFiles:
         """
         if self._names is None:
             found: dict[str, None] = {}
-            for place, line in self._lines():
-                [row] = self._parse([place], [line])
-                found.update(dict.fromkeys(row))
-                if len(found) > MAX_COLUMNS:
-                    raise DatasetError(
-                        f"{place[0]}: more than {MAX_COLUMNS} different keys; put those that vary in an object"
-                    )
+            for path in self.paths:
+                for number, line in _lines(path):
+                    [row] = self._parse(path, [(number, line)])
+                    found.update(dict.fromkeys(row))
+                    if len(found) > MAX_COLUMNS:
+                        raise DatasetError(
+                            f"{path}: more than {MAX_COLUMNS} different keys; put those that vary in an object"
+                        )
             if not found:
                 raise DatasetError(f"{self.paths[0]}: holds no rows; write one JSON object a line")
             self._names = tuple(found)
         return self._names
 
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return None: JSON does not name classes."""
-        return None
-
-    def _lines(self) -> Iterator[tuple[tuple[Path, int], bytes]]:
-        """Yield file and number of each line, and its content."""
-        for path in self.paths:
-            with open_plain(path) as file:
-                number = 0
-                while line := file.readline(MAX_LINE + 2):
-                    number += 1
-                    yield (path, number), line
-
-    def _parse(self, places: Sequence[tuple[Path, int]], lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    def _parse(self, path: Path, lines: Sequence[tuple[int, bytes]]) -> list[dict[str, Any]]:
         if self._is_checked:
-            valid: list[dict[str, Any]] = json.loads(b"[" + b",".join(lines) + b"]")
+            valid: list[dict[str, Any]] = json.loads(b"[" + b",".join(line for _, line in lines) + b"]")
             return valid
         rows = []
-        for (path, number), line in zip(places, lines, strict=True):
+        for number, line in lines:
             try:
                 rows.append(parse_row(line))
             except RowFormatError as error:
@@ -77,25 +65,15 @@ class JsonlFiles:
 
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
         """Yield all rows, which are checked the first time; see `hypha_data.sources.table.RowSource`."""
-        places: list[tuple[Path, int]] = []
-        lines: list[bytes] = []
-        size = 0
-        for place, line in self._lines():
-            places.append(place)
-            lines.append(line)
-            size += len(line)
-            if len(lines) == BLOCK_ROWS or size >= _BLOCK_TEXT:
-                yield _block(columns, self._parse(places, lines), places)
-                places, lines, size = [], [], 0
-        if lines:
-            yield _block(columns, self._parse(places, lines), places)
+        for path in self.paths:
+            for lines in in_blocks(_lines(path), BLOCK_ROWS, _BLOCK_TEXT, lambda line: len(line[1])):
+                rows = self._parse(path, lines)
+                values = {name: [row.get(name) for row in rows] for name in columns}
+                yield RowBlock(values, path, [number for number, _ in lines])
         self._is_checked = True
 
 
-def _block(columns: Sequence[str], rows: Sequence[dict[str, Any]], places: Sequence[tuple[Path, int]]) -> RowBlock:
-    return RowBlock({name: [row.get(name) for row in rows] for name in columns}, partial(_place, places), len(rows))
-
-
-def _place(places: Sequence[tuple[Path, int]], row: int) -> str:
-    path, number = places[row]
-    return f"{path}, line {number}"
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each line, and its content."""
+    with open_plain(path) as file:
+        yield from enumerate(iter(partial(file.readline, MAX_LINE + 2), b""), 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from hypha_data.digest_cache import Fingerprint
 from hypha_data.errors import DatasetError
 from hypha_proto.wire_schema import OMIT, U64, Message
+
+T = TypeVar("T")
 
 Arrays = Mapping[str, NDArray[Any]]
 """Tensors of consecutive samples, by name; the first dimension is the samples."""
@@ -107,6 +109,22 @@ def import_extra(module: str, purpose: str) -> Any:
     except ImportError:
         package = {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0])
         raise DatasetError(f"{purpose} needs {package}, of the extra formats: {EXTRA}") from None
+
+
+def in_blocks(
+    items: Iterable[T], most: int, size: int = 1, measure: Callable[[T], int] = lambda _item: 0
+) -> Iterator[list[T]]:
+    """Yield consecutive items together: `most` of them, or fewer as soon as their sizes add up to `size`."""
+    block: list[T] = []
+    total = 0
+    for item in items:
+        block.append(item)
+        total += measure(item)
+        if len(block) == most or total >= size:
+            yield block
+            block, total = [], 0
+    if block:
+        yield block
 
 
 def quote(value: object) -> str:

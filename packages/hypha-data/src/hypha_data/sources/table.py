@@ -58,9 +58,15 @@ class RowBlock:
 
     columns: Mapping[str, Any]
     """Values of each column, a sequence or an Arrow array; None where a row has none."""
-    place: Callable[[int], str]
-    """Returns file and row of a row of the block, by its number in the block."""
-    rows: int
+    path: Path
+    numbers: Sequence[int]
+    """Number of each row in the file, or of its line."""
+    unit: str = "line"
+    """What is numbered."""
+
+    def place(self, row: int) -> str:
+        """Return file and row of a row of the block, by its number in the block."""
+        return f"{self.path}, {self.unit} {self.numbers[row]}"
 
 
 class RowSource(Protocol):
@@ -83,10 +89,6 @@ class RowSource(Protocol):
 
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
-        ...
-
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return the names of a column's classes, if the source has them."""
         ...
 
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
@@ -124,10 +126,6 @@ class JoinedRows:
         """Return the names of the columns, as in the first file."""
         return self._parts[0].names()
 
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return the names of a column's classes, if the source has them."""
-        return self._parts[0].classes(column)
-
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
         """Yield the rows of all files."""
         for part in self._parts:
@@ -137,14 +135,22 @@ class JoinedRows:
 class TableReader:
     """Reader of a table; a `hypha_data.sources.reader.SampleReader`."""
 
-    def __init__(self, source: RowSource, options: ReadOptions) -> None:
+    def __init__(
+        self, source: RowSource, options: ReadOptions, classes: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         """Select the columns.
+
+        Args:
+            source: the rows.
+            options: which columns become what.
+            classes: names of the classes by column, if the source has them.
 
         Raises:
             DatasetError: a column does not exist, or names of tensors clash.
         """
         self._source = source
         self._options = options
+        self._classes = classes or {}
         if options.tokenizer is not None and options.text is None:
             raise DatasetError("--tokenizer needs --text: the column whose text becomes tokens")
         self._tokenizer = None if options.tokenizer is None else Tokenizer(options.tokenizer, options.length)
@@ -198,7 +204,7 @@ class TableReader:
         for block in self._source.blocks([*named]):
             for name, column in found.items():
                 column.add(block.columns[name], block.place)
-            rows += block.rows
+            rows += len(block.numbers)
             on_progress("rows checked", rows)
         if not rows:
             raise DatasetError(f"{self._source.paths[0]}: holds no rows; add them below the names of the columns")
@@ -207,7 +213,7 @@ class TableReader:
         for column in found.values():
             column.check(self._source.paths[0], partial(self._find_value, column.name))
         label = None if self._options.label is None else found[self._options.label]
-        classes = None if label is None else self._source.classes(label.name) or label.class_names()
+        classes = None if label is None else self._classes.get(label.name) or label.class_names()
         layout = Layout(
             tensors=self._tensors(named, found, classes),
             labels=None if classes is None else tuple(classes),
@@ -249,13 +255,13 @@ class TableReader:
         size = sum(math.prod(each.shape) * (8 if each.dtype == "I64" else 4) for each in layout.tensors.values())
         most, skip = max(1, BLOCK_BYTES // max(1, size)), first
         for block in self._source.blocks([*named]):
-            for begin in range(min(skip, block.rows), block.rows, most):
-                end = min(begin + most, block.rows)
+            for begin in range(min(skip, len(block.numbers)), len(block.numbers), most):
+                end = min(begin + most, len(block.numbers))
                 parts = {name: block.columns[name][begin:end] for name in named}
                 arrays = self._convert(layout, named, parts)
                 for start in range(0, end - begin, BLOCK_ROWS):
                     yield {name: array[start : start + BLOCK_ROWS] for name, array in arrays.items()}
-            skip = max(0, skip - block.rows)
+            skip = max(0, skip - len(block.numbers))
 
     def _convert(self, layout: Layout, named: Mapping[str, str], parts: Mapping[str, Any]) -> Arrays:
         made: dict[str, NDArray[Any]] = {}
@@ -283,7 +289,6 @@ class _ColumnScan:
     kind: str = ""
     width: int = 0
     first_gap: str = ""
-    first_number: str = ""
     first_text: str = ""
     faults: list[str] = field(default_factory=list)
     """Places of values that no number may have; only the first is kept."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,7 @@ from hypha_data.sources.reader import (
     OnProgress,
     SampleLayout,
     files_state,
+    in_blocks,
 )
 from hypha_data.sources.table import TEXT, RowBlock
 from hypha_data.sources.text_encoding import check_encoding, decode_lines
@@ -43,38 +44,20 @@ class TextLines:
         """Return the only column's name."""
         return (TEXT,)
 
-    def classes(self, column: str) -> Sequence[str] | None:
-        """Return None: text has no classes."""
-        return None
-
     def blocks(self, columns: Sequence[str]) -> Iterator[RowBlock]:
         """Yield all lines that are not empty; see `hypha_data.sources.table.RowSource`."""
         for path in self.paths:
-            texts: list[str] = []
-            numbers: list[int] = []
-            size = 0
             with open_plain(path) as file:
-                for number, line in enumerate(decode_lines(path, file, self._encoding), 1):
-                    text = line.rstrip("\r\n")
-                    if not text:
-                        continue
-                    texts.append(text)
-                    numbers.append(number)
-                    size += len(text)
-                    if len(texts) == BLOCK_ROWS or size >= _BLOCK_TEXT:
-                        yield RowBlock({TEXT: texts}, partial(_place, path, numbers), len(texts))
-                        texts, numbers, size = [], [], 0
-            if texts:
-                yield RowBlock({TEXT: texts}, partial(_place, path, numbers), len(texts))
+                lines = enumerate(decode_lines(path, file, self._encoding), 1)
+                texts = ((number, text) for number, line in lines if (text := line.rstrip("\r\n")))
+                for block in in_blocks(texts, BLOCK_ROWS, _BLOCK_TEXT, lambda line: len(line[1])):
+                    numbers, values = zip(*block, strict=True)
+                    yield RowBlock({TEXT: values}, path, numbers)
 
 
 def _has_content(path: Path) -> bool:
     with open_plain(path) as file:
         return bool(file.read(1))
-
-
-def _place(path: Path, numbers: Sequence[int], row: int) -> str:
-    return f"{path}, line {numbers[row]}"
 
 
 class TextReader:
@@ -119,25 +102,12 @@ class TextReader:
 
     def blocks(self, layout: Layout, first: int) -> Iterator[Arrays]:
         """Yield the rows; see `hypha_data.sources.reader.SampleReader`."""
-        most, skip = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (8 * self._length))), first
+        most = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (8 * self._length)))
         if self._tokenizer is None:
             yield from self._byte_blocks(most, first)
             return
-        rows: list[Sequence[int]] = []
-        for row in self._rows():
-            if skip:
-                skip -= 1
-                continue
-            rows.append(row)
-            if len(rows) == most:
-                yield self._fill(rows)
-                rows = []
-        if rows:
-            yield self._fill(rows)
-
-    def _fill(self, rows: Sequence[Sequence[int]]) -> Arrays:
-        assert self._tokenizer is not None
-        return self._tokenizer.fill(rows)
+        rows = itertools.islice(self._rows(self._tokenizer), first, None)
+        yield from map(self._tokenizer.fill, in_blocks(rows, most))
 
     def _byte_blocks(self, most: int, skip: int) -> Iterator[Arrays]:
         """Yield rows of bytes, at most `most` at once, without the first `skip`."""
@@ -152,12 +122,12 @@ class TextReader:
                         yield {name: array.reshape(rows, self._length)[skip:] for name, array in made.items()}
                     skip = max(0, skip - rows)
 
-    def _rows(self) -> Iterator[Sequence[int]]:
+    def _rows(self, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
         for path in self._paths:
             rest: list[int] = []
             start = 0
-            for part in self._parts(path):
-                rest = [*rest[start:], *part]
+            for text in self._parts(path):
+                rest = [*rest[start:], *tokenizer.tokens(text)]
                 start = 0
                 while len(rest) - start >= self._length:
                     yield rest[start : start + self._length]
@@ -165,17 +135,8 @@ class TextReader:
             if rest[start:]:
                 yield rest[start:]
 
-    def _parts(self, path: Path) -> Iterator[Sequence[int]]:
-        """Yield the tokens of a file in parts of whole lines, which do not depend on the row length."""
-        assert self._tokenizer is not None
+    def _parts(self, path: Path) -> Iterator[str]:
+        """Yield the text of a file in parts of whole lines, which do not depend on the row length."""
         with open_plain(path) as file:
-            lines: list[str] = []
-            size = 0
-            for line in decode_lines(path, file, self._encoding):
-                lines.append(line)
-                size += len(line)
-                if size >= 1 << 16:
-                    yield self._tokenizer.tokens("".join(lines))
-                    lines, size = [], 0
-            if lines:
-                yield self._tokenizer.tokens("".join(lines))
+            lines = decode_lines(path, file, self._encoding)
+            yield from map("".join, in_blocks(lines, _BLOCK_TEXT, 1 << 16, len))
