@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from hypha_data.errors import DatasetError
 from hypha_data.sources.reader import Arrays, Layout, OnProgress, SampleReader
-from hypha_data.workspace import write_durably
 from hypha_proto.codec import from_json, to_json
 from hypha_proto.safetensors_io import TensorInfo
+from hypha_proto.whole_directory import replace_file
 from hypha_proto.wire_schema import U64, Message
 
 _DTYPES: Final[Mapping[str, str]] = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "F32": "<f4", "U8": "u1"}
@@ -91,7 +91,7 @@ def _layout(reader: SampleReader, folder: Path, on_progress: OnProgress) -> Layo
         found: Layout = from_json(Layout, path.read_bytes(), _MAX_JSON)
         return found
     made = reader.scan(on_progress)
-    write_durably(path, bytes(to_json(Layout, made)))
+    replace_file(path, to_json(Layout, made))
     return made
 
 
@@ -135,7 +135,7 @@ def _sync(files: Mapping[str, BinaryIO], path: Path, done: StagedRows) -> None:
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
-    write_durably(path, bytes(to_json(StagedRows, done)))
+    replace_file(path, to_json(StagedRows, done))
 
 
 def _file(folder: Path, number: int) -> Path:

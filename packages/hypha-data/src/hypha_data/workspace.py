@@ -7,15 +7,15 @@ finished. Called by `prepare`.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, split_json_lines, to_json
 from hypha_proto.datasets import MANIFEST, MAX_MANIFEST, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
+from hypha_proto.whole_directory import replace_file, sync
 
 WORK: Final = ".prepare"
 """Name of the folder."""
@@ -54,7 +54,7 @@ class Workspace:
         self.is_resumed = path.is_file() and path.read_bytes() == plan
         if not self.is_resumed:
             self._clear()
-            write_durably(path, plan)
+            replace_file(path, plan)
 
     def _clear(self) -> None:
         for path in self.folder.iterdir():
@@ -98,7 +98,7 @@ class Workspace:
         sync(self.slices / entries[-1].file)
         mode = "ab" if len(entries) > 1 else "wb"
         with (self.folder / _JOURNAL).open(mode) as file:
-            file.write(bytes(to_json(SliceEntry, entries[-1])) + b"\n")
+            file.write(to_json(SliceEntry, entries[-1]) + b"\n")
 
     def manifest(self) -> Manifest | None:
         """Return the manifest if all slices are finished and may have been moved in part."""
@@ -110,7 +110,7 @@ class Workspace:
 
     def finish(self, manifest: Manifest) -> None:
         """Write the manifest, after which the slices may be published."""
-        write_durably(self.folder / MANIFEST, bytes(to_json(Manifest, manifest)))
+        replace_file(self.folder / MANIFEST, to_json(Manifest, manifest))
 
     def publish(self, manifest: Manifest, old: list[Path]) -> None:
         """Move the slices and the manifest into the dataset's folder, and remove old slices."""
@@ -118,25 +118,6 @@ class Workspace:
             path = self.slices / entry.file
             if path.exists():  # not moved by an interrupted attempt
                 path.replace(self.out / entry.file)
-        write_durably(self.out / MANIFEST, bytes(to_json(Manifest, manifest)))
+        replace_file(self.out / MANIFEST, to_json(Manifest, manifest))
         for path in {*old} - {self.out / entry.file for entry in manifest.slices}:
             path.unlink(missing_ok=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file so that it is complete if it exists, also after a power failure."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync(path: Path) -> None:
-    """Write a file's data to the disk."""
-    descriptor: Any = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

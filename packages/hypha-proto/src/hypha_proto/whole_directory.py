@@ -1,4 +1,4 @@
-"""Directories that appear completely written, or not at all."""
+"""Files and directories that appear completely written, or not at all."""
 
 from __future__ import annotations
 
@@ -36,6 +36,25 @@ def replace_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a file that is complete if it exists, also after a power failure; it takes the place of `path`.
+
+    Raises:
+        OSError: it cannot be written, synced or moved.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def remove_tree(path: Path) -> None:

@@ -23,7 +23,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.model_listing import CONFIG
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_proto.whole_directory import remove_tree, replace_directory
+from hypha_proto.whole_directory import remove_tree, replace_directory, replace_file
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import (
     MODEL_COMMAND,
@@ -347,12 +347,8 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
     Raises:
         OSError: the file cannot be written; the error names it.
     """
-    part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(result, indent=2) + "\n")
-        sync_to_disk(part)
-        os.replace(part, path)
-        sync_to_disk(path)
+        replace_file(path, f"{json.dumps(result, indent=2)}\n".encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hypha_proto.codec import parse_json
+from hypha_proto.whole_directory import replace_file
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL
@@ -48,21 +49,14 @@ def write_queued(directory: Path, job: JobTable, submitted_at: float, number: in
     try:
         _write_queued(directory, job, submitted_at, number)
     except OSError:
-        for name in (f"{QUEUED}.new", QUEUED):
-            (directory / name).unlink(missing_ok=True)
+        (directory / QUEUED).unlink(missing_ok=True)
         raise
 
 
 def _write_queued(directory: Path, job: JobTable, submitted_at: float, number: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     content = {"submitted_at": submitted_at, "number": number, "job": revealed(job)}
-    temporary = directory / f"{QUEUED}.new"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(content, file, default=str)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / QUEUED)
+    replace_file(directory / QUEUED, json.dumps(content, default=str).encode(), mode=0o600)
     with EventFile(directory / EVENTS) as events:
         about = {"name": job.name, "type": job.type, "rounds": job.planned_steps}
         known = {key: value for key, value in about.items() if value is not None}

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from hypha_proto.codec import split_json_lines
+from hypha_proto.whole_directory import replace_file, sync
 from hypha_worker.work_dir import control_folder, prepare_control_folder
 
 MAX_SIZE: Final = 8 << 20
@@ -100,7 +101,7 @@ class AccountFiles:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self._sync_folder()
+        sync(self._folder)
 
     def store_held(self, accounts: Sequence[LeaseAccount]) -> None:
         """Store the leases that are held now, in place of those before.
@@ -108,23 +109,7 @@ class AccountFiles:
         Raises:
             OSError: they cannot be stored.
         """
-        path = self._folder / _HELD
-        temporary = path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(descriptor, msgspec.json.encode(list(accounts)))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        replace_file(self._folder / _HELD, msgspec.json.encode(list(accounts)), mode=0o600)
 
 
 def earned_since(accounts: Iterable[LeaseAccount], since: float) -> float:
