@@ -222,26 +222,15 @@ def read_resource_transfer(action: str, body: Any) -> ResourceTransfer | None:
     Raises:
         DecodeError: the reference or the path is malformed.
     """
-    if type(body) is not dict:
+    try:
+        reference, path, _ = _find_reference(action, body)
+    except DecodeError:
         return None
-    key = _ACTIONS[action]
-    if _is_resource(body.get("resource")):
-        reference, path = body["resource"], body.get("path", "")
-    elif _is_resource(body.get(action)):
-        reference, path = body[action], body.get(key, "")
-    elif action == "fetch" and _is_resource(body):
-        reference, path = body, body.get(key, "")
-    else:
+    if type(reference) is not dict or reference.get("type") not in ("Resource", "resource"):
         return None
     if type(reference.get("name")) is not str:
         raise DecodeError("expected text", "name")
-    if type(path) is not str:
-        raise DecodeError("expected text", "path")
     return ResourceTransfer(name=reference["name"], path=path)
-
-
-def _is_resource(reference: Any) -> bool:
-    return type(reference) is dict and reference.get("type") in ("Resource", "resource")
 
 
 def read_transfer(action: str, body: Any) -> Transfer:
@@ -254,19 +243,9 @@ def read_transfer(action: str, body: Any) -> Transfer:
     Raises:
         DecodeError: the body matches neither form; `DecodeError.path` says where.
     """
-    if type(body) is not dict:
-        raise DecodeError("expected an object")
-    if "resource" in body and "type" not in body:
-        reference, path = from_plain(Reference, body["resource"]), body.get("path", "")
-    elif action in body:
-        reference, path = from_plain(Reference, _documented(body[action])), body.get(_ACTIONS[action], "")
-    elif action == "fetch" and "type" in body:
-        reference, path = from_plain(Reference, _documented(body)), body.get("out_dir", "")
-    else:
-        raise DecodeError(f"expected {action!r} with {_ACTIONS[action]!r}, or 'resource' with 'path'")
+    found, path, is_documented = _find_reference(action, body)
+    reference = from_plain(Reference, _documented(found) if is_documented else found)
     extras = from_plain(_Extras, body)
-    if type(path) is not str:
-        raise DecodeError("expected text", "path")
     return Transfer(
         reference=reference,
         path=path,
@@ -274,6 +253,28 @@ def read_transfer(action: str, body: Any) -> Transfer:
         samples=extras.samples,
         contribution=extras.contribution,
     )
+
+
+def _find_reference(action: str, body: Any) -> tuple[Any, str, bool]:
+    """Return the reference in a body, the path, and whether the body has the documented form.
+
+    Raises:
+        DecodeError: it has neither form.
+    """
+    if type(body) is not dict:
+        raise DecodeError("expected an object")
+    key = _ACTIONS[action]
+    if "resource" in body and "type" not in body:
+        reference, path, is_documented = body["resource"], body.get("path", ""), False
+    elif action in body:
+        reference, path, is_documented = body[action], body.get(key, ""), True
+    elif action == "fetch" and "type" in body:
+        reference, path, is_documented = body, body.get(key, ""), True
+    else:
+        raise DecodeError(f"expected {action!r} with {key!r}, or 'resource' with 'path'")
+    if type(path) is not str:
+        raise DecodeError("expected text", "path")
+    return reference, path, is_documented
 
 
 class _Extras(Message, frozen=True):
