@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,6 +19,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from hypha_certutil.authority import Authority, check_name, ed25519_key
 from hypha_certutil.errors import CertutilError
+
+T = TypeVar("T")
 
 PRIVATE = 0o600
 PUBLIC = 0o644
@@ -170,10 +173,7 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
     Raises:
         CertutilError: the file is missing or malformed.
     """
-    try:
-        return x509.load_pem_x509_certificates(_read(path))
-    except ValueError as error:
-        raise CertutilError(f"{path}: holds no readable certificate: {error}") from error
+    return _load(path, "certificate", x509.load_pem_x509_certificates)
 
 
 def read_request(path: Path) -> x509.CertificateSigningRequest:
@@ -182,10 +182,7 @@ def read_request(path: Path) -> x509.CertificateSigningRequest:
     Raises:
         CertutilError: the file is missing or malformed.
     """
-    try:
-        return x509.load_pem_x509_csr(_read(path))
-    except ValueError as error:
-        raise CertutilError(f"{path}: holds no readable certificate request: {error}") from error
+    return _load(path, "certificate request", x509.load_pem_x509_csr)
 
 
 def read_crl(path: Path) -> x509.CertificateRevocationList:
@@ -194,10 +191,7 @@ def read_crl(path: Path) -> x509.CertificateRevocationList:
     Raises:
         CertutilError: the file is missing or malformed.
     """
-    try:
-        return x509.load_pem_x509_crl(_read(path))
-    except ValueError as error:
-        raise CertutilError(f"{path}: holds no readable revocation list: {error}") from error
+    return _load(path, "revocation list", x509.load_pem_x509_crl)
 
 
 def write_crl(names: Names, crl: x509.CertificateRevocationList) -> Path:
@@ -212,6 +206,13 @@ def write_crl(names: Names, crl: x509.CertificateRevocationList) -> Path:
     collected = names.folder / "crls.pem"
     replace(Output(collected, b"".join(_read(path) for path in sorted(names.folder.glob("*-crl.pem")))))
     return collected
+
+
+def _load(path: Path, what: str, load: Callable[[bytes], T]) -> T:
+    try:
+        return load(_read(path))
+    except ValueError as error:
+        raise CertutilError(f"{path}: holds no readable {what}: {error}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -129,19 +129,20 @@ def prepare_dataset(
     plan = json.dumps(request).encode()
     with _named_full_disk(out), ExitStack() as stack:
         parts = {part: stack.enter_context(Workspace(folder, plan)) for part, folder in outs.items()}
-        manifests = {part: workspace.manifest() for part, workspace in parts.items()}
-        old = {} if all(manifests.values()) else {part: _find_old_slices(outs[part], force) for part in parts}
-        if not all(manifests.values()):
+        manifests = {part: made for part, workspace in parts.items() if (made := workspace.manifest()) is not None}
+        old: dict[str, list[Path]] = {}
+        if len(manifests) < len(parts):
+            old = {part: _find_old_slices(outs[part], force) for part in parts}
             with source_samples.open(parts[name].folder, on_progress) as samples:
                 manifests = _write_parts(samples, parts, slices, seed, test, on_progress)
                 source_samples.check_unchanged()
                 for notice in samples.notices():
                     on_notice(notice)
             for part, workspace in reversed(parts.items()):
-                workspace.finish(_present(manifests[part]))
+                workspace.finish(manifests[part])
         for part, workspace in reversed(parts.items()):
-            workspace.publish(_present(manifests[part]), old.get(part) or _find_slices(outs[part]))
-    return _present(manifests[name])
+            workspace.publish(manifests[part], old.get(part) or _find_slices(outs[part]))
+    return manifests[name]
 
 
 @contextmanager
@@ -164,11 +165,6 @@ def test_folder(out: Path) -> Path:
     return place.with_name(f"{place.name}-test")
 
 
-def _present(manifest: Manifest | None) -> Manifest:
-    assert manifest is not None
-    return manifest
-
-
 def _write_parts(
     samples: _Samples,
     parts: Mapping[str, Workspace],
@@ -176,7 +172,7 @@ def _write_parts(
     seed: int,
     test: float,
     on_progress: OnProgress,
-) -> dict[str, Manifest | None]:
+) -> dict[str, Manifest]:
     """Write the slices of each part, those for testing the first ones of the shuffled samples."""
     (name, main), *others = parts.items()
     tested = max(1, round(len(samples) * test)) if others else 0
@@ -190,7 +186,7 @@ def _write_parts(
     if not 1 <= wanted <= most:
         raise DatasetError(f"--slices {wanted}: {samples.source} holds {rest} samples, so 1 to {most}")
     order = _shuffle(main.folder / "order", len(samples), seed)
-    made: dict[str, Manifest | None] = {}
+    made: dict[str, Manifest] = {}
     for part, workspace in others:
         count = min(tested, max(1, round(wanted * tested / rest)))
         made[part] = _write_slices(samples, part, workspace, np.array_split(order[:tested], count), on_progress)

@@ -15,6 +15,7 @@ import click
 
 from hypha_local.demo_tasks import DIGITS, GENERATE, INFERENCE_TASKS, TASKS
 from hypha_local.errors import LocalError
+from hypha_net.errors import leaf_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -259,7 +260,7 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
                         await work()
                     except* (LocalError, OSError) as group:
                         status = status or 1
-                        for error in _flatten(group):
+                        for error in leaf_errors(group):
                             click.echo(f"Error: {error}", err=True)
                 tasks.cancel_scope.cancel()
 
@@ -278,11 +279,3 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
 def _exit_on_signal(number: int, _frame: object) -> None:
     """Exit on a signal before any process was started; an exception could be swallowed by a destructor."""
     os._exit(_SIGNALLED + number)
-
-
-def _flatten(group: BaseExceptionGroup[LocalError | OSError]) -> list[BaseException]:
-    """Return the errors of a possibly nested exception group."""
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _flatten(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.errors import TensorFileError
 from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
@@ -366,13 +365,15 @@ def _audit_updates(
     directory: Path, rounds: Sequence[_RoundDigests], findings: DilocoFindings
 ) -> list[tuple[_RoundDigests, Path]]:
     """Compare the outer updates that the job has kept with the record; return the first rounds that have theirs."""
+    from hypha_proto.global_model import digest_file  # imported late: numpy takes 0.1 s
+
     found: list[tuple[_RoundDigests, Path]] = []
     for each in rounds:
         path = _find_update(directory / "updates", each, is_last=each is rounds[-1])
         if not path.exists():
             if findings.keeps_updates:
                 findings.add(f"{path}: the outer update of round {each.round} is missing, and the job keeps them")
-        elif (digest := _file_digest(path)) != each.update:
+        elif (digest := digest_file(path)) != each.update:
             findings.add(f"{path}: the digest is {digest}, and the journal has {each.update}")
         elif len(found) == each.round - 1:
             found.append((each, path))
@@ -381,11 +382,13 @@ def _audit_updates(
 
 def _find_update(folder: Path, recorded: _RoundDigests, *, is_last: bool) -> Path:
     """Return the file of a round's outer update, which need not exist; the scheduler renames it after the record."""
+    from hypha_proto.global_model import digest_file
+
     kept = folder / f"round-{recorded.round}.safetensors"
     if kept.exists() or not is_last:
         return kept
     received = sorted(folder.glob(f"round-{recorded.round}-*.safetensors"))
-    return next((path for path in received if _file_digest(path) == recorded.update), kept)
+    return next((path for path in received if digest_file(path) == recorded.update), kept)
 
 
 def _audit_rounds(directory: Path, kept: Sequence[tuple[_RoundDigests, Path]], findings: DilocoFindings) -> None:
@@ -407,12 +410,3 @@ def _audit_rounds(directory: Path, kept: Sequence[tuple[_RoundDigests, Path]], f
             findings.recomputed = number
     except TensorFileError as error:
         findings.add(f"{directory}: the weights cannot be computed again: {error}")
-
-
-def _file_digest(path: Path) -> str:
-    content, size = ContentVerifier(None, None), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            content.update(memoryview(block))
-            size += len(block)
-    return content.verify(size)
