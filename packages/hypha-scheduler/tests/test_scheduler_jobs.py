@@ -361,29 +361,3 @@ def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
         write_queued(directory, ScriptedJob(), 1.0, 1)
     assert list(directory.iterdir()) == []
     assert read_queue(runs) == []
-
-
-async def test_clients_are_accepted_after_one_could_not_be(
-    open_jobs: OpenJobs, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when no further file can be opened: under trio, anyio raises `BrokenResourceError` then."""
-    failures = [anyio.BrokenResourceError(), OSError(errno.EMFILE, "Too many open files")]
-    create = anyio.create_unix_listener
-
-    async def create_failing(*arguments: Any, **options: Any) -> anyio.abc.SocketListener:
-        listener = await create(*arguments, **options)
-        accept = type(listener).accept
-
-        async def fail_at_first(self: Any) -> Any:
-            if failures:
-                raise failures.pop()
-            return await accept(self)
-
-        monkeypatch.setattr(type(listener), "accept", fail_at_first)
-        return listener
-
-    monkeypatch.setattr(anyio, "create_unix_listener", create_failing)
-    async with open_jobs(real_time=True) as lab:
-        scheduler = Scheduler(lab, runs)
-        assert (await scheduler.command("jobs"))["jobs"] == []
-        assert failures == []

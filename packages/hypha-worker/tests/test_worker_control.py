@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -20,7 +19,6 @@ import anyio.to_thread
 import pytest
 
 from hypha_proto.resources import Resources
-from hypha_worker.control import server
 from hypha_worker.control.client import ask_worker
 from hypha_worker.control.commands import PauseCommands, load_pause
 from hypha_worker.control.server import MAX_ANSWERING, MAX_READING, Answer, ControlServer, socket_path
@@ -135,43 +133,6 @@ async def test_clients_that_wait_are_bounded(with_server: Any) -> None:
             await anyio.sleep(0.01)
         assert "other clients wait for an answer" in (await ask(path, {"echo": {}}))["error"]
         tasks.cancel_scope.cancel()
-
-
-class FailingListener:
-    """A listener that fails as anyio's does on trio while no file descriptor is free, before it accepts clients."""
-
-    def __init__(self, listener: anyio.abc.SocketListener) -> None:
-        self._listener = listener
-        self._failures = 3
-
-    async def accept(self) -> anyio.abc.SocketStream:
-        if self._failures:
-            self._failures -= 1
-            raise anyio.BrokenResourceError from OSError(errno.EMFILE, "Too many open files")
-        stream = await self._listener.accept()
-        assert isinstance(stream, anyio.abc.SocketStream)
-        return stream
-
-    async def __aenter__(self) -> FailingListener:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._listener.aclose()
-
-
-async def test_clients_are_accepted_again_after_no_file_descriptor_was_free(
-    with_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    listen = server._listen
-
-    async def listen_and_fail(path: anyio.Path) -> FailingListener:
-        return FailingListener(await listen(path))
-
-    monkeypatch.setattr(server, "_listen", listen_and_fail)
-    monkeypatch.setattr(server, "_ACCEPT_PAUSE", 0.0)
-    async with with_server() as path:
-        assert await ask(path, {"echo": {}}) == {"echo": {}}
-    assert caplog.text.count("the control socket cannot accept clients: [Errno 24] Too many open files") == 1
 
 
 async def test_commands_at_the_same_time_leave_disk_and_memory_equal(

@@ -30,7 +30,7 @@ from hypha_scheduler.submission.client import (
     JobCommandError,
     JobFileError,
     NoSchedulerError,
-    connected,
+    connect,
     read_job,
     send_command,
     submit_job,
@@ -122,7 +122,7 @@ class Client:
 
     def _batches(self, job: str) -> Generator[list[dict[str, Any]]]:
         """Yield the events of a job as they are added; an empty list every `INTERVAL` seconds without any."""
-        with connected(self.socket, {"command": "attach", "id": job}) as connection:
+        with connect(self.socket, {"command": "attach", "id": job}) as connection:
             connection.settimeout(INTERVAL)
             followed = _Followed()
             while not followed.is_over:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from hypha_net.unix_socket_path import shortened
+from hypha_net.local_socket import send_request
 from hypha_proto.codec import check_depth, parse_json
 from hypha_scheduler.submission.catalog import ACTIVE
 
-_CONNECT_TIMEOUT: Final = 5.0
 _ANSWER_TIMEOUT: Final = 60.0
 """Seconds for the first answer: the look for datasets takes 8, and the end of a cancelled job 10."""
 TASKS: Final = "tasks"
@@ -174,7 +172,7 @@ def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool
 def _converse(
     path: Path, request: Mapping[str, Any], *, detach: bool, ends_early: bool = False
 ) -> Iterator[dict[str, Any]]:
-    with connected(path, request) as connection:
+    with connect(path, request) as connection:
         connection.settimeout(_ANSWER_TIMEOUT)
         accepted: dict[str, Any] = {}
         for answer in _answers(connection):
@@ -190,25 +188,17 @@ def _converse(
     raise SchedulerEndedError(_ended_early(accepted))
 
 
-@contextmanager
-def connected(path: Path, request: Mapping[str, Any]) -> Iterator[socket.socket]:
+def connect(path: Path, request: Mapping[str, Any]) -> socket.socket:
     """Connect to a running scheduler, and send it a request.
 
     Raises:
         NoSchedulerError: no scheduler listens at `path`.
     """
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT)
-        try:
-            with shortened(path) as short:
-                connection.connect(str(short))
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
-                connection.sendall(json.dumps(request, default=str).encode())  # dates become text
-                connection.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            remedy = "start one whose configuration contains no job"
-            raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
-        yield connection
+    try:
+        return send_request(path, request)
+    except OSError as error:
+        remedy = "start one whose configuration contains no job"
+        raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
 
 
 def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:

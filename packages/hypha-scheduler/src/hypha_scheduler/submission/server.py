@@ -14,8 +14,6 @@ Closing the connection does not stop a job.
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import time
 import uuid
@@ -31,8 +29,8 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
+from hypha_net.local_socket import accept_clients, listen, send_answer
 from hypha_net.peer_names import name_peers
-from hypha_net.unix_socket_path import shortened
 from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import JobTable
@@ -54,16 +52,12 @@ _MAX_READ_BYTES: Final = 64 << 20
 MAX_CONNECTIONS: Final = 512
 """Further ones are told so and closed. A client that follows a job holds one."""
 _READ_TIMEOUT: Final = 10.0
-_SEND_TIMEOUT: Final = 10.0
-"""Seconds for a client to take an answer."""
 _CANCEL_TIMEOUT: Final = 10.0
 """Seconds for a cancelled job to end."""
 _MAX_WARNINGS: Final = 10
 _MAX_MATCHES: Final = 20
 """Jobs that the answer to an ambiguous name lists."""
 _MAX_ID: Final = 255
-_ACCEPT_PAUSE: Final = 0.5
-"""Seconds after a connection could not be accepted until the next one is, for instance when no file may be opened."""
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
@@ -179,37 +173,16 @@ class SubmissionServer:
         Raises:
             OSError: the socket cannot be created, or another scheduler accepts jobs at it.
         """
-        path = anyio.Path(socket_path(self.runs))
-        await path.parent.mkdir(parents=True, exist_ok=True)
-        await _check_free(Path(path))
-        temporary = path.with_suffix(".new")
-        waiting = await anyio.to_thread.run_sync(read_queue, self.runs)
-        with shortened(Path(temporary)) as short:
-            listener = await anyio.create_unix_listener(short, mode=0o600)
-        try:
-            async with listener, anyio.create_task_group() as self._tasks:
-                for queued in waiting:
-                    await self._take_up_queued(queued)
-                await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
-                _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
-                with self._accepting:
-                    async with anyio.create_task_group() as clients:
-                        await self._accept(listener, clients)
-        finally:
-            with anyio.CancelScope(shield=True):
-                for left in (temporary, path):
-                    await left.unlink(missing_ok=True)
-
-    async def _accept(self, listener: anyio.abc.SocketListener, clients: anyio.abc.TaskGroup) -> None:
-        """Accept clients until cancelled, also after one could not be accepted."""
-        while True:
-            try:
-                stream = await listener.accept()
-            except (OSError, anyio.BrokenResourceError) as error:  # under trio, the latter stands for an OSError
-                _log.error("a client could not be accepted, trying again: %s", error.__cause__ or error)
-                await anyio.sleep(_ACCEPT_PAUSE)
-            else:
-                clients.start_soon(self._handle, stream)
+        path = socket_path(self.runs)
+        await anyio.Path(path.parent).mkdir(parents=True, exist_ok=True)
+        remedy = "another scheduler accepts jobs there; give each scheduler an output_dir of its own"
+        async with listen(path, remedy) as listener, anyio.create_task_group() as self._tasks:
+            for queued in await anyio.to_thread.run_sync(read_queue, self.runs):
+                await self._take_up_queued(queued)
+            _log.info("waiting for jobs: hypha-scheduler submit JOB.toml --socket %s", path)
+            with self._accepting:
+                async with anyio.create_task_group() as clients:
+                    await accept_clients(listener, lambda client: clients.start_soon(self._handle, client))
 
     def stop_when_idle(self) -> None:
         """Accept no more jobs once all that were submitted have ended; then `serve` returns."""
@@ -479,30 +452,14 @@ def _parse_command(data: bytes) -> JobCommand:
     return command
 
 
-async def _check_free(path: Path) -> None:
-    """Raise `OSError` if a scheduler listens at a socket; one that was killed leaves its socket behind."""
-    try:
-        with shortened(path) as short:
-            async with await anyio.connect_unix(short):
-                pass
-    except (FileNotFoundError, ConnectionRefusedError):
-        return
-    why = "another scheduler accepts jobs there; give each scheduler an output_dir of its own"
-    raise OSError(errno.EADDRINUSE, why, str(path))
-
-
 async def serve_submissions(runs: Path, run_job: RunJob) -> None:
     """Accept jobs until cancelled; see `SubmissionServer`."""
     await SubmissionServer(runs, run_job).serve()
 
 
 async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
-    try:
-        with anyio.fail_after(_SEND_TIMEOUT):
-            named = {key: name_peers(value) if isinstance(value, str) else value for key, value in answer.items()}
-            await stream.send(json.dumps(named).encode() + b"\n")
-    except (anyio.BrokenResourceError, anyio.ClosedResourceError, TimeoutError):
-        _log.info("a client has disconnected, or does not read its answers")
+    named = {key: name_peers(value) if isinstance(value, str) else value for key, value in answer.items()}
+    await send_answer(stream, named)
 
 
 def parse_job(data: bytes, strategies: Collection[str] | None = None) -> JobTable:

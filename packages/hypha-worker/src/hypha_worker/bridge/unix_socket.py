@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hypha_net.unix_socket_path import PATH_LIMIT
+from hypha_net.local_socket import PATH_LIMIT
 from hypha_worker.errors import ExecutionError
 
 SOCKET_NAME: Final = "bridge.sock"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from hypha_net.unix_socket_path import shortened
+from hypha_net.local_socket import send_request
 from hypha_proto.codec import parse_json
 
-_CONNECT_TIMEOUT: Final = 5.0
 _ANSWER_TIMEOUT: Final = 30.0
 _END_TIMEOUT: Final = 30.0
 """Seconds beyond its drain that a worker may take to end its jobs' processes and answer."""
@@ -37,7 +35,7 @@ def ask_worker(path: Path, command: str) -> dict[str, Any]:
         NoWorkerError: no worker listens at `path`.
         CommandFailedError: it refused, or ended before it had answered.
     """
-    with _sent(path, {command: {}}) as (connection, lines):
+    with _send(path, {command: {}}) as connection, connection.makefile("rb") as lines:
         connection.settimeout(_ANSWER_TIMEOUT)
         try:
             line = lines.readline()
@@ -59,28 +57,18 @@ def drain_worker(path: Path, timeout: float | None) -> Iterator[dict[str, Any]]:
         NoWorkerError: no worker listens at `path`.
         CommandFailedError: it refused, or ended before it had answered.
     """
-    with _sent(path, {"drain": {"timeout": timeout}}) as (connection, lines):
+    with _send(path, {"drain": {"timeout": timeout}}) as connection, connection.makefile("rb") as lines:
         yield from _drain_answers(connection, lines)
 
 
-@contextmanager
-def _sent(path: Path, request: Mapping[str, Any]) -> Iterator[tuple[socket.socket, BinaryIO]]:
-    """Connect and send a request; the context has the connection, and its answers as lines."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT)
-        try:
-            with shortened(path) as short:
-                connection.connect(str(short))
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the request, and refused it
-                connection.sendall(json.dumps(request).encode())
-                connection.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            raise NoWorkerError(
-                f"the worker does not run, or has not started yet: no worker listens at {path}: "
-                f"{error.strerror or error}; hypha-worker probe with its --config tells what prevents a start"
-            ) from None
-        with connection.makefile("rb") as lines:
-            yield connection, lines
+def _send(path: Path, request: Mapping[str, Any]) -> socket.socket:
+    try:
+        return send_request(path, request)
+    except OSError as error:
+        raise NoWorkerError(
+            f"the worker does not run, or has not started yet: no worker listens at {path}: "
+            f"{error.strerror or error}; hypha-worker probe with its --config tells what prevents a start"
+        ) from None
 
 
 def _checked(line: bytes) -> dict[str, Any]:

@@ -7,21 +7,19 @@ keeps no other one waiting.
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import anyio.abc
 
-from hypha_net.log_throttle import LogThrottle
-from hypha_net.unix_socket_path import shortened
+from hypha_net.local_socket import accept_clients, listen, send_answer
 from hypha_proto.codec import parse_json
 from hypha_worker.bridge.unix_socket import peer_pid
 from hypha_worker.work_dir import control_folder, prepare_control_folder
@@ -36,10 +34,6 @@ MAX_ANSWERING: Final = 32
 _MAX_REQUEST: Final = 4096
 """Bytes of a request."""
 _READ_TIMEOUT: Final = 10.0
-_SEND_TIMEOUT: Final = 10.0
-"""Seconds in which a client must take an answer."""
-_ACCEPT_PAUSE: Final = 0.5
-"""Seconds before clients are accepted again after that has failed, as where no file descriptor is free."""
 
 Answer = Callable[[Mapping[str, Any]], Awaitable[None]]
 """Sends one answer to the client; a client that has disconnected is no error."""
@@ -63,41 +57,26 @@ class ControlServer:
     _reading: dict[anyio.abc.SocketStream, anyio.CancelScope] = field(default_factory=dict)
     """Clients that have not sent their request yet, the oldest first."""
     _answering: int = 0
-    _failures: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
 
     async def serve(self) -> None:
         """Take commands until cancelled; return with a warning if there can be no socket."""
-        path = anyio.Path(socket_path(self.work_dir))
-        try:
-            prepare_control_folder(self.work_dir)
-            listener = await _listen(path)
-        except OSError as error:
-            _log.warning("hypha-worker drain cannot reach this worker, SIGTERM drains it: %s: %s", path, error)
-            return
-        try:
-            async with listener, anyio.create_task_group() as tasks:
-                await self._accept_clients(listener, tasks)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await path.unlink(missing_ok=True)
-
-    async def _accept_clients(self, listener: anyio.abc.SocketListener, tasks: anyio.abc.TaskGroup) -> None:
-        while True:
+        path = socket_path(self.work_dir)
+        remedy = "another worker uses this work_dir; give each worker one of its own"
+        async with AsyncExitStack() as stack:
             try:
-                stream = await listener.accept()
-            except (OSError, anyio.BrokenResourceError) as error:  # on trio, anyio raises the second from the first
-                self._log_failure(error if isinstance(error, OSError) else error.__cause__ or error)
-                await anyio.sleep(_ACCEPT_PAUSE)
-                continue
-            if len(self._reading) >= MAX_READING:
-                self._reading.pop(next(iter(self._reading))).cancel()
-            scope = self._reading[stream] = anyio.CancelScope()
-            tasks.start_soon(self._handle, stream, scope)
+                prepare_control_folder(self.work_dir)
+                listener = await stack.enter_async_context(listen(path, remedy))
+            except OSError as error:
+                _log.warning("hypha-worker drain cannot reach this worker, SIGTERM drains it: %s: %s", path, error)
+                return
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            await accept_clients(listener, partial(self._take, tasks))
 
-    def _log_failure(self, error: BaseException) -> None:
-        key = error.errno if isinstance(error, OSError) else None
-        text = "the control socket cannot accept clients: %s"
-        self._failures.log(_log, logging.WARNING, key, text, str(error) or type(error).__name__)
+    def _take(self, tasks: anyio.abc.TaskGroup, stream: anyio.abc.SocketStream) -> None:
+        if len(self._reading) >= MAX_READING:
+            self._reading.pop(next(iter(self._reading))).cancel()
+        scope = self._reading[stream] = anyio.CancelScope()
+        tasks.start_soon(self._handle, stream, scope)
 
     async def _handle(self, stream: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
         async with stream:
@@ -106,19 +85,17 @@ class ControlServer:
                 with scope, anyio.move_on_after(_READ_TIMEOUT):
                     data = await _read(stream)
             except (ValueError, anyio.BrokenResourceError) as error:
-                await _answer(stream, {"error": str(error) or "the client has disconnected"})
+                await send_answer(stream, {"error": str(error) or "the client has disconnected"})
                 return
             finally:
                 self._reading.pop(stream, None)
             if data is not None:
                 await self._run(stream, data)
             elif not scope.cancel_called:
-                await _answer(stream, {"error": f"no request was received within {_READ_TIMEOUT:g} s"})
+                await send_answer(stream, {"error": f"no request was received within {_READ_TIMEOUT:g} s"})
 
     async def _run(self, stream: anyio.abc.SocketStream, data: bytes) -> None:
-        async def answer(value: Mapping[str, Any]) -> None:
-            await _answer(stream, value)
-
+        answer = partial(send_answer, stream)
         if self._answering >= MAX_ANSWERING:
             await answer({"error": f"{MAX_ANSWERING} other clients wait for an answer: end some of them"})
             return
@@ -139,26 +116,6 @@ class ControlServer:
         if name not in self.commands:
             raise ValueError(f"no such command: {name[:40]!r}; there are {', '.join(sorted(self.commands))}")
         return self.commands[name], arguments
-
-
-async def _listen(path: anyio.Path) -> anyio.abc.SocketListener:
-    """Listen at a socket; one that a killed worker has left is replaced.
-
-    Raises:
-        OSError: there can be no socket, or another worker listens at it.
-    """
-    try:
-        with shortened(Path(path)) as short:
-            async with await anyio.connect_unix(short):
-                why = "another worker uses this work_dir; give each worker one of its own"
-                raise OSError(errno.EADDRINUSE, why)
-    except (FileNotFoundError, ConnectionRefusedError):
-        pass
-    temporary = path.with_suffix(".new")
-    with shortened(Path(temporary)) as short:
-        listener = await anyio.create_unix_listener(short, mode=0o600)
-    await temporary.replace(path)  # renamed once it listens, so that clients which find it can connect
-    return listener
 
 
 async def _read(stream: anyio.abc.SocketStream) -> bytes:
@@ -184,11 +141,6 @@ def parse_request(data: bytes) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(arguments, dict):
         raise ValueError(f"{name[:40]!r}: expected an object with its arguments")
     return name, arguments
-
-
-async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
-    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError), anyio.move_on_after(_SEND_TIMEOUT):
-        await stream.send(json.dumps(answer).encode() + b"\n")
 
 
 def is_confined(stream: anyio.abc.SocketStream) -> bool:
