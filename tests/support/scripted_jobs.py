@@ -47,7 +47,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import PinnedDataset
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.base import (
@@ -462,11 +462,11 @@ class ScriptedWorker:
         return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
 
 
-def dataset(provider: PeerId) -> PinnedDataset:
+def dataset(provider: PeerId) -> DatasetView:
     """Return the dataset, as a scheduler has found it."""
     digest = "blake3:" + "0" * 64
     entries = tuple(SliceEntry(file=f"{n}", samples=4, size=1, digest=digest) for n in range(SLICES))
-    return PinnedDataset(DATASET, provider, entries, format=JSONL)
+    return DatasetView(DATASET, provider, entries, format=JSONL)
 
 
 @dataclass
@@ -542,7 +542,7 @@ async def open_scripted_jobs(
         await anyio.lowlevel.checkpoint()
         return work(*arguments)
 
-    async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
+    async def open_dataset(*_: Any, **__: Any) -> DatasetView:
         return dataset(endpoints[1].peer_id)
 
     used = strategy or ScriptedStrategy()

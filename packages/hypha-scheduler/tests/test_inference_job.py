@@ -29,7 +29,7 @@ from hypha_proto.protocols import PUSH
 from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import TASK_RESULT, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt
 from hypha_scheduler.audit import audit
-from hypha_scheduler.datasets.dataset import PinnedDataset
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.inference.strategy import STRATEGY
@@ -161,10 +161,10 @@ async def open_inference(
     write_model(folder / "model")
     found = fake or FakeDataset(ROWS)
 
-    async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> PinnedDataset:
+    async def open_dataset(endpoint: Any, name: str, manifest: Path, *, timeout: float) -> DatasetView:
         await anyio.Path(manifest).write_bytes(found.manifest())
         entries = from_json(Manifest, found.manifest()).slices
-        return PinnedDataset(name, provider, entries, None, found.format, found.columns)
+        return DatasetView(name, provider, entries, None, found.format, found.columns)
 
     provider = PeerId.from_public_key(bytes([77]) * 32)
     async with open_scripted_jobs(monkeypatch, folder, cast(ScriptedStrategy, STRATEGY), workers=workers) as lab:

@@ -70,7 +70,7 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
 )
-from hypha_scheduler.datasets.dataset import PinnedDataset
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.task_graph import TaskState
@@ -747,7 +747,7 @@ async def test_slices_keep_the_suffix_of_their_format(open_jobs: OpenJobs, monke
     spec = TaskSpec(executor="shell/bash", resources=(TaskResource(name="data", dataset=source),))
     async with open_jobs(ScriptedStrategy(dataset=True), streams=False) as lab:
 
-        async def open_dataset(*_: Any, **__: Any) -> PinnedDataset:
+        async def open_dataset(*_: Any, **__: Any) -> DatasetView:
             return replace(dataset(lab.peer), format=None)
 
         monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)

@@ -31,7 +31,7 @@ from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.cli import main
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
-from hypha_scheduler.datasets.dataset import PinnedDataset
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.service import auction_settings, serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -318,7 +318,7 @@ def test_each_evaluation_slice_belongs_to_one_worker(
     slices: int, counts: dict[int, list[int]], form: str | None
 ) -> None:
     made = job(rounds={"evaluate_every": 3}, dataset={"dataset": "digits", "evaluation": "held-out"})
-    shares = evaluation_shares(3, PinnedDataset("held-out", PEERS[1], (None,) * slices, None, form))
+    shares = evaluation_shares(3, DatasetView("held-out", PEERS[1], (None,) * slices, None, form))
     model = HuggingFaceReference(repository="o/r", filenames=())
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
     found: dict[int, list[int]] = {}

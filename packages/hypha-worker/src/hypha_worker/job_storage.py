@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
-from hypha_net.connectors.content import CachedVersion
+from hypha_net.connectors.content import CachedVersion, ContentStorage
 from hypha_worker.content_cache import SchedulerCache
 from hypha_worker.errors import ExecutionError, StorageExceededError
 from hypha_worker.job_files import JobFiles
@@ -53,7 +53,7 @@ class _Reservation:
     size: int
 
 
-class JobStorage:
+class JobStorage(ContentStorage):
     """Counts the bytes of one job, announced and present; implements `hypha_net.transfer.StorageQuota`.
 
     Its threads and places are the job's own, so that no other job waits for its transfers.

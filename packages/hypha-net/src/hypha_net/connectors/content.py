@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from hypha_net import retries
@@ -106,32 +107,29 @@ class CachedVersion:
     version: str
 
 
-class ContentStorage(Protocol):
-    """Where content is stored: counts its bytes, has threads for writing, and may have a cache."""
+class ContentStorage:
+    """Where content is stored: counts its bytes, has threads for writing, and may have a cache; here none."""
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """Call a blocking function in a thread."""
-        ...
+        return await anyio.to_thread.run_sync(function, *arguments)
 
     def reserve(self, path: Path, size: int) -> None:
         """Reserve the bytes of a file, in a thread; raise an error, which is passed on, if they are too many."""
-        ...
 
     def release(self, path: Path) -> None:
         """End the reservation of a file, which is complete or given up."""
-        ...
 
     def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
         """Return the version of a source that is in the cache, or None."""
-        ...
+        return None
 
     async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
         """Copy a source's cached content to a new file; return its size, or None if it is not in the cache."""
-        ...
+        return None
 
     async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
         """Add a complete file to the cache as a source's present version."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 
@@ -32,50 +32,14 @@ _PAUSE: Final = 0.25
 _MANIFEST_TIMEOUT: Final = 120.0
 
 
-class DatasetView(Protocol):
-    """A dataset that the job uses, pinned to one manifest."""
-
-    @property
-    def name(self) -> str:
-        """Name, as data nodes announce it."""
-        ...
-
-    @property
-    def samples(self) -> Sequence[int | None]:
-        """Number of samples of each slice; None where unknown."""
-        ...
-
-    @property
-    def provider(self) -> PeerId:
-        """Data node that sent the manifest."""
-        ...
-
-    @property
-    def format(self) -> str | None:
-        """Format of the slices, a key of `SLICE_SUFFIXES`; None means safetensors."""
-        ...
-
-    @property
-    def columns(self) -> Mapping[str, str] | None:
-        """Kind of each column by name, as in `Manifest`; None where the manifest says nothing."""
-        ...
-
-    @property
-    def labels(self) -> Sequence[str] | None:
-        """Names of the classes in the order of their numbers; None where the manifest says nothing."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """Return a slice's number, and the name of its file where the manifest gives one."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class PinnedDataset:
-    """Dataset of a job."""
+class DatasetView:
+    """Dataset of a job, pinned to one manifest."""
 
     name: str
+    """Name, as data nodes announce it."""
     provider: PeerId
+    """Data node that sent the manifest."""
     slices: tuple[SliceEntry | None, ...]
     """Manifest entry of each slice; None where the data node has no manifest."""
     pinned: str | None = None
@@ -103,7 +67,7 @@ class PinnedDataset:
         return None if entry is None else entry.digest
 
 
-async def open_dataset(endpoint: Endpoint, name: str, manifest: Path, *, timeout: float) -> PinnedDataset:
+async def open_dataset(endpoint: Endpoint, name: str, manifest: Path, *, timeout: float) -> DatasetView:
     """Look up a dataset until a data node provides it, and pull its manifest to the file `manifest`.
 
     Raises:
@@ -131,7 +95,7 @@ async def _find(endpoint: Endpoint, name: str) -> list[FoundDataset]:
         return []
 
 
-async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) -> PinnedDataset:
+async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) -> DatasetView:
     count = found.record.num_slices
     if not 0 < count <= MAX_SLICES:
         raise ValueError(f"it announces {count} slices, allowed are 1 to {MAX_SLICES}")
@@ -144,14 +108,14 @@ async def _open(endpoint: Endpoint, name: str, found: FoundDataset, path: Path) 
     except TransferRefusedError as error:
         _log.info("%s has no manifest of dataset %s, so a slice counts as used when its worker requests another: %s",
                   found.provider, name, error)  # fmt: skip
-        return PinnedDataset(name, found.provider, (None,) * count)
+        return DatasetView(name, found.provider, (None,) * count)
     dataset = _pinned(name, found.provider, await anyio.Path(path).read_bytes(), found.record.manifest)
     if len(dataset.slices) != count:
         raise ValueError(f"its manifest has {len(dataset.slices)} slices; {count} announced")
     return dataset
 
 
-def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None) -> PinnedDataset:
+def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None) -> DatasetView:
     manifest: Manifest = from_json(Manifest, text)
     empty = [entry.file for entry in manifest.slices if entry.samples == 0]
     if empty or not manifest.slices:
@@ -159,10 +123,10 @@ def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None)
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
         known = ", ".join(SLICE_SUFFIXES)
         raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
-    return PinnedDataset(name, provider, manifest.slices, digest, manifest.format, manifest.columns, manifest.labels)
+    return DatasetView(name, provider, manifest.slices, digest, manifest.format, manifest.columns, manifest.labels)
 
 
-def open_folder(folder: Path, name: str, provider: PeerId, manifest: Path) -> tuple[PinnedDataset, list[Path]]:
+def open_folder(folder: Path, name: str, provider: PeerId, manifest: Path) -> tuple[DatasetView, list[Path]]:
     """Open a dataset in a folder, whose manifest is copied to the file `manifest`; return it and its slices' files.
 
     Raises:

@@ -20,7 +20,7 @@ from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import DatasetView, PinnedDataset, open_dataset, open_folder
+from hypha_scheduler.datasets.dataset import DatasetView, open_dataset, open_folder
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
@@ -68,7 +68,7 @@ class RunnerContext:
     """What `s3`, `uri` and `dht` of a job may reach from here."""
     first_attempt: int = 0
     """Number of the first attempt at a task in this run."""
-    _datasets: dict[str, tuple[PinnedDataset, Providers]] = field(default_factory=dict)
+    _datasets: dict[str, tuple[DatasetView, Providers]] = field(default_factory=dict)
     _artifacts: dict[str, Artifact] = field(default_factory=dict)
     """By the name of the dataset under which they are served."""
     _served_copies: list[Path] = field(default_factory=list)
@@ -104,7 +104,7 @@ class RunnerContext:
         self._datasets[dataset.name] = (dataset, providers)
         return dataset
 
-    async def _serve_dataset(self, table: DatasetTable, manifest: Path) -> PinnedDataset:
+    async def _serve_dataset(self, table: DatasetTable, manifest: Path) -> DatasetView:
         folder, name = table.directory, table.name_in(self.job_id)
         if folder is None:
             folder = served_copy(self.directory / "dataset")

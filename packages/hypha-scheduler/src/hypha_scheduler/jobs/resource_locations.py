@@ -23,7 +23,7 @@ from hypha_proto.task_resources import (
 )
 from hypha_proto.tasks import DatasetSource
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.datasets.dataset import PinnedDataset
+from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
 from hypha_scheduler.jobs.artifacts import artifact_dataset
 from hypha_scheduler.strategies.base import Effects, JobContext
@@ -105,7 +105,7 @@ def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLo
 
 
 def locate_slices(
-    dataset: PinnedDataset, providers: Providers, source: DatasetSource, failures: Collection[FailedHolder]
+    dataset: DatasetView, providers: Providers, source: DatasetSource, failures: Collection[FailedHolder]
 ) -> ResourceLocation:
     """Return where slices of a dataset are; data nodes that failed come last, or not at all if they lack a slice."""
     count = len(dataset.slices)
@@ -125,7 +125,7 @@ def locate_slices(
     return ResourceLocation(pull=PullFiles(tuple(files)))
 
 
-def _slice_file(dataset: PinnedDataset, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
+def _slice_file(dataset: DatasetView, index: int, peers: tuple[PeerId, ...]) -> LocatedFile:
     entry = dataset.slices[index]
     return LocatedFile(
         path=f"{dataset.name.replace('/', '_')[:_MAX_NAME]}-{index}{SLICE_SUFFIXES[dataset.format or SAFETENSORS]}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from hypha_net import content_directory, retries, transfer
 from hypha_net.connectors.address_check import Network, is_allowed_address
-from hypha_net.connectors.content import CachedVersion, ContentSource, fetch_content
+from hypha_net.connectors.content import ContentSource, ContentStorage, fetch_content
 from hypha_net.connectors.errors import FetchError, not_allowed, not_found, source_failed
 from hypha_net.connectors.http_source import HttpSource
 from hypha_net.connectors.s3_client import S3Client, S3Settings
@@ -86,12 +86,8 @@ def source_access(networks: Sequence[str], settings: S3Settings) -> SourceAccess
     return SourceAccess(tuple(ip_network(network) for network in networks), S3Client(settings))
 
 
-class _DiskStorage:
+class _DiskStorage(ContentStorage):
     """Stores content on this scheduler's disk, as long as there is room; has no cache."""
-
-    async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """See `ContentStorage.run`."""
-        return await anyio.to_thread.run_sync(function, *arguments)
 
     def reserve(self, path: Path, size: int) -> None:
         """See `ContentStorage.reserve`."""
@@ -102,20 +98,6 @@ class _DiskStorage:
                 f"a file of {size} bytes is to be downloaded, and the disk has room for {max(0, present + room)}: free "
                 f"space for {path.parent}"
             )
-
-    def release(self, path: Path) -> None:
-        """See `ContentStorage.release`."""
-
-    def find_cached_version(self, kind: str, source: str) -> CachedVersion | None:
-        """See `ContentStorage.find_cached_version`."""
-        return None
-
-    async def take_cached_version(self, kind: str, source: str, target: Path) -> int | None:
-        """See `ContentStorage.take_cached_version`."""
-        return None
-
-    async def put_cached_version(self, kind: str, source: str, path: Path, found: CachedVersion) -> None:
-        """See `ContentStorage.put_cached_version`."""
 
 
 @dataclass(frozen=True, slots=True)

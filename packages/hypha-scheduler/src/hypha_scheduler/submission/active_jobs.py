@@ -11,30 +11,16 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 
 from hypha_scheduler.errors import JobCancelledError, JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.jobs.runner import WAITS_AGAIN
+from hypha_scheduler.jobs.runner import WAITS_AGAIN, JobRunner
 
 
 class QueueFullError(Exception):
     """No further job may wait, or run without waiting."""
-
-
-class BegunJob(Protocol):
-    """What a job that has begun to run says about itself."""
-
-    @property
-    def waits_because(self) -> str | None:
-        """Why it waits for the workers with which it begins; None if it does not wait."""
-        ...
-
-    def cancel(self) -> None:
-        """End the job for its owner."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +34,7 @@ class ActiveJob:
     """Whether it waits for its turn and its first workers without a limit."""
     submitted_at: float = 0.0
     """Seconds since the Unix epoch; 0 for a job that was not submitted."""
-    runner: BegunJob | None = None
+    runner: JobRunner | None = None
     is_started: bool = False
     """Whether it has had its turn."""
     is_placed: bool = False
