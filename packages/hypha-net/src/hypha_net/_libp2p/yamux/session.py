@@ -67,7 +67,7 @@ _EMPTY: Final = memoryview(b"")
 
 
 class YamuxSession(IMuxedConn):
-    """A connection that carries streams; the `SessionHandle` of each of them."""
+    """A connection that carries streams."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """One yamux stream: its receive buffer, flow control in both directions, half-close and reset.
 
-Made by `yamux.session.YamuxSession`, which it knows as a `yamux.frames.SessionHandle`. Read and written by
+Made by `yamux.session.YamuxSession`. Read and written by
 `streams.stream.Libp2pStream`, and by py-libp2p for its own protocols.
 
 Specification: https://github.com/hashicorp/yamux/blob/master/spec.md
@@ -9,7 +9,7 @@ Specification: https://github.com/hashicorp/yamux/blob/master/spec.md
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final
 
 import trio
 from libp2p.abc import IMuxedConn, IMuxedStream
@@ -24,11 +24,13 @@ from hypha_net._libp2p.yamux.frames import (
     SPEC_INITIAL_WINDOW,
     FrameFlag,
     FrameType,
-    SessionHandle,
     frame_header,
     size_with_tls,
 )
 from hypha_net._libp2p.yamux.receive_buffer import ReceiveBuffer
+
+if TYPE_CHECKING:
+    from hypha_net._libp2p.yamux.session import YamuxSession
 
 SHORT_ROUND_TRIP: Final = 0.004
 """Round trip in seconds up to which `INITIAL_WINDOW` is large enough for full throughput."""
@@ -41,9 +43,9 @@ WINDOW_UPDATE_INTERVAL: Final = 1.0
 class YamuxStream(IMuxedStream):
     """A stream. Bytes received before a clean end can still be read after it; a reset discards them."""
 
-    def __init__(self, session: SessionHandle, stream_id: int, pending_flags: FrameFlag) -> None:
+    def __init__(self, session: YamuxSession, stream_id: int, pending_flags: FrameFlag) -> None:
         """Make a stream whose first frame carries `pending_flags` (SYN or ACK) and our initial receive window."""
-        self.muxed_conn = cast(IMuxedConn, session)
+        self.muxed_conn = session
         self.stream_id = stream_id
         self._session = session
         self._pending_flags = pending_flags
