@@ -167,10 +167,6 @@ async def test_the_first_protocol_that_the_peer_supports_is_selected(opener: Ope
         await stream.aclose()
         with pytest.raises(UnsupportedProtocolError):
             await leaf.open_stream(gateway.peer_id, [OTHER])
-        gateway.unhandle(ECHO)
-        gateway.unhandle(ECHO)
-        with pytest.raises(UnsupportedProtocolError):
-            await leaf.open_stream(gateway.peer_id, [ECHO])
 
 
 async def test_an_unknown_peer_is_unreachable(opener: Opener) -> None:

@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 import pytest
 import trio
+from libp2p.custom_types import TProtocol
 from support.endpoint_helpers import echo_at_once
 from support.waiting import until
 from support.wire_peer import expect, line
@@ -261,7 +262,7 @@ async def test_failed_requests_leave_no_stream_open(libp2p_opener: Opener) -> No
         for _ in range(20):
             with pytest.raises(RequestError):
                 await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())
-        gateway.unhandle(HEALTH)
+        gateway._host.remove_stream_handler(TProtocol(HEALTH))
         for _ in range(20):
             with pytest.raises(Exception, match="speaks none of"):
                 await rpc.call(leaf, gateway.peer_id, HEALTH_CHECK, HealthRequest())

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 import trio.testing
+from libp2p.custom_types import TProtocol
 from support.endpoint_helpers import echo, read_all
 from support.waiting import until
 
@@ -427,7 +428,7 @@ async def test_circuit_events_report_the_outcome(authority: Any) -> None:
             assert event.moved > 200_000
             await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.CONNECT))
             assert await anext(ends) == CircuitEnded(one.peer_id, None, "refused")
-            two.unhandle(STOP)
+            two._host.remove_stream_handler(TProtocol(STOP))
             with pytest.raises(UnreachableError, match="CONNECTION_FAILED"):
                 await one.open_stream(two.peer_id, [ECHO])
             assert await anext(ends) == CircuitEnded(one.peer_id, two.peer_id, "refused")
@@ -532,7 +533,7 @@ async def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authori
             await stream.send_eof()
             assert await read_all(stream) == b"goes on"
         assert not two.is_direct(one.peer_id)
-        one.unhandle(DCUTR)
+        one._host.remove_stream_handler(TProtocol(DCUTR))
         await one.disconnect(two.peer_id)
         with two.events.follow(HolePunched) as punched:
             await (await one.open_stream(two.peer_id, [ECHO])).aclose()

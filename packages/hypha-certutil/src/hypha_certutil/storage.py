@@ -26,37 +26,21 @@ PRIVATE = 0o600
 PUBLIC = 0o644
 
 
-@dataclass(frozen=True, slots=True)
 class Names:
     """File names of one CA or node in one folder."""
 
-    folder: Path
-    name: str
-
-    @property
-    def certificate(self) -> Path:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.certificate = folder / f"{name}-cert.pem"
         """Certificate, for a node followed by its intermediate CAs."""
-        return self.folder / f"{self.name}-cert.pem"
-
-    @property
-    def key(self) -> Path:
+        self.key = folder / f"{name}-key.pem"
         """Private key."""
-        return self.folder / f"{self.name}-key.pem"
-
-    @property
-    def trust(self) -> Path:
+        self.trust = folder / f"{name}-trust.pem"
         """Organisation CA and root CA."""
-        return self.folder / f"{self.name}-trust.pem"
-
-    @property
-    def request(self) -> Path:
+        self.request = folder / f"{name}-request.pem"
         """Certificate signing request."""
-        return self.folder / f"{self.name}-request.pem"
-
-    @property
-    def crl(self) -> Path:
+        self.crl = folder / f"{name}-crl.pem"
         """Revocation list of this CA."""
-        return self.folder / f"{self.name}-crl.pem"
 
 
 def names_in(folder: Path, name: str) -> Names:

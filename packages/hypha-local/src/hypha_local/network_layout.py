@@ -33,66 +33,33 @@ _MIN_PORTS: Final = 1000
 _RESERVATIONS: Final[list[socket.socket]] = []
 
 
-@dataclass(frozen=True, slots=True)
 class Folders:
     """Paths in a run directory."""
 
-    root: Path
-
-    @property
-    def certificates(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.certificates = root / "certs"
         """Certificates and keys of all nodes."""
-        return self.root / "certs"
-
-    @property
-    def configuration(self) -> Path:
+        self.configuration = root / "config"
         """One TOML file per node."""
-        return self.root / "config"
-
-    @property
-    def data(self) -> Path:
+        self.data = root / "data"
         """Source files and datasets."""
-        return self.root / "data"
-
-    @property
-    def test_set(self) -> Path:
+        self.test_set = root / "test.safetensors"
         """Held-out samples."""
-        return self.root / "test.safetensors"
-
-    @property
-    def start_model(self) -> Path:
+        self.start_model = root / "start-model"
         """The model before training."""
-        return self.root / "start-model"
-
-    @property
-    def work(self) -> Path:
+        self.work = root / "work"
         """Work directories of the workers."""
-        return self.root / "work"
-
-    @property
-    def runs(self) -> Path:
+        self.runs = root / "runs"
         """The scheduler's output directory."""
-        return self.root / "runs"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = root / "logs"
         """One log file per process."""
-        return self.root / "logs"
-
-    @property
-    def model(self) -> Path:
+        self.model = root / "model"
         """The trained model."""
-        return self.root / "model"
-
-    @property
-    def audit(self) -> Path:
+        self.audit = self.logs / "audit.txt"
         """What ``hypha-scheduler audit`` says."""
-        return self.logs / "audit.txt"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = root / "metrics.jsonl"
         """The scheduler's events as JSON lines."""
-        return self.root / "metrics.jsonl"
 
     def make(self) -> None:
         """Create the run directory, replacing that of an earlier run.

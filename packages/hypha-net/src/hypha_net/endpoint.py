@@ -217,10 +217,6 @@ class Endpoint(Protocol):
         """Serve incoming streams of `protocol` with `handler`; replaces an earlier handler of the protocol."""
         ...
 
-    def unhandle(self, protocol: str) -> None:
-        """Stop serving `protocol`; open streams stay open. No error if it was not served."""
-        ...
-
     async def publish(self, topic: str, data: bytes) -> None:
         """Publish to the subscribers of `topic`. Each receives the message at most once.
 

@@ -312,11 +312,6 @@ class Libp2pEndpoint:
         self._host.set_stream_handler(TProtocol(protocol), ProtocolHandler(serve))
         self._announcer.announce()
 
-    def unhandle(self, protocol: str) -> None:
-        """See `Endpoint.unhandle`."""
-        self._host.remove_stream_handler(TProtocol(protocol))
-        self._announcer.announce()
-
     # ----------------------------------------------------------------------------------------------------- gossip
 
     async def publish(self, topic: str, data: bytes) -> None:

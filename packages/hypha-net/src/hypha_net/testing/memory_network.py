@@ -370,10 +370,6 @@ class MemoryEndpoint:
         """See `Endpoint.handle`."""
         self._handlers[protocol] = handler
 
-    def unhandle(self, protocol: str) -> None:
-        """See `Endpoint.unhandle`."""
-        self._handlers.pop(protocol, None)
-
     async def publish(self, topic: str, data: bytes) -> None:
         """See `Endpoint.publish`."""
         await anyio.lowlevel.checkpoint()

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import trio
-from libp2p.abc import IMuxedConn, IMuxedStream
+from libp2p.abc import IMuxedStream
 from libp2p.io.exceptions import IOException
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
