@@ -65,7 +65,7 @@ def export(run: Path, out: Path) -> Result:
 def curves(out: Path) -> dict[str, list[tuple[str, int, float]]]:
     """Return the values in the event files by directory: tag, step and value."""
     found = {}
-    for path in out.rglob("events.out.tfevents.*.hypha"):
+    for path in out.rglob("events.out.tfevents.hypha"):
         events = [Event.FromString(record) for record in records(path.read_bytes())]
         assert events[0].file_version == "brain.Event:2"
         values = [(value.tag, event.step, value.simple_value) for event in events for value in event.summary.value]
@@ -109,9 +109,8 @@ def test_export_writes_one_curve_per_worker_also_of_a_running_job(tmp_path: Path
         ([], "line 1"),
         (json.loads("[" * 900 + "]" * 900), "nested more than 64 levels"),
         ({"event": "round", "time": 1, "round": 1, "waits": 1}, "line 1"),
-        ({"event": "round", "time": 1, "round": -1, "loss": 1}, "round -1"),
-        ({"event": "round", "time": 1, "round": "1", "loss": 1}, "round '1'"),
-        ({"event": "round", "time": 1e300, "round": 1, "loss": 1}, "time 1e+300"),
+        ({"event": "round", "time": 1, "round": "1", "loss": 1}, "line 1"),
+        ({"event": "round", "time": 1, "round": 1 << 63, "loss": 1}, "line 1"),
         ({"event": "round", "time": 1, "round": 1, "loss": 10**400}, "line 1"),
         ({"event": "metric", "time": 1, "round": 1, "worker": PEER, "name": "\ud800", "value": 1}, "line 1"),
     ],

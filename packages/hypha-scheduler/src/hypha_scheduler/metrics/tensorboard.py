@@ -5,9 +5,8 @@ The job and each worker get a directory, and therefore a curve, of their own. Ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,26 +17,10 @@ from hypha_scheduler.jobs.record_file import whole_lines
 JOB: Final = "job"
 """Directory of the metrics of the whole job."""
 _EVENT_SCALARS: Final = ("loss", "samples", "samples_per_second", "seconds", "update_bytes")
-_END_OF_TIME: Final = 1 << 40
 
 
 class MetricsFileError(ValueError):
     """The run directory has no metrics to export."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """One point of a curve."""
-
-    curve: str
-    """Directory: `JOB`, or ``worker-<peer id>``."""
-    tag: str
-    """Name of the metric."""
-    step: int
-    """Number of the round."""
-    value: float
-    time: float
-    """Seconds since the Unix epoch."""
 
 
 def export_metrics(run: Path, out: Path) -> int:
@@ -54,34 +37,41 @@ def export_metrics(run: Path, out: Path) -> int:
         MetricsFileError: there is no ``metrics.jsonl``, it contains no metric, or a line is not a scheduler event.
         ImportError: the extra ``tensorboard`` is not installed.
     """
-    scalars = _read_scalars(run / "metrics.jsonl")
-    curves: dict[str, list[Scalar]] = {}
-    for scalar in scalars:
-        curves.setdefault(scalar.curve, []).append(scalar)
-    first = min(scalar.time for scalar in scalars)
-    for curve, points in curves.items():
+    from tensorboardX.record_writer import RecordWriter
+
+    count = 0
+    for curve, scalars in _read_scalars(run / "metrics.jsonl").items():
         folder = out / curve
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"events.out.tfevents.{int(first):010d}.hypha", points, first)
-    return len(scalars)
+        path = folder / "events.out.tfevents.hypha"
+        path.unlink(missing_ok=True)
+        with closing(RecordWriter(str(path))) as file:
+            for event in (_event(scalars[0].wall_time, file_version="brain.Event:2"), *scalars):
+                file.write(event.SerializeToString())
+        count += len(scalars)
+    return count
 
 
-def _read_scalars(path: Path) -> list[Scalar]:
+def _read_scalars(path: Path) -> dict[str, list[Any]]:
+    """Return TensorBoard's events by their directory: `JOB`, or ``worker-<peer id>``."""
     if not path.is_file():
         raise MetricsFileError(f"{path} does not exist; name a run directory, such as runs/<job id>")
-    scalars: list[Scalar] = []
+    curves: dict[str, list[Any]] = {}
     for number, line in enumerate(whole_lines(path.read_bytes()), 1):
         try:
-            scalars += _scalars_of(parse_json(line))
+            for curve, scalar in _scalars_of(parse_json(line)):
+                curves.setdefault(curve, []).append(scalar)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise MetricsFileError(f"{path}, line {number}: not an event of a scheduler: {error!r}") from None
-    if not scalars:
+    if not curves:
         raise MetricsFileError(f"{path}: no round is over yet, nothing to export")
-    return scalars
+    return curves
 
 
-def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
+def _scalars_of(event: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     """Return the points of an event; values that were not finite are null in the file and are skipped."""
+    from tensorboardX.proto.summary_pb2 import Summary
+
     if event["event"] == "metric":
         values = {event["name"]: event["value"]}
         curve = f"worker-{PeerId.parse(event['worker'])}"
@@ -93,42 +83,11 @@ def _scalars_of(event: dict[str, Any]) -> Iterable[Scalar]:
         return
     for tag, value in values.items():
         if value is not None:
-            yield Scalar(curve, _tag(tag), _step(event["round"]), _number(value), _time(event["time"]))
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+            yield curve, _event(event["time"], step=event["round"], summary=summary)
 
 
-def _tag(name: str) -> str:
-    name.encode()  # a lone surrogate, which JSON can express, raises a ValueError
-    return name
-
-
-def _step(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"round {value!r:.40} is not a number from 0 to 2**63 - 1")
-    return value
-
-
-def _number(value: object) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r:.40} is not a number")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _time(value: object) -> float:
-    seconds = _number(value)
-    if not 0 <= seconds < _END_OF_TIME:
-        raise ValueError(f"time {value!r:.40} is not in seconds since 1970")
-    return seconds
-
-
-def _write(path: Path, scalars: Sequence[Scalar], began: float) -> None:
-    """Write an event file; a value beyond the range of single precision is infinity there."""
+def _event(wall_time: float, **fields: Any) -> Any:
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import RecordWriter
 
-    path.unlink(missing_ok=True)
-    with closing(RecordWriter(str(path))) as file:
-        file.write(Event(wall_time=began, file_version="brain.Event:2").SerializeToString())
-        for scalar in scalars:
-            summary = Summary(value=[Summary.Value(tag=scalar.tag, simple_value=scalar.value)])
-            file.write(Event(wall_time=scalar.time, step=scalar.step, summary=summary).SerializeToString())
+    return Event(wall_time=wall_time, **fields)

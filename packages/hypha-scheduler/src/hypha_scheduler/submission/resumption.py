@@ -7,15 +7,17 @@ differ, and are used. Nothing is written.
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import SecretStr, ValidationError
 
+from hypha_net.node.config.introspection import dotted, leaves
 from hypha_scheduler.errors import JobFailedError, StrategyError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
@@ -179,7 +181,9 @@ def _with_secrets(
 
 def differences(recorded: JobTable, configured: JobTable) -> list[str]:
     """Return how a configured job differs from a recorded one, one line a key."""
-    was, found = (dict(_leaves(job.model_dump(mode="json"))) for job in (recorded, configured))
+    was, found = (
+        {dotted(at): value for at, value in leaves(job.model_dump(mode="json"))} for job in (recorded, configured)
+    )
     keys = [key for key in dict.fromkeys([*was, *found]) if not {key, key.split(".")[0]} & _CHANGEABLE]
     return [
         f"{key} is {_shown(found.get(key))}, and was {_shown(was.get(key))}"
@@ -192,38 +196,18 @@ def _shown(value: object) -> str:
     return "unset" if value is None else repr(value)[:_MAX_SHOWN]
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys and plain values of a table; lists count as values, which an empty table has none of."""
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _leaves(entry, f"{place}.{key}" if place else str(key))
-    else:
-        yield place, value
-
-
-def _masked(value: Any, place: str = "") -> Iterator[str]:
+def _masked(job: JobTable) -> Iterator[str]:
     """Yield the dotted keys of secrets that are masked."""
-    if isinstance(value, SecretStr):
-        if value.get_secret_value() == _MASK:
-            yield place
-    elif isinstance(value, BaseModel):
-        yield from _masked({name: getattr(value, name) for name in type(value).model_fields}, place)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _masked(entry, f"{place}.{key}" if place else str(key))
-    elif isinstance(value, list | tuple):
-        for number, entry in enumerate(value):
-            yield from _masked(entry, f"{place}[{number}]")
+    for at, value in leaves(job.model_dump()):
+        if isinstance(value, SecretStr) and value.get_secret_value() == _MASK:
+            yield dotted(at)
 
 
-def revealed(value: Any) -> Any:
+def revealed(job: JobTable) -> dict[str, Any]:
     """Return a job's table as plain values with its secrets, for a socket that only its owner can open."""
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    if isinstance(value, BaseModel):
-        return {name: revealed(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, Mapping):
-        return {key: revealed(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [revealed(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
+    plain: dict[str, Any] = json.loads(json.dumps(job.model_dump(), default=_reveal))
+    return plain
+
+
+def _reveal(value: object) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

@@ -30,7 +30,7 @@ def leaves(value: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
     if isinstance(value, dict) and value:
         for name, part in value.items():
             yield from leaves(part, (*at, name))
-    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+    elif isinstance(value, list | tuple) and any(isinstance(part, dict) for part in value):
         for index, part in enumerate(value):
             yield from leaves(part, (*at, index))
     else:
