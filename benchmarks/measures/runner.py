@@ -25,6 +25,7 @@ from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_json
+from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.datasets import DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -33,7 +34,7 @@ from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, LeaseReleased, Releas
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest
 from hypha_proto.progress import Acknowledged, BatchDone, ProgressError, ProgressRequest
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import Started, TaskDefinition, TaskReport
+from hypha_proto.tasks import Started, StatusUpdate, TaskSpec
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
@@ -51,7 +52,7 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
-from hypha_worker.tasks.subscription import Subscription
+from hypha_worker.tasks.task_stream import TaskStream
 
 WORKERS, SLICES, RECORDS = 200, 100_000, 10_000
 SLICE_SAMPLES, BATCH = 32, 8
@@ -219,7 +220,7 @@ class FakeWorker:
     def __init__(self, endpoint: MemoryEndpoint, executor: str, tasks: anyio.abc.TaskGroup) -> None:
         self.endpoint = endpoint
         self._tasks = tasks
-        self._stream: Subscription | None = None
+        self._stream: TaskStream | None = None
         self._executor = executor
         self._lease = uuid.uuid4()
 
@@ -245,13 +246,26 @@ class FakeWorker:
 
     async def _renew(self, scheduler: PeerId, request: RenewLease) -> Renewed:
         if self._stream is None:
-            self._stream = Subscription(self.endpoint, scheduler, self._lease, self._confirm)
+            self._stream = TaskStream(self.endpoint, scheduler, self._lease, self)
             self._tasks.start_soon(self._stream.run)
         return Renewed(id=request.id, timeout_ms=3_600_000)
 
-    async def _confirm(self, definition: TaskDefinition) -> None:
+    def start(self, attempt: AttemptId, _spec: TaskSpec) -> None:
+        """See `DefinitionHandler.start`."""
         assert self._stream is not None
-        self._stream.send(TaskReport(attempt=definition.attempt, started=Started()))
+        self._stream.send_update(StatusUpdate(attempt=attempt, started=Started()))
+
+    def stop(self, _attempt: AttemptId, _reason: str) -> bool:
+        """See `DefinitionHandler.stop`."""
+        return False
+
+    def drain(self, _attempt: AttemptId, _left_ms: int, _reason: str) -> bool:
+        """See `DefinitionHandler.drain`."""
+        return False
+
+    def handle_command(self, _attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
+        """See `DefinitionHandler.handle_command`."""
+        return CommandAnswer(number=command.number, accepted=False)
 
     async def _release(self, _peer: PeerId, _request: ReleaseLease) -> LeaseReleased:
         return LeaseReleased(known=True)

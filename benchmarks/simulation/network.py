@@ -32,9 +32,10 @@ from hypha_worker.bidding.bidder import Bidder
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
+from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore
-from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.tasks.task_sessions import TaskSessions
 
 PRICE: Final = 50.0
 """Price of an honest worker, in tokens per lease-hour."""
@@ -158,9 +159,11 @@ async def open_simulated_worker(endpoint: MemoryEndpoint, capacity: Capacity) ->
     async with anyio.create_task_group() as tasks:
         capabilities = Capabilities(capacity, frozenset((TRAIN, SERVER)))
         lease_manager = LeaseManager(capacity)
-        host = TaskHost(endpoint, lease_manager, Path("/nonexistent"), OutputStore(Path("/nonexistent")))
+        store = OutputStore(Path("/nonexistent"))
+        sessions = TaskSessions(TaskHost(endpoint, lease_manager, Path("/nonexistent"), store), tasks)
+        outputs = OutputServer(endpoint, store, lease_manager, tasks)
         arbiter = Arbiter(OfferPolicy(price=PRICE), capabilities)
-        worker = Worker(endpoint, arbiter, lease_manager, TaskManager(host, tasks))
+        worker = Worker(endpoint, arbiter, lease_manager, sessions, outputs)
         worker.listen()
         await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)

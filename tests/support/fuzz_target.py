@@ -22,7 +22,7 @@ from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import TASKS, RpcMethod
-from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, Subscribe, TaskDefinition, TaskReport, WorkerFrame
+from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, StatusUpdate, Subscribe, TaskDefinition, WorkerFrame
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 
 CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
@@ -45,7 +45,7 @@ class SchedulerCodec:
     def encode(self, sequence: int, acknowledged: int, message: TaskDefinition | None) -> bytes:
         return to_cbor(SchedulerFrame, SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message))
 
-    def decode(self, data: bytes) -> tuple[int, int, TaskReport | None]:
+    def decode(self, data: bytes) -> tuple[int, int, StatusUpdate | None]:
         frame: WorkerFrame = from_cbor(WorkerFrame, data, MAX_FRAME)
         return frame.sequence, frame.acknowledged, frame.report
 
@@ -53,12 +53,12 @@ class SchedulerCodec:
 async def serve_task_stream(stream: Stream) -> None:
     """Receive reports until the peer breaks the rules."""
 
-    async def ignore(_report: TaskReport) -> None:
+    async def ignore(_report: StatusUpdate) -> None:
         pass
 
     try:
         from_cbor(Subscribe, await receive_frame(stream, 1 << 10) or b"")
-        await MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), ignore, MAX_FRAME).run(stream, 0)
+        await MessageChannel[TaskDefinition, StatusUpdate](SchedulerCodec(), ignore, MAX_FRAME).run(stream, 0)
     except (NetError, DecodeError):
         await stream.reset()
 

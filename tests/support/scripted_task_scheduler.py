@@ -27,10 +27,10 @@ from hypha_proto.tasks import (
     MAX_FRAME,
     OutputPath,
     SchedulerFrame,
+    StatusUpdate,
     Subscribe,
     Subscribed,
     TaskDefinition,
-    TaskReport,
     TaskSpec,
     WorkerFrame,
 )
@@ -48,12 +48,12 @@ class SchedulerCodec:
         frame = SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message)
         return to_cbor(SchedulerFrame, frame)
 
-    def decode(self, data: bytes) -> tuple[int, int, TaskReport | None]:
+    def decode(self, data: bytes) -> tuple[int, int, StatusUpdate | None]:
         frame: WorkerFrame = from_cbor(WorkerFrame, data, MAX_FRAME)
         return frame.sequence, frame.acknowledged, frame.report
 
 
-def kind_of(report: TaskReport) -> str:
+def kind_of(report: StatusUpdate) -> str:
     """Return the name of the field that a report has."""
     names = ("started", "ready", "progress", "draining", "answered", *ENDS)
     return next(name for name in names if getattr(report, name) is not None)
@@ -69,17 +69,17 @@ class ScriptedTaskScheduler:
 
     endpoint: MemoryEndpoint
     job_id: uuid.UUID = field(default_factory=uuid.uuid4)
-    reports: list[TaskReport] = field(default_factory=list)
+    reports: list[StatusUpdate] = field(default_factory=list)
     subscriptions: list[Subscribe] = field(default_factory=list)
     questions: list[LocateResource] = field(default_factory=list)
     refuse: str | None = None
     clean_ends: int = 0
     """Streams that their workers have ended."""
     locate: Callable[[PeerId, LocateResource], Awaitable[ResourceLocation]] = _nothing
-    on_report: Callable[[TaskReport], None] = lambda _report: None
+    on_report: Callable[[StatusUpdate], None] = lambda _report: None
     streams: dict[uuid.UUID, Stream] = field(default_factory=dict)
     _commands: int = 0
-    _channels: dict[uuid.UUID, MessageChannel[TaskDefinition, TaskReport]] = field(default_factory=dict)
+    _channels: dict[uuid.UUID, MessageChannel[TaskDefinition, StatusUpdate]] = field(default_factory=dict)
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def listen(self) -> None:
@@ -111,13 +111,13 @@ class ScriptedTaskScheduler:
         except NetError:
             await stream.reset()
 
-    def channel(self, lease: uuid.UUID) -> MessageChannel[TaskDefinition, TaskReport]:
+    def channel(self, lease: uuid.UUID) -> MessageChannel[TaskDefinition, StatusUpdate]:
         """Return the channel of a lease."""
         if lease not in self._channels:
             self._channels[lease] = MessageChannel(SchedulerCodec(), self._handle, MAX_FRAME)
         return self._channels[lease]
 
-    async def _handle(self, report: TaskReport) -> None:
+    async def _handle(self, report: StatusUpdate) -> None:
         self.reports.append(report)
         self.on_report(report)
         self._notify()
@@ -165,7 +165,7 @@ class ScriptedTaskScheduler:
         text = json.dumps({"code": code, **(settings or {})})
         self.define(lease, task, attempt, start=TaskSpec(settings=text, outputs=paths, **spec))
 
-    def of(self, task: str, attempt: int = 0) -> list[TaskReport]:
+    def of(self, task: str, attempt: int = 0) -> list[StatusUpdate]:
         """Return the reports of an attempt."""
         return [report for report in self.reports if report.attempt == self.name(task, attempt)]
 
@@ -186,11 +186,11 @@ class ScriptedTaskScheduler:
         found: CommandAnswer = await self.until(answer)
         return found
 
-    async def end(self, task: str, attempt: int = 0, seconds: float = 15.0) -> TaskReport:
+    async def end(self, task: str, attempt: int = 0, seconds: float = 15.0) -> StatusUpdate:
         """Wait for the end of an attempt; return the report of it."""
 
-        def ended() -> TaskReport | None:
+        def ended() -> StatusUpdate | None:
             return next((report for report in self.of(task, attempt) if kind_of(report) in ENDS), None)
 
-        found: TaskReport = await self.until(ended, seconds)
+        found: StatusUpdate = await self.until(ended, seconds)
         return found

@@ -21,12 +21,12 @@ from hypha_proto.tasks import (
     Ready,
     SchedulerFrame,
     Started,
+    StatusUpdate,
     StoredOutput,
     Subscribe,
     Subscribed,
     TaskDefinition,
     TaskFinished,
-    TaskReport,
     WorkerFrame,
 )
 
@@ -34,7 +34,7 @@ from hypha_proto.tasks import (
 class WorkerCodec:
     """Frames as a worker sends and receives them."""
 
-    def encode(self, sequence: int, acknowledged: int, message: TaskReport | None) -> bytes:
+    def encode(self, sequence: int, acknowledged: int, message: StatusUpdate | None) -> bytes:
         return to_cbor(WorkerFrame, WorkerFrame(sequence=sequence, acknowledged=acknowledged, report=message))
 
     def decode(self, data: bytes) -> tuple[int, int, TaskDefinition | None]:
@@ -69,7 +69,7 @@ class TaskStreamWorker:
     """Number of streams that have ended."""
 
     def __post_init__(self) -> None:
-        self.channel: MessageChannel[TaskReport, TaskDefinition] = MessageChannel(WorkerCodec(), self.hear, MAX_FRAME)
+        self.channel: MessageChannel[StatusUpdate, TaskDefinition] = MessageChannel(WorkerCodec(), self.hear, MAX_FRAME)
 
     async def open(self) -> Subscribed:
         """Open a stream and serve it in the background; return the scheduler's answer."""
@@ -121,7 +121,7 @@ class TaskStreamWorker:
 
     def report(self, definition: TaskDefinition, **what: Any) -> None:
         """Queue a report on the attempt of a definition."""
-        self.channel.send(TaskReport(attempt=definition.attempt, **what))
+        self.channel.send(StatusUpdate(attempt=definition.attempt, **what))
 
     async def tell(self, definition: TaskDefinition, **what: Any) -> None:
         """Report, and wait until the scheduler has handled it."""

@@ -46,10 +46,10 @@ from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
-from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
+from hypha_worker.tasks.resource_pushes import ResourcePushes
 from support.task_settings import training
 
 JOB, LEASE = uuid.UUID(int=7), uuid.UUID(int=8)
@@ -209,11 +209,11 @@ class Control:
 
     drain_seconds: float | None = None
 
-    def executor_started(self) -> None:
-        """See `TaskControl.executor_started`."""
+    def report_ready(self) -> None:
+        """See `TaskControl.report_ready`."""
 
-    def progressed(self, progress: TaskProgress) -> None:
-        """See `TaskControl.progressed`."""
+    def report_progress(self, progress: TaskProgress) -> None:
+        """See `TaskControl.report_progress`."""
 
     async def store_output(self, name: str, path: str) -> StoredOutput:
         """See `TaskControl.store_output`."""
@@ -256,7 +256,7 @@ def make_context(
             traffic=traffic,
             access=access or AccessPolicy(),
             store=OutputStore(folder / "outputs"),
-            deliveries=Deliveries(),
+            resource_pushes=ResourcePushes(),
         ),
     )
 

@@ -31,7 +31,7 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import from_cbor
 from hypha_proto.errors import DecodeError
-from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, TaskDefinition, TaskReport, WorkerFrame
+from hypha_proto.tasks import MAX_FRAME, SchedulerFrame, StatusUpdate, TaskDefinition, WorkerFrame
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 5000), st.binary(max_size=3)), min_size=1, max_size=4)
 
@@ -123,12 +123,12 @@ async def test_any_bytes_on_a_task_stream_are_reports_or_end_it() -> None:
     chance, outcomes = random.Random(2), Counter[str]()
     frames = [data for name, data in FRAMES if name.startswith("WorkerFrame")]
 
-    async def count(_report: TaskReport) -> None:
+    async def count(_report: StatusUpdate) -> None:
         outcomes["handled"] += 1
 
     for _ in range(MUTATED_FRAMES // 4):
         data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in chance.choices(frames, k=4))
-        channel = MessageChannel[TaskDefinition, TaskReport](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
+        channel = MessageChannel[TaskDefinition, StatusUpdate](SchedulerCodec(), count, MAX_FRAME, next_wanted=7)
         for number in range(6):
             channel.send(TaskDefinition(attempt=AttemptId(uuid.UUID(int=number), "t", 0)))
         try:

@@ -149,6 +149,7 @@ from hypha_proto.tasks import (
     SchedulerFrame,
     SlicesSource,
     Started,
+    StatusUpdate,
     Stop,
     StoredFile,
     StoredOutput,
@@ -159,7 +160,6 @@ from hypha_proto.tasks import (
     TaskFailed,
     TaskFinished,
     TaskProgress,
-    TaskReport,
     TaskResource,
     TaskSpec,
     UriSource,
@@ -538,7 +538,7 @@ def definition(**what: Any) -> SchedulerFrame:
 
 
 def report(**what: Any) -> WorkerFrame:
-    about = TaskReport(attempt=ATTEMPT, **what)
+    about = StatusUpdate(attempt=ATTEMPT, **what)
     return WorkerFrame(sequence=7, acknowledged=6, report=about)
 
 

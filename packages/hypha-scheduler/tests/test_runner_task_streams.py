@@ -56,6 +56,7 @@ from hypha_proto.tasks import (
     Ready,
     ResultSource,
     Started,
+    StatusUpdate,
     Stop,
     StoredFile,
     StoredOutput,
@@ -65,7 +66,6 @@ from hypha_proto.tasks import (
     TaskFailed,
     TaskFinished,
     TaskProgress,
-    TaskReport,
     TaskResource,
     TaskSpec,
     UriSource,
@@ -420,7 +420,7 @@ async def test_reports_of_other_attempts_are_refused_and_counted(
         before = len(operator.heard)
         for false in ({"number": 0}, {"number": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
             attempt = msgspec.structs.replace(begin.attempt, **false)
-            worker.channel.send(TaskReport(attempt=attempt, finished=TaskFinished(outputs=())))
+            worker.channel.send(StatusUpdate(attempt=attempt, finished=TaskFinished(outputs=())))
         await worker.channel.wait_until_handled()
         assert recorded.total(REFUSED) == 4
         assert len(operator.heard) == before
@@ -624,7 +624,10 @@ async def test_a_job_survives_whatever_its_worker_sends(open_jobs: OpenJobs, cap
         for _ in range(400):
             stream = await worker.endpoint.open_stream(lab.peer, [TASKS])
             about = msgspec.structs.replace(begin.attempt, number=attempt)
-            reports = TaskReport(attempt=about, started=Started()), TaskReport(attempt=about, **chance.choice(whats))
+            reports = (
+                StatusUpdate(attempt=about, started=Started()),
+                StatusUpdate(attempt=about, **chance.choice(whats)),
+            )
             begins = False
             try:
                 answer = await subscribe(stream, Subscribe(lease=worker.lease, next=received))

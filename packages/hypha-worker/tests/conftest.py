@@ -52,7 +52,7 @@ from hypha_proto.offers import (
 from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
-from hypha_proto.tasks import TaskReport, TaskSpec
+from hypha_proto.tasks import StatusUpdate, TaskSpec
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
@@ -162,7 +162,7 @@ class Scheduler:
         self._notify()
         return self.answer(report)
 
-    def _on_report(self, report: TaskReport) -> None:
+    def _on_report(self, report: StatusUpdate) -> None:
         kind = kind_of(report)
         self.statuses.append(kind)
         if kind in ENDS:

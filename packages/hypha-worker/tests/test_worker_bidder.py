@@ -43,9 +43,10 @@ from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.service import Worker
+from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore
-from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.tasks.task_sessions import TaskSessions
 
 pytestmark = pytest.mark.virtual_clock
 
@@ -122,8 +123,9 @@ async def open_site(terms: LeaseTerms | None = None) -> AsyncIterator[Site]:
     ):
         leases = LeaseManager(MACHINE, terms)
         arbiter = Arbiter(policy, Capabilities(MACHINE, frozenset({TRAIN})))
-        task_manager = TaskManager(TaskHost(endpoint, leases, Path("work"), OutputStore(Path("work/outputs"))), tasks)
-        worker = Worker(endpoint, arbiter, leases, task_manager)
+        store = OutputStore(Path("work/outputs"))
+        sessions = TaskSessions(TaskHost(endpoint, leases, Path("work"), store), tasks)
+        worker = Worker(endpoint, arbiter, leases, sessions, OutputServer(endpoint, store, leases, tasks))
         worker.listen()
         await tasks.start(Bidder(endpoint, arbiter, leases, worker.sweep).run)
         tasks.start_soon(worker.sweep_loop)

@@ -64,7 +64,7 @@ from hypha_proto.progress import (
 )
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import Member
-from hypha_proto.tasks import Stop, TaskReport, TaskSpec
+from hypha_proto.tasks import StatusUpdate, Stop, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
@@ -80,9 +80,10 @@ from hypha_worker.leasing.lease_manager import Lease, LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.service import Worker
 from hypha_worker.tasks.execution import Execution, TaskContext
+from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore
-from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.tasks.task_sessions import TaskSessions
 
 pytestmark = pytest.mark.virtual_clock
 
@@ -166,7 +167,7 @@ class Process:
         self.tasks.refuse = None
 
     @property
-    def ends(self) -> list[TaskReport]:
+    def ends(self) -> list[StatusUpdate]:
         return [report for report in self.tasks.reports if kind_of(report) in ENDS]
 
     async def _push(self, _peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
@@ -295,8 +296,10 @@ def make_worker(
         return jobs[-1]
 
     executors = {"train/x": execute, "aggregate/x": ParameterServer}
-    manager = TaskManager(TaskHost(endpoint, leases, folder, OutputStore(folder / "outputs"), executors), tasks)
-    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, manager)
+    store = OutputStore(folder / "outputs")
+    sessions = TaskSessions(TaskHost(endpoint, leases, folder, store, executors), tasks)
+    outputs = OutputServer(endpoint, store, leases, tasks)
+    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, sessions, outputs)
 
 
 @asynccontextmanager

@@ -68,7 +68,7 @@ class EchoExecution(Execution):
     async def run(self) -> None:
         await self._heard.wait()
 
-    def handle(self, command: TaskCommand) -> CommandAnswer:
+    def handle_command(self, command: TaskCommand) -> CommandAnswer:
         self._heard.set()
         return CommandAnswer(number=command.number, accepted=True)
 

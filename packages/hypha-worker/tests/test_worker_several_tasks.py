@@ -28,8 +28,8 @@ from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.tasks.execution import Execution, TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.references import reference_peers
-from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost
+from hypha_worker.tasks.task_sessions import TaskSessions
 
 EXECUTORS = (ExecutorDescriptor("train", "fake"), ExecutorDescriptor("aggregate", "fake"))
 JOB = uuid.UUID(int=77)
@@ -78,7 +78,7 @@ class Lab:
     schedulers: list[ScriptedTaskScheduler]
     peers: list[MemoryEndpoint]
     leases: LeaseManager
-    tasks: TaskManager = field(init=False)
+    tasks: TaskSessions = field(init=False)
     started: dict[tuple[PeerId, str], FakeExecution] = field(default_factory=dict)
 
     def hire(self, which: int = 0) -> uuid.UUID:
@@ -148,8 +148,8 @@ async def open_lab(folder: Path) -> AsyncIterator[Lab]:
         schedulers = [ScriptedTaskScheduler(endpoint, job_id=JOB) for endpoint in (scheduler, other)]
         lab = Lab(worker, schedulers, [first, second], leases)
         executors = dict.fromkeys(map(str, EXECUTORS), lambda context: FakeExecution(context, lab))
-        lab.tasks = TaskManager(TaskHost(worker, leases, folder, OutputStore(folder / "outputs"), executors), tasks)
-        transfer.serve_pushes(worker, lab.tasks.accept_push)
+        lab.tasks = TaskSessions(TaskHost(worker, leases, folder, OutputStore(folder / "outputs"), executors), tasks)
+        transfer.serve_pushes(worker, lab.tasks.pushes.accept_push)
         for each in schedulers:
             each.listen()
             await worker.connect(each.endpoint.addresses[0])

@@ -13,7 +13,7 @@ import pytest
 from support.pulling import pull_bytes
 from support.task_bridge_client import EXECUTOR
 
-from hypha_proto.bridge_api import read_resource_transfer, read_task_update
+from hypha_proto.bridge_api import read_progress_update, read_resource_transfer
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import LocatedFile, LocateResource, PullFiles, ResourceLocation
@@ -22,8 +22,8 @@ from hypha_proto.tasks import (
     OutputPath,
     PeersSource,
     ResultSource,
+    StatusUpdate,
     TaskProgress,
-    TaskReport,
     TaskResource,
     TaskSpec,
 )
@@ -37,7 +37,7 @@ def numbers(lab: Any) -> TaskResource:
     return TaskResource(name="numbers", peers=PeersSource((lab.data.peer_id,), "numbers", 0, ("a", "b/c")))
 
 
-async def content_of(lab: Any, report: TaskReport, name: str) -> bytes:
+async def content_of(lab: Any, report: StatusUpdate, name: str) -> bytes:
     assert report.finished is not None, report
     output = next(output for output in report.finished.outputs if output.name == name)
     request = PullRequest(dataset=output.dataset, index=0)
@@ -153,10 +153,10 @@ async def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> N
         assert await content_of(lab, report, "early") == b"second"
         assert await content_of(lab, report, "folder") == b"x"
         assert await content_of(lab, report, "late") == b"late"
-        assert len(lab.worker.tasks.held) == 3, "the first one was replaced"
+        assert len(lab.worker.outputs.held) == 3, "the first one was replaced"
         tasks.start(lease, "u", SEND + "sys.exit(1)", outputs={"early": "early", "folder": "folder", "late": "late"})
         assert (await tasks.end("u")).failed is not None
-        assert len(lab.worker.tasks.held) == 3, "outputs of a failed attempt are removed"
+        assert len(lab.worker.outputs.held) == 3, "outputs of a failed attempt are removed"
 
 
 UPDATE = """
@@ -281,4 +281,4 @@ def test_other_references_are_no_resources(body: Any) -> None:
 )
 def test_an_update_that_cannot_be_used_is_named(body: bytes) -> None:
     with pytest.raises(DecodeError):
-        read_task_update(body)
+        read_progress_update(body)

@@ -39,11 +39,11 @@ from hypha_proto.task_resources import (
     PushOutput,
     ResourceLocation,
 )
-from hypha_proto.tasks import FileSource, PeersSource, ResultSource, StoredOutput, TaskReport, TaskResource, UriSource
+from hypha_proto.tasks import FileSource, PeersSource, ResultSource, StatusUpdate, StoredOutput, TaskResource, UriSource
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
-from hypha_worker.tasks.deliveries import Deliveries
+from hypha_worker.tasks.resource_pushes import ResourcePushes
 
 InTaskLab = Callable[..., Any]
 READ = """
@@ -84,12 +84,12 @@ def answering(*answers: ResourceLocation) -> Callable[[PeerId, LocateResource], 
     return answer
 
 
-def output_of(report: TaskReport, name: str = "out") -> StoredOutput:
+def output_of(report: StatusUpdate, name: str = "out") -> StoredOutput:
     assert report.finished is not None, report
     return next(output for output in report.finished.outputs if output.name == name)
 
 
-async def found_by(lab: Any, report: TaskReport) -> Any:
+async def found_by(lab: Any, report: StatusUpdate) -> Any:
     """Return what a task with the code `READ` has found."""
     request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
     return json.loads(await pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
@@ -377,7 +377,7 @@ def pushing(
 async def test_a_result_is_pushed_to_another_worker(
     in_task_lab: InTaskLab, make_config: Any, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    accept = Deliveries.accept
+    accept = ResourcePushes.accept
     async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         async with second_worker(lab, make_config) as (_, endpoint):
@@ -385,11 +385,11 @@ async def test_a_result_is_pushed_to_another_worker(
             second = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
             arrived = anyio.Event()
 
-            def accept_early(deliveries: Deliveries, peer: PeerId, header: PushHeader) -> Any:
+            def accept_early(deliveries: ResourcePushes, peer: PeerId, header: PushHeader) -> Any:
                 arrived.set()
                 return accept(deliveries, peer, header)
 
-            monkeypatch.setattr(Deliveries, "accept", accept_early)
+            monkeypatch.setattr(ResourcePushes, "accept", accept_early)
             begun = pushing(tasks, lab, output, endpoint.peer_id, arrived if early else None)
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
             report = await tasks.end("t")
@@ -441,8 +441,8 @@ async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_l
 
 
 async def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hypha_worker.tasks.deliveries.STALL", 0.2)
-    monkeypatch.setattr("hypha_worker.tasks.deliveries._POLL", 0.05)
+    monkeypatch.setattr("hypha_worker.tasks.resource_pushes.STALL", 0.2)
+    monkeypatch.setattr("hypha_worker.tasks.resource_pushes._POLL", 0.05)
     async with in_task_lab() as (lab, tasks, lease):
         file = LocatedFile(path="", dataset="d", index=0)
         pushed = ResourceLocation(pushed=AwaitPush(uuid.uuid4(), (file,), (lab.data.peer_id,)))

@@ -31,9 +31,9 @@ from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
 from hypha_proto.tasks import (
     DrainTask,
     OutputPath,
+    StatusUpdate,
     Stop,
     StoredOutput,
-    TaskReport,
     TaskResource,
     TaskSpec,
     UriSource,
@@ -53,7 +53,7 @@ async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -
     return await pull_bytes(endpoint, peer, request, max_bytes=1 << 20)
 
 
-def outputs_of(report: TaskReport) -> dict[str, StoredOutput]:
+def outputs_of(report: StatusUpdate) -> dict[str, StoredOutput]:
     assert report.finished is not None, report
     return {output.name: output for output in report.finished.outputs}
 
@@ -152,7 +152,7 @@ async def test_work_is_given_back_when_the_disk_is_full(
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None
         assert "No space left on device; free some space there" in cancelled.reason
-        assert lab.worker.tasks.held == ()
+        assert lab.worker.outputs.held == ()
 
 
 async def test_an_error_in_the_worker_ends_one_attempt_only(
@@ -176,7 +176,7 @@ async def test_a_lease_whose_session_fails_is_given_up_so_that_its_scheduler_hea
     """Another session could not go on with the stream: the attempt would hang while the lease is renewed."""
     async with in_task_lab() as (lab, tasks, lease):
         with monkeypatch.context() as patched:
-            patched.setattr("hypha_worker.tasks.task_session.check_start", lambda *_: 1 / 0)
+            patched.setattr("hypha_worker.tasks.task_sessions.check_start", lambda *_: 1 / 0)
             tasks.start(lease, "t")
             await tasks.until(lambda: all(found.id != lease for found in lab.worker.lease_manager.leases))
         assert "because of an error in this worker" in caplog.text
@@ -357,7 +357,7 @@ async def test_an_output_that_is_none_fails_the_attempt_and_is_named(in_task_lab
         assert failed is not None
         assert failed.reason.startswith("output bad")
         assert reason in failed.reason
-        assert lab.worker.tasks.held == ()
+        assert lab.worker.outputs.held == ()
 
 
 @pytest.fixture
@@ -412,7 +412,7 @@ async def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab
         with pytest.raises(TransferRefusedError):
             await pull(lab.server, lab.peer, outputs["x"])
         assert await release(lab.scheduler.endpoint, tasks.job_id) == 1
-        assert lab.worker.tasks.held == ()
+        assert lab.worker.outputs.held == ()
 
 
 async def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InTaskLab) -> None:
@@ -439,10 +439,10 @@ async def test_outputs_are_removed_an_hour_after_the_last_renewal(in_task_lab: I
         await tasks.end("t")
         renewed = anyio.current_time()
         await rpc.call(lab.scheduler.endpoint, lab.peer, RENEW_LEASE, RenewLease(id=lease))
-        await lab.worker.tasks.sweep(renewed + 3590)
-        assert len(lab.worker.tasks.held) == 1
-        await lab.worker.tasks.sweep(renewed + 3610)
-        assert lab.worker.tasks.held == ()
+        await lab.worker.outputs.remove_expired(renewed + 3590)
+        assert len(lab.worker.outputs.held) == 1
+        await lab.worker.outputs.remove_expired(renewed + 3610)
+        assert lab.worker.outputs.held == ()
         [folder] = (lab.folder / "work").glob("outputs-*")
         assert list(folder.iterdir()) == []
 

@@ -152,7 +152,7 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """W3C trace context of the parent span; the worker's own span of the job if None."""
 
 
-class TaskUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Request body of ``/task/update``."""
 
     fraction: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
@@ -163,7 +163,7 @@ class TaskUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Numbers by name."""
 
 
-class TaskUpdateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProgressUpdateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Response of ``/task/update``."""
 
     draining: bool
@@ -172,14 +172,14 @@ class TaskUpdateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds until it is ended, while it drains."""
 
 
-def read_task_update(body: bytes) -> TaskUpdate:
+def read_progress_update(body: bytes) -> ProgressUpdate:
     """Decode and validate the body of ``/task/update``.
 
     Raises:
         DecodeError: the body is malformed or exceeds a limit; the message says where.
     """
     try:
-        update = msgspec.json.decode(body, type=TaskUpdate)
+        update = msgspec.json.decode(body, type=ProgressUpdate)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise DecodeError(str(error)) from None
     for name, value in (update.metrics or {}).items():

@@ -266,7 +266,7 @@ class TaskCancelled(Message, frozen=True, kw_only=True):
     bytes_received: U64 = 0
 
 
-class TaskReport(Message, frozen=True, kw_only=True):
+class StatusUpdate(Message, frozen=True, kw_only=True):
     """What has happened to one attempt at a task: exactly one of the optional fields."""
 
     attempt: AttemptId
@@ -322,4 +322,4 @@ class WorkerFrame(Message, frozen=True, kw_only=True):
     """Number of `report`; without one, of the next to come."""
     acknowledged: U64
     """Sequence number of the first definition that was not received."""
-    report: Annotated[TaskReport | None, OMIT] = None
+    report: Annotated[StatusUpdate | None, OMIT] = None

@@ -19,8 +19,9 @@ from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.ids import PeerId
 from hypha_worker.connectors.rpc_retry import retry
 from hypha_worker.leasing.lease_manager import LeaseManager
-from hypha_worker.tasks.task_manager import TaskManager
+from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.task_run import TaskRun
+from hypha_worker.tasks.task_sessions import TaskSessions
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +34,13 @@ ANNOUNCEMENT_TIMEOUT: Final = 5.0
 class WorkerDrain:
     """The drain of one worker: `request` begins it, `run` returns when it is over."""
 
-    def __init__(self, endpoint: Endpoint, lease_manager: LeaseManager, tasks: TaskManager) -> None:
+    def __init__(
+        self, endpoint: Endpoint, lease_manager: LeaseManager, tasks: TaskSessions, outputs: OutputServer
+    ) -> None:
         self._endpoint = endpoint
         self._lease_manager = lease_manager
         self._tasks = tasks
+        self._outputs = outputs
         self._time = anyio.CancelScope()
         self._reason = ""
         self.requested = anyio.Event()
@@ -79,7 +83,7 @@ class WorkerDrain:
             with self._time:
                 await self._tasks.wait_until_idle()
                 with anyio.move_on_after(OUTPUT_GRACE):
-                    await self._tasks.wait_until_fetched()
+                    await self._outputs.wait_until_fetched()
             tasks.cancel_scope.cancel()
         for work in self.running:
             _log.warning("%s did not end before the drain was over, and is cancelled", work)

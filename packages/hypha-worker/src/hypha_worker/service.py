@@ -1,7 +1,7 @@
 """The running worker: builds its parts, answers schedulers' requests about leases, and ends what has expired.
 
 The decisions are in pure modules (`bidding.arbiter`, `leasing.lease_manager`), bidding itself is in `bidding.bidder`,
-and tasks are run by `tasks.task_manager`.
+tasks are run by `tasks.task_sessions`, and their outputs served by `tasks.output_server`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ from hypha_worker.logs.redaction import LogRedaction, secret_values
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.logs.server import LogServer
 from hypha_worker.tasks.execution import ExecutionFactory
+from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore
-from hypha_worker.tasks.task_manager import TaskManager
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
+from hypha_worker.tasks.task_sessions import TaskSessions
 from hypha_worker.work_dir import clear_work_dir, open_socket_folder, prepare_work_dir, remove_folder
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 endpoint,
                 Arbiter(config.offer.policy(), capabilities, _starts_by_descriptor(config, starts)),
                 lease_manager,
-                TaskManager(host, tasks),
+                TaskSessions(host, tasks),
+                OutputServer(endpoint, outputs, lease_manager, tasks),
                 executor_starts=tuple(starts.values()),
             )
             await worker.check_executors()
@@ -366,7 +368,8 @@ class Worker:
     endpoint: Endpoint
     arbiter: Arbiter
     lease_manager: LeaseManager
-    tasks: TaskManager
+    tasks: TaskSessions
+    outputs: OutputServer
     executor_starts: Sequence[ExecutorStarts] = ()
     """How each executor has started."""
     history: RequestHistory = field(default_factory=RequestHistory)
@@ -376,7 +379,7 @@ class Worker:
     _recorded_owed: float = 0.0
 
     def __post_init__(self) -> None:
-        self.draining = WorkerDrain(self.endpoint, self.lease_manager, self.tasks)
+        self.draining = WorkerDrain(self.endpoint, self.lease_manager, self.tasks, self.outputs)
 
     def listen(self) -> None:
         """Register the handlers of schedulers' requests and of peers' pushes."""
@@ -384,10 +387,10 @@ class Worker:
         rpc.serve(self.endpoint, RELEASE_LEASE, self.release)
         rpc.serve(self.endpoint, WHY_NOT, self.explain)
         rpc.serve(self.endpoint, DESCRIBE_WORKER, self.describe)
-        rpc.serve(self.endpoint, PUSH_OUTPUT, self.tasks.push_output)
-        rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.tasks.release_outputs)
-        transfer.serve_pushes(self.endpoint, self.tasks.accept_push)
-        transfer.serve_pulls(self.endpoint, self.tasks.resolve_pull)
+        rpc.serve(self.endpoint, PUSH_OUTPUT, self.outputs.push_output)
+        rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.outputs.release_outputs)
+        transfer.serve_pushes(self.endpoint, self.tasks.pushes.accept_push)
+        transfer.serve_pulls(self.endpoint, self.outputs.resolve_pull)
 
     async def check_executors(self) -> None:
         """Check all executors; those that can start are offered, also those that have failed at their start."""
@@ -408,11 +411,11 @@ class Worker:
         return f"no executor can be offered: {'; '.join(f'{executor}: {reason}' for executor, reason in found)}"
 
     async def sweep_loop(self) -> None:
-        """Sweep leases regularly, until cancelled."""
+        """Sweep leases and outputs regularly, until cancelled."""
         while True:
             await anyio.sleep(LEASE_SWEEP / 2)
             self.sweep(anyio.current_time())
-            await self.tasks.sweep(anyio.current_time())
+            await self.outputs.remove_expired(anyio.current_time())
 
     async def say_goodbye(self, reason: str) -> None:
         """Tell each scheduler that its leases here end now, so that it does not try to renew them.
@@ -430,7 +433,7 @@ class Worker:
             _log.info("scheduler %s could not be told of the shutdown: %s", scheduler, error)
 
     def sweep(self, now: float) -> None:
-        """End leases that have expired or are idle, and cancel the jobs of the former; keep those that may run on."""
+        """End leases that have expired or are idle, and stop the tasks of the former; keep those that may run on."""
         open_leases = [lease for lease in self.lease_manager.leases if lease.end is None]
         orphans = {lease.id for lease in open_leases if lease.state is LeaseState.ORPHANED}
         self.lease_manager.sweep(now)
@@ -441,7 +444,7 @@ class Worker:
         ended = [lease for lease in open_leases if lease.end is not None]
         for lease in ended:
             assert lease.end is not None
-            self.tasks.end_lease(lease.id, f"the lease is over: {_why_ended(lease)}")
+            self.tasks.end(lease.id, f"the lease is over: {_why_ended(lease)}")
             if lease.end is LeaseEnd.IDLE or lease.id in orphans:
                 _log.info("lease %s of scheduler %s ended: %s", lease.id, lease.scheduler, _why_ended(lease))
         if instrumentation.enabled():
@@ -469,7 +472,7 @@ class Worker:
         return Renewed(id=lease.id, timeout_ms=int(lease.remaining(now) * 1000))
 
     async def release(self, scheduler: PeerId, message: ReleaseLease) -> LeaseReleased:
-        """End a lease, and cancel its task."""
+        """End a lease, and stop its task."""
         try:
             lease = self.lease_manager.release(message.id, scheduler)
         except LeaseError as error:
@@ -479,7 +482,7 @@ class Worker:
             return LeaseReleased(known=False)
         _ENDS.add(1, {"hypha.outcome": "released"})
         reason = f"the scheduler released the lease: {message.reason}" if message.reason else "the lease was released"
-        self.tasks.end_lease(lease.id, reason)
+        self.tasks.end(lease.id, reason)
         return LeaseReleased(known=True)
 
     def _log_refusal(self, what: str, scheduler: PeerId, error: LeaseError) -> None:

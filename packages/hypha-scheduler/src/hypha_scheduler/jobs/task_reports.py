@@ -12,12 +12,12 @@ from typing import Final
 
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
+    StatusUpdate,
     StoredFile,
     StoredOutput,
     TaskFailed,
     TaskFinished,
     TaskProgress,
-    TaskReport,
     TaskSpec,
     is_inside,
 )
@@ -50,7 +50,7 @@ class UnusableReportError(Exception):
     """A report contradicts the task's specification; the message continues ``its worker reported``."""
 
 
-def read_report(report: TaskReport, spec: TaskSpec | None) -> TaskNews | None:
+def read_report(report: StatusUpdate, spec: TaskSpec | None) -> TaskNews | None:
     """Return what a report about an attempt at `spec` says, with texts cut to their limits; None if nothing known.
 
     Without a specification the attempt has neither resources nor outputs.
@@ -73,7 +73,7 @@ def read_report(report: TaskReport, spec: TaskSpec | None) -> TaskNews | None:
     return _read_end(report, spec)
 
 
-def _read_end(report: TaskReport, spec: TaskSpec | None) -> TaskEnded | None:
+def _read_end(report: StatusUpdate, spec: TaskSpec | None) -> TaskEnded | None:
     if report.finished is not None:
         return TaskEnded(TaskState.FINISHED, exit_code=0, outputs=_checked_outputs(report.finished, spec))
     if report.failed is not None:
@@ -92,7 +92,7 @@ def _failed(failed: TaskFailed, spec: TaskSpec | None) -> TaskEnded:
     return TaskEnded(TaskState.FAILED, reason, failed.exit_code, lines, resource=failed.resource)
 
 
-def traffic_of(report: TaskReport) -> TrafficCounts | None:
+def traffic_of(report: StatusUpdate) -> TrafficCounts | None:
     """Return the bytes that the end of an attempt states; None if the report is no end."""
     end = report.finished or report.failed or report.cancelled
     return None if end is None else TrafficCounts(end.bytes_sent, end.bytes_received)

@@ -33,11 +33,11 @@ from hypha_proto.tasks import (
     MAX_FRAME,
     DrainTask,
     SchedulerFrame,
+    StatusUpdate,
     Stop,
     Subscribe,
     Subscribed,
     TaskDefinition,
-    TaskReport,
     WorkerFrame,
 )
 from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
@@ -84,7 +84,7 @@ class SchedulerCodec:
         """Encode a `SchedulerFrame`."""
         return to_cbor(SchedulerFrame, SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message))
 
-    def decode(self, data: bytes) -> tuple[int, int, TaskReport | None]:
+    def decode(self, data: bytes) -> tuple[int, int, StatusUpdate | None]:
         """Decode a `WorkerFrame`.
 
         Raises:
@@ -98,7 +98,7 @@ class SchedulerCodec:
 class _LeaseStream:
     """Messages about the tasks of one lease."""
 
-    channel: MessageChannel[TaskDefinition, TaskReport]
+    channel: MessageChannel[TaskDefinition, StatusUpdate]
     scope: anyio.CancelScope | None = None
     """Of the newest stream; None before the first."""
 
@@ -164,7 +164,7 @@ class TaskStreams:
 
     def _lease(self, lease: uuid.UUID) -> _LeaseStream:
         if lease not in self._leases:
-            channel = MessageChannel[TaskDefinition, TaskReport](
+            channel = MessageChannel[TaskDefinition, StatusUpdate](
                 SchedulerCodec(), lambda report: self._handle(lease, report), MAX_FRAME
             )
             self._leases[lease] = _LeaseStream(channel)
@@ -175,7 +175,7 @@ class TaskStreams:
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
-    async def _handle(self, lease: uuid.UUID, report: TaskReport) -> None:
+    async def _handle(self, lease: uuid.UUID, report: StatusUpdate) -> None:
         attempt = self.attempts.on(lease)
         if attempt is None or report.attempt != attempt.task.id_in(self.job_id):
             self._count_refusal(lease, report, _OTHER_ATTEMPT)
@@ -200,7 +200,7 @@ class TaskStreams:
         if not attempt.over.is_set():
             await self.observer.on_task_news(attempt.task, news, None)
 
-    def _failed(self, attempt: Attempt, report: TaskReport, error: UnusableReportError) -> TaskEnded:
+    def _failed(self, attempt: Attempt, report: StatusUpdate, error: UnusableReportError) -> TaskEnded:
         """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
         reason = f"its worker reported {error}"
         if traffic_of(report) is None:
@@ -208,7 +208,7 @@ class TaskStreams:
                 self.stop(attempt, reason)
         return TaskEnded(TaskState.FAILED, reason)
 
-    def _count_refusal(self, lease: uuid.UUID, report: TaskReport, reason: str) -> None:
+    def _count_refusal(self, lease: uuid.UUID, report: StatusUpdate, reason: str) -> None:
         _REFUSED.add()
         about = f"attempt {report.attempt.number} at task {report.attempt.task} on lease {lease}"
         self._refusals.log(_log, logging.WARNING, (lease, reason), "report on %s refused: %s", about, reason)

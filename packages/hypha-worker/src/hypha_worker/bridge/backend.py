@@ -17,11 +17,11 @@ import msgspec
 from hypha_net import instrumentation, transfer
 from hypha_proto.bridge_api import (
     FetchedFile,
+    ProgressUpdate,
+    ProgressUpdateAnswer,
     ReceivedFile,
     ResourceTransfer,
     SpanReport,
-    TaskUpdate,
-    TaskUpdateAnswer,
     Transfer,
 )
 from hypha_proto.ids import PeerId
@@ -273,12 +273,14 @@ class BridgeBackend:
         files = [OutputFile(path=file.path, size=file.size, checksum=file.digest) for file in stored.files]
         return SentOutput(output=wanted.name, size=sum(file.size for file in stored.files), files=files)
 
-    async def update(self, update: TaskUpdate) -> TaskUpdateAnswer:
+    async def update(self, update: ProgressUpdate) -> ProgressUpdateAnswer:
         """Report progress of the task; return whether it drains."""
         message = None if update.message is None else " ".join(update.message.split())
-        self.context.control.progressed(TaskProgress(fraction=update.fraction, message=message, metrics=update.metrics))
+        self.context.control.report_progress(
+            TaskProgress(fraction=update.fraction, message=message, metrics=update.metrics)
+        )
         left = self.context.control.drain_seconds
-        return TaskUpdateAnswer(draining=left is not None, seconds_left=left)
+        return ProgressUpdateAnswer(draining=left is not None, seconds_left=left)
 
     async def record_spans(self, report: SpanReport) -> int:
         """Record an executor's spans in the task's trace; return how many were recorded."""

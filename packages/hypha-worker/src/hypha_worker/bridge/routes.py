@@ -29,14 +29,14 @@ from hypha_proto.bridge_api import (
     UPDATE,
     BridgeErrorBody,
     FetchedFile,
+    ProgressUpdateAnswer,
     ReceivedFile,
     ResourceTransfer,
     RoundJoined,
-    TaskUpdateAnswer,
     Transfer,
+    read_progress_update,
     read_resource_transfer,
     read_spans,
-    read_task_update,
     read_transfer,
 )
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
@@ -181,7 +181,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def update(request: Request) -> Response:
         """Report progress of a task; answer whether it drains, and how long it still has."""
-        answer: TaskUpdateAnswer = await call(backend.update, await _read(request, "update", read_task_update))
+        answer: ProgressUpdateAnswer = await call(backend.update, await _read(request, "update", read_progress_update))
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def spans(request: Request) -> Response:

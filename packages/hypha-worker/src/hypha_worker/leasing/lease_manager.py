@@ -1,7 +1,7 @@
 """Leases: which scheduler holds which part of this machine, and until when.
 
 Pure: the clock is passed in. `bidding.bidder` reserves what it offers here, `service` renews, releases and sweeps, and
-`tasks.task_session` attaches tasks. A lease's resources are free again when its job's processes are gone, not when the
+`tasks.task_sessions` attaches tasks. A lease's resources are free again when its job's processes are gone, not when the
 lease expires.
 """
 

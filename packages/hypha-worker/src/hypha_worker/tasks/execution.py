@@ -37,11 +37,11 @@ class TaskControl(Protocol):
         """Seconds that the attempt still has, or None if it does not drain."""
         ...
 
-    def executor_started(self) -> None:
+    def report_ready(self) -> None:
         """Report that the executor runs."""
         ...
 
-    def progressed(self, progress: TaskProgress) -> None:
+    def report_progress(self, progress: TaskProgress) -> None:
         """Report progress; of several reports that wait for a slow scheduler only the last is sent."""
         ...
 
@@ -127,7 +127,7 @@ class Execution:
         """Return where to store a file that `peer` is about to push, or a refusal."""
         return Refusal(reason=f"{NO_JOB} from {peer}")
 
-    def handle(self, command: TaskCommand) -> CommandAnswer:
+    def handle_command(self, command: TaskCommand) -> CommandAnswer:
         """Carry out a command of the scheduler."""
         return CommandAnswer(number=command.number, accepted=False, reason="this task takes no such command")
 

@@ -62,9 +62,9 @@ from hypha_worker.job_files import JobFiles
 from hypha_worker.job_storage import JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.paths import check_relative, safe_name
-from hypha_worker.tasks.deliveries import Deliveries, DeliveryStalledError
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore
+from hypha_worker.tasks.resource_pushes import PushStalledError, ResourcePushes
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ResourceFetcher:
     traffic: JobTraffic
     access: AccessPolicy
     store: OutputStore
-    deliveries: Deliveries
+    resource_pushes: ResourcePushes
     _places: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_FETCHES))
     _slice_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -292,7 +292,7 @@ class ResourceFetcher:
         """Ask until the scheduler answers: the task ends with its lease."""
         question = LocateResource(attempt=self.attempt, resource=name, failures=failures)
         rounds = 0
-        with self.deliveries.locating(self.attempt.job_id):  # also in the pauses: the answer may have been lost
+        with self.resource_pushes.locating(self.attempt.job_id):  # also in the pauses: the answer may have been lost
             while True:
                 try:
                     return await rpc.call(
@@ -323,10 +323,10 @@ class ResourceFetcher:
     async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
         staged.complete.clear()
         job, folder = self.attempt.job_id, staged.folder
-        with self.deliveries.expecting(announced, job, folder, self.storage, self.traffic) as delivery:
+        with self.resource_pushes.expecting(announced, job, folder, self.storage, self.traffic) as delivery:
             try:
                 await delivery.wait()
-            except DeliveryStalledError as error:
+            except PushStalledError as error:
                 raise _HolderFailures([FailedHolder(peer, str(error)) for peer in announced.senders]) from error
         staged.complete.update(range(len(announced.files)))
 

@@ -1,6 +1,6 @@
-"""One attempt at a task, from its acceptance to the report of its end.
+"""One attempt at a task, from its acceptance to the status update with its end.
 
-Started by `task_session`. The end is reported after the executor's processes are gone, the folder is removed and the
+Started by `task_sessions`. The end is reported after the executor's processes are gone, the folder is removed and the
 lease takes a further task, so that a scheduler that gets the report can send the next one at once.
 """
 
@@ -32,12 +32,12 @@ from hypha_proto.tasks import (
     Draining,
     Ready,
     Started,
+    StatusUpdate,
     StoredOutput,
     TaskCancelled,
     TaskFailed,
     TaskFinished,
     TaskProgress,
-    TaskReport,
     TaskSpec,
 )
 from hypha_proto.transfer import PushHeader, Refusal
@@ -49,17 +49,17 @@ from hypha_worker.job_storage import DEFAULT_STORAGE, JobStorage
 from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
-from hypha_worker.tasks.deliveries import Deliveries
 from hypha_worker.tasks.execution import Execution, ExecutionFactory, ExecutionTrace, TaskContext
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
+from hypha_worker.tasks.resource_pushes import ResourcePushes
 from hypha_worker.work_dir import remove_job_files
 
 _log = logging.getLogger(__name__)
 
 TEXT_LIMIT: Final = 1000
-"""Characters of a reason, a line or a message in a report."""
+"""Characters of a reason, a line or a message in a status update."""
 _ACTIVE: Final = instrumentation.UpDownCounter(
     "hypha.worker.tasks.active", "{task}", "Attempts at tasks that run, by executor."
 )
@@ -84,14 +84,11 @@ class TaskHost:
     executors: Mapping[str, ExecutionFactory] = field(default_factory=dict)
     """Makes an execution, by the executor's name in `TaskSpec.executor`."""
     access: AccessPolicy = field(default_factory=AccessPolicy)
-    deliveries: Deliveries = field(default_factory=Deliveries)
+    resource_pushes: ResourcePushes = field(default_factory=ResourcePushes)
     clock: Callable[[], float] = anyio.current_time
     default_storage: float = DEFAULT_STORAGE
     """GB that an attempt may store whose lease states none."""
     cache: ContentCache | None = None
-
-
-Report = Callable[[TaskReport], None]
 
 
 @dataclass(slots=True)
@@ -103,13 +100,13 @@ class TaskRun:
     attempt: AttemptId
     spec: TaskSpec
     settings: Mapping[str, Any]
-    send: Report
+    send_update: Callable[[StatusUpdate], None]
     wait_until_sent: Callable[[], Awaitable[None]]
-    """Waits until the scheduler has handled all reports that were sent so far."""
+    """Waits until the scheduler has handled all status updates that were sent so far."""
     retention: Retention
     ended: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    _cancel_reason: str = "the worker is shutting down"
+    _stop_reason: str = "the worker is shutting down"
     _stored: dict[str, StoredOutput] = field(default_factory=dict)
     _storing: anyio.Lock = field(default_factory=anyio.Lock)
     _progress: TaskProgress | None = None
@@ -140,7 +137,7 @@ class TaskRun:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was stopped."""
         return self._scope.cancel_called
 
     @property
@@ -186,28 +183,28 @@ class TaskRun:
                 traffic=traffic,
                 access=host.access,
                 store=host.store,
-                deliveries=host.deliveries,
+                resource_pushes=host.resource_pushes,
             ),
         )
 
     # --------------------------------------------------------------------------------------------- from the scheduler
 
-    def cancel(self, reason: str) -> None:
-        """End the attempt now."""
+    def stop(self, reason: str) -> None:
+        """End the attempt now; it is reported as cancelled."""
         if not self._scope.cancel_called:
-            self._cancel_reason = reason
+            self._stop_reason = reason
             self._scope.cancel()
 
     def drain(self, left_ms: int, reason: str) -> None:
-        """Let the attempt end by itself within a time; then it is cancelled."""
+        """Let the attempt end by itself within a time; then it is stopped."""
         if not self._scope.cancel_called:
-            self._cancel_reason = f"the time to end by itself is over: {reason}"
+            self._stop_reason = f"the time to end by itself is over: {reason}"
             self._scope.deadline = anyio.current_time() + left_ms / 1000
-            self._report(draining=Draining(left_ms))
+            self._send(draining=Draining(left_ms))
 
-    def handle(self, command: TaskCommand) -> CommandAnswer:
+    def handle_command(self, command: TaskCommand) -> CommandAnswer:
         """Carry out a command of the strategy."""
-        return self.execution.handle(command)
+        return self.execution.handle_command(command)
 
     async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """Return where to store a file that a peer is about to push, or a refusal."""
@@ -222,12 +219,12 @@ class TaskRun:
         left = self._scope.deadline - anyio.current_time()
         return None if left == float("inf") else max(0.0, left)
 
-    def executor_started(self) -> None:
-        """See `TaskControl.executor_started`."""
-        self._report(ready=Ready())
+    def report_ready(self) -> None:
+        """See `TaskControl.report_ready`."""
+        self._send(ready=Ready())
 
-    def progressed(self, progress: TaskProgress) -> None:
-        """See `TaskControl.progressed`."""
+    def report_progress(self, progress: TaskProgress) -> None:
+        """See `TaskControl.report_progress`."""
         self._progress = progress
         if not self._is_sending and self._tasks is not None:
             self._is_sending = True
@@ -243,7 +240,7 @@ class TaskRun:
     def _flush_progress(self) -> bool:
         progress, self._progress = self._progress, None
         if progress is not None:
-            self._report(progress=progress)
+            self._send(progress=progress)
         return progress is not None
 
     async def store_output(self, name: str, path: str) -> StoredOutput:
@@ -272,14 +269,14 @@ class TaskRun:
         _STARTED.add(1, about)
         _ACTIVE.add(1, about)
         started = self.host.clock()
-        result: TaskReport | None = None
+        result: StatusUpdate | None = None
         try:
             with instrumentation.current(self.span), self._scope:
-                self._report(started=Started())
+                self._send(started=Started())
                 result = await self._execute()
                 self._describe_end(result)
         finally:
-            result = result or self._cancelled(self._cancel_reason)
+            result = result or self._cancelled(self._stop_reason)
             with anyio.CancelScope(shield=True):
                 try:
                     await self._clean_up(result)
@@ -292,15 +289,15 @@ class TaskRun:
             _ENDED.add(1, ended)
             _DURATION.record(self.host.clock() - started, ended)
             self._flush_progress()
-            self.send(result)
+            self.send_update(result)
             self.ended.set()
 
-    def _describe_end(self, result: TaskReport) -> None:
+    def _describe_end(self, result: StatusUpdate) -> None:
         self.span.set_attribute("hypha.outcome", _outcome(result))
         if (code := self._trace.exit_code) is not None:
             self.span.set_attribute("process.exit.code", code)
 
-    async def _clean_up(self, result: TaskReport) -> None:
+    async def _clean_up(self, result: StatusUpdate) -> None:
         if result.finished is None:
             await self._discard(list(self._stored.values()))
         # a thread of its own: it must wait neither for other tasks' threads nor for abandoned ones of this task
@@ -312,7 +309,7 @@ class TaskRun:
         for found in held:
             self._context.storage.release(found.path)
 
-    async def _execute(self) -> TaskReport:
+    async def _execute(self) -> StatusUpdate:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -331,7 +328,7 @@ class TaskRun:
         finally:
             self._tasks = None
         traffic = self._context.traffic
-        return self._make_report(
+        return self._make_update(
             finished=TaskFinished(outputs=outputs, bytes_sent=traffic.sent, bytes_received=traffic.received)
         )
 
@@ -350,7 +347,7 @@ class TaskRun:
             raise OutputError(f"the outputs hold {count} files, over the limit of {MAX_OUTPUT_FILES}")
         return outputs
 
-    def _result_of(self, cause: Exception) -> TaskReport:
+    def _result_of(self, cause: Exception) -> StatusUpdate:
         is_returned = isinstance(cause, WorkReturnedError)
         if (reason := str(cause) if is_returned else disk_fault_of(cause, self._context.work_dir)) is not None:
             _log.error("%s is given back to its scheduler: %s", self, reason)
@@ -360,11 +357,11 @@ class TaskRun:
         _log.error("%s failed because of an error in this worker", self, exc_info=cause)
         return self._failed(f"error in the worker: {cause!r}", None)
 
-    # -------------------------------------------------------------------------------------------------------- reports
+    # ------------------------------------------------------------------------------------------------- status updates
 
-    def _failed(self, reason: str, resource: str | None) -> TaskReport:
+    def _failed(self, reason: str, resource: str | None) -> StatusUpdate:
         trace, traffic = self._trace, self._context.traffic
-        return self._make_report(
+        return self._make_update(
             failed=TaskFailed(
                 reason=one_line(reason),
                 exit_code=trace.exit_code,
@@ -375,9 +372,9 @@ class TaskRun:
             )
         )
 
-    def _cancelled(self, reason: str) -> TaskReport:
+    def _cancelled(self, reason: str) -> StatusUpdate:
         traffic = self._context.traffic
-        return self._make_report(
+        return self._make_update(
             cancelled=TaskCancelled(reason=one_line(reason), bytes_sent=traffic.sent, bytes_received=traffic.received)
         )
 
@@ -385,13 +382,13 @@ class TaskRun:
     def _trace(self) -> ExecutionTrace:
         return self.execution.trace
 
-    def _make_report(self, **fields: Any) -> TaskReport:
-        return TaskReport(attempt=self.attempt, **fields)
+    def _make_update(self, **fields: Any) -> StatusUpdate:
+        return StatusUpdate(attempt=self.attempt, **fields)
 
-    def _report(self, **fields: Any) -> None:
-        self.send(self._make_report(**fields))
+    def _send(self, **fields: Any) -> None:
+        self.send_update(self._make_update(**fields))
 
-    def _log_end(self, result: TaskReport) -> None:
+    def _log_end(self, result: StatusUpdate) -> None:
         if result.failed is not None:
             tail = "".join(f"\n    {line}" for line in result.failed.last_lines[-10:])
             _log.error("%s failed: %s%s", self, result.failed.reason, tail)
@@ -402,11 +399,11 @@ class TaskRun:
 
 
 def one_line(text: str) -> str:
-    """Return a text as a reason in a report: on one line, of bounded length, in UTF-8, no secret parts of URLs."""
+    """Return a text as the reason in a status update: one line of bounded length, in UTF-8, no secret parts of URLs."""
     return " ".join(redact_urls(text)[:TEXT_LIMIT].encode(errors="replace").decode().split())
 
 
-def _outcome(result: TaskReport) -> str:
+def _outcome(result: StatusUpdate) -> str:
     if result.finished is not None:
         return "finished"
     return "failed" if result.failed is not None else "cancelled"

@@ -115,7 +115,7 @@ class ParameterServer(Execution):
         """See `Execution.accepted_push_kind`."""
         return PSEUDO_GRADIENT
 
-    def handle(self, command: TaskCommand) -> CommandAnswer:
+    def handle_command(self, command: TaskCommand) -> CommandAnswer:
         """See `Execution.handle`."""
         if command.workers is not None:
             self._set_workers(command.workers)
@@ -123,7 +123,7 @@ class ParameterServer(Execution):
             if (reason := self._set_members(command.members)) is not None:
                 return CommandAnswer(number=command.number, accepted=False, reason=reason)
         else:
-            return super().handle(command)
+            return super().handle_command(command)
         return CommandAnswer(number=command.number, accepted=True)
 
     # ---------------------------------------------------------------------------------------------- receiving updates
@@ -306,7 +306,7 @@ class ParameterServer(Execution):
 
     async def run(self) -> None:
         """See `Execution.run`."""
-        self._context.control.executor_started()
+        self._context.control.report_ready()
         with self._stopped:
             await self._run()
         if self._disk_fault is not None:

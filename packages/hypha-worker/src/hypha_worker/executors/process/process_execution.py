@@ -82,10 +82,10 @@ class ProcessExecution(Execution):
             return await super().accept_push(peer, header)
         return self._training.queue.accept(peer, header)
 
-    def handle(self, command: TaskCommand) -> CommandAnswer:
+    def handle_command(self, command: TaskCommand) -> CommandAnswer:
         """See `Execution.handle`."""
         if self._training is None or command.server is None:
-            return super().handle(command)
+            return super().handle_command(command)
         return self._training.changes.handle(command.number, command.server)
 
     async def run(self) -> None:
@@ -147,7 +147,7 @@ class ProcessExecution(Execution):
         with anyio.move_on_after(None if timeout is None else timeout / 1000) as limit:
             specification = json.dumps(task_json(self._context))
             placeholders = make_placeholders(self._context.storage.files, socket_path, specification)
-            await self._runner.run(placeholders, self._context.control.executor_started)
+            await self._runner.run(placeholders, self._context.control.report_ready)
         if limit.cancelled_caught and timeout is not None:
             raise ExecutionError(f"executor {self._settings.cmd} was ended after {timeout / 1000:g} s, its timeout")
 

@@ -1,6 +1,6 @@
 """Resources that their holders push to this worker: which pushes are expected, and where they go.
 
-`resource_fetcher` expects a delivery that the scheduler has announced; `task_manager` passes each push that names one.
+`resource_fetcher` expects a delivery that the scheduler has announced; `push_router` passes each push that names one.
 A push may come before the announcement, whose answer is on its way: then it waits for it.
 """
 
@@ -36,7 +36,7 @@ _REFUSED: Final = instrumentation.Counter(
 )
 
 
-class DeliveryStalledError(Exception):
+class PushStalledError(Exception):
     """The senders of a delivery have sent nothing for `STALL` seconds."""
 
 
@@ -106,7 +106,7 @@ class Delivery:
         """Wait until all files are here.
 
         Raises:
-            DeliveryStalledError: nothing came for `STALL` seconds.
+            PushStalledError: nothing came for `STALL` seconds.
             NoSpaceError: this machine cannot store a file.
             OSError: the same.
         """
@@ -119,7 +119,7 @@ class Delivery:
             if (now := self._activity()) != seen:
                 since, seen = anyio.current_time(), now
             elif anyio.current_time() >= since + STALL:
-                raise DeliveryStalledError(f"{len(self.missing)} of {len(self.files)} files were not pushed")
+                raise PushStalledError(f"{len(self.missing)} of {len(self.files)} files were not pushed")
 
     def _activity(self) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Return what changes whenever bytes come: incomplete files are written in the same folder."""
@@ -127,7 +127,7 @@ class Delivery:
         return len(self.missing), tuple(parts)
 
 
-class Deliveries:
+class ResourcePushes:
     """All deliveries that tasks of this worker expect."""
 
     def __init__(self) -> None:

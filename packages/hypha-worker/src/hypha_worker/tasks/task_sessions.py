@@ -1,0 +1,245 @@
+"""The tasks of a worker: a session for each lease, which starts, stops and drains the attempts at tasks on it.
+
+A session begins with the first renewal of its lease and ends with the lease. It gets definitions from its
+`task_stream`, and runs one `task_run` at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import anyio
+import anyio.abc
+
+from hypha_net import instrumentation
+from hypha_proto.attempt_id import AttemptId
+from hypha_proto.commands import CommandAnswer, TaskCommand
+from hypha_proto.tasks import TaskSpec
+from hypha_worker.errors import ExecutionError
+from hypha_worker.leasing.lease_manager import Lease, LeaseError
+from hypha_worker.leasing.retention import Retention
+from hypha_worker.tasks.definition import DefinitionError, check_start
+from hypha_worker.tasks.push_router import PushRouter
+from hypha_worker.tasks.task_run import TaskHost, TaskRun
+from hypha_worker.tasks.task_stream import TaskStream
+
+_log = logging.getLogger(__name__)
+
+LAST_UPDATE_TIMEOUT: Final = 1.0
+"""Seconds that the last status updates of a lease that is over, or of a worker that shuts down, may take."""
+
+
+class TaskSession:
+    """The tasks of one lease."""
+
+    def __init__(self, host: TaskHost, lease: Lease, retention: Retention, check: Callable[[TaskRun], None]) -> None:
+        """Prepare.
+
+        Args:
+            host: what all tasks share.
+            lease: the lease.
+            retention: keeps what processes hold that cannot be ended.
+            check: raises `LeaseError` if an attempt cannot run beside those of other leases.
+        """
+        self.lease = lease
+        self._check_beside = check
+        self._retention = retention
+        self._host = host
+        self._stream = TaskStream(host.endpoint, lease.scheduler, lease.id, self)
+        self._end_reason = ""
+        self._end = anyio.Event()
+        self._stream_scope = anyio.CancelScope(shield=True)
+        """Of the stream, which lasts longer than the attempts."""
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self.running: TaskRun | None = None
+        """The attempt that runs."""
+
+    async def run(self) -> None:
+        """Serve the lease until `end` is called or the worker shuts down, and the attempt that runs then has ended.
+
+        The end is reported in both cases, if that takes no longer than `LAST_UPDATE_TIMEOUT`.
+        """
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            tasks.start_soon(self._run_stream)
+            try:
+                await self._end.wait()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self.wait_until_idle(LAST_UPDATE_TIMEOUT)
+                self._stream_scope.cancel()
+                tasks.cancel_scope.cancel()  # nobody hears any more of what an attempt waits to have reported
+                self._stream.give_up()
+
+    async def _run_stream(self) -> None:
+        with self._stream_scope:
+            await self._stream.run()
+
+    async def wait_until_idle(self, update_timeout: float) -> None:
+        """Wait until no attempt runs, and then at most `update_timeout` seconds until its end is reported."""
+        if self.running is not None:
+            await self.running.ended.wait()
+        if self._stream.pending:
+            with anyio.move_on_after(update_timeout):
+                await self._stream.wait_until_handled()
+
+    def end(self, reason: str) -> None:
+        """End the session, because its lease is over; the attempt that runs is stopped."""
+        self._end_reason = reason
+        self._end.set()
+        if self.running is not None:
+            self.running.stop(reason)
+
+    # ----------------------------------------------------------------------------------------------------- definitions
+
+    def start(self, attempt: AttemptId, spec: TaskSpec) -> None:
+        """See `DefinitionHandler.start`."""
+        settings = self._check(attempt, spec)
+        stream = self._stream
+        run = TaskRun(
+            self._host,
+            self.lease,
+            attempt,
+            spec,
+            settings,
+            stream.send_update,
+            stream.wait_until_handled,
+            self._retention,
+        )
+        self._attach(run)
+        _log.info("%s started on lease %s for scheduler %s", run, self.lease.id, self.lease.scheduler)
+        self.running = run
+        assert self._tasks is not None
+        self._tasks.start_soon(self._run, run)
+
+    def stop(self, attempt: AttemptId, reason: str) -> bool:
+        """See `DefinitionHandler.stop`."""
+        run = self._find(attempt)
+        if run is not None:
+            run.stop(reason)
+        return run is not None
+
+    def drain(self, attempt: AttemptId, left_ms: int, reason: str) -> bool:
+        """See `DefinitionHandler.drain`."""
+        run = self._find(attempt)
+        if run is not None:
+            run.drain(left_ms, reason)
+        return run is not None
+
+    def handle_command(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
+        """See `DefinitionHandler.handle_command`."""
+        run = self._find(attempt)
+        if run is None:
+            reason = f"attempt {attempt.number} at it does not run on this lease"
+            return CommandAnswer(number=command.number, accepted=False, reason=reason)
+        return run.handle_command(command)
+
+    def _find(self, attempt: AttemptId) -> TaskRun | None:
+        """Return an attempt if it runs."""
+        run = self.running
+        return run if run is not None and run.attempt == attempt else None
+
+    def _check(self, attempt: AttemptId, spec: TaskSpec) -> dict[str, Any]:
+        """Check that an attempt can begin; return its settings."""
+        if attempt.job_id != self._stream.job_id:
+            raise DefinitionError(f"job {attempt.job_id} is not the one that holds this lease")
+        settings = check_start(spec, self.lease.executors)
+        if spec.executor not in self._host.executors:
+            raise DefinitionError(f"no executor {spec.executor[:80]} is configured here")
+        if self._end.is_set():
+            raise LeaseError(self._end_reason)
+        return settings
+
+    def _attach(self, run: TaskRun) -> None:
+        """Attach an attempt to the lease. Raises `ExecutionError` or `LeaseError` if it cannot run now."""
+        lease, grace = self.lease, (run.spec.orphan_grace_ms or 0) / 1000
+        try:
+            self._check_beside(run)
+            now, job_id = self._host.clock(), run.attempt.job_id
+            self._host.lease_manager.attach_job(lease.id, lease.scheduler, now, grace, job_id)
+        except (ExecutionError, LeaseError) as error:
+            instrumentation.end_span(run.span, error)
+            raise
+
+    async def _run(self, run: TaskRun) -> None:
+        try:
+            await run.run()
+        finally:
+            run.ended.set()  # also after an error, or nobody could wait for it
+            if self.running is run:
+                self.running = None
+        await self._stream.wait_until_handled()
+        if self.running is None:
+            self._host.lease_manager.end_grace(self.lease.id)
+
+
+class TaskSessions:
+    """The sessions of all leases of a worker."""
+
+    def __init__(self, host: TaskHost, tasks: anyio.abc.TaskGroup) -> None:
+        """Prepare; nothing runs before a lease is renewed.
+
+        Args:
+            host: what all tasks share.
+            tasks: sessions run in it.
+        """
+        self._host = host
+        self._tasks = tasks
+        self._retention = Retention(host.lease_manager, tasks)
+        self._sessions: dict[uuid.UUID, TaskSession] = {}
+        self.pushes = PushRouter(host.resource_pushes, lambda: self.running)
+        """Passes pushes of peers to the tasks that run."""
+
+    @property
+    def running(self) -> tuple[TaskRun, ...]:
+        """Attempts that run."""
+        return tuple(session.running for session in self._sessions.values() if session.running is not None)
+
+    def on_renewed(self, lease: Lease) -> None:
+        """Begin a session with the first renewal of a lease; with others, its task may rely on its scheduler again."""
+        self._host.store.renew(lease.id, self._host.clock())
+        session = self._sessions.get(lease.id)
+        if session is None:
+            check = self.pushes.check_unambiguous
+            session = self._sessions[lease.id] = TaskSession(self._host, lease, self._retention, check)
+            self._tasks.start_soon(self._run, session)
+        elif session.running is not None:
+            session.running.contact.on_renewed()
+
+    def on_orphaned(self, lease: uuid.UUID) -> None:
+        """Note that a scheduler does not renew a lease any more."""
+        session = self._sessions.get(lease)
+        if session is not None and session.running is not None:
+            session.running.contact.on_silence()
+
+    async def _run(self, session: TaskSession) -> None:
+        try:
+            await session.run()
+        except Exception:  # noqa: BLE001 - logged: it ends the tasks of this lease only
+            _log.exception("serving tasks on lease %s failed because of an error in this worker", session.lease.id)
+            self._release_failed(session.lease)
+        finally:
+            del self._sessions[session.lease.id]
+
+    def _release_failed(self, lease: Lease) -> None:
+        """End a lease whose session failed: its scheduler hears it with the next renewal, and runs the task elsewhere.
+
+        A new session would not know what was said over the stream.
+        """
+        with suppress(LeaseError):  # it is over
+            self._host.lease_manager.release(lease.id, lease.scheduler)
+
+    def end(self, lease: uuid.UUID, reason: str) -> None:
+        """End the session of a lease that is over."""
+        if lease in self._sessions:
+            self._sessions[lease].end(reason)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no attempt runs and the ends of all are reported; no new ones may begin meanwhile."""
+        for session in list(self._sessions.values()):
+            await session.wait_until_idle(math.inf)

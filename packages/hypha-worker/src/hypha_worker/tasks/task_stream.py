@@ -1,0 +1,239 @@
+"""The worker's side of the stream of one lease: definitions of tasks come down, status updates go up.
+
+Opened again whenever it breaks; `hypha_net.message_channel` loses and repeats none. `task_sessions` carries out what a
+definition asks for: to start, stop or drain an attempt at a task, or to handle a command.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import OrderedDict
+from typing import Any, Final, Protocol
+
+import anyio
+
+from hypha_net import instrumentation, retries
+from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.errors import NetError, RequestError
+from hypha_net.log_throttle import LogThrottle, OutageLogSchedule
+from hypha_net.message_channel import ChannelError, MessageChannel, receive_frame, send_frame
+from hypha_proto.attempt_id import AttemptId
+from hypha_proto.codec import from_cbor, to_cbor
+from hypha_proto.commands import CommandAnswer, TaskCommand
+from hypha_proto.errors import DecodeError
+from hypha_proto.ids import PeerId
+from hypha_proto.protocols import TASKS
+from hypha_proto.tasks import (
+    MAX_FRAME,
+    SchedulerFrame,
+    StatusUpdate,
+    Subscribe,
+    Subscribed,
+    TaskCancelled,
+    TaskDefinition,
+    TaskFailed,
+    TaskSpec,
+    WorkerFrame,
+)
+from hypha_worker.errors import ExecutionError
+from hypha_worker.leasing.lease_manager import LeaseError
+from hypha_worker.tasks.task_run import one_line
+
+_log = logging.getLogger(__name__)
+
+STABLE: Final = 5.0
+"""Seconds for which a stream lasts, though nothing is said, before its end counts as the first failure."""
+ANSWER_TIMEOUT: Final = 10.0
+"""Seconds for the answer to a subscription."""
+MAX_TASKS: Final = 10_000
+"""Tasks of a lease whose newest attempt is remembered; the one that was defined first is forgotten first."""
+_REFUSED: Final = instrumentation.Counter(
+    "hypha.worker.definitions.refused",
+    "{definition}",
+    "Task definitions that were refused, by why: stale (an older attempt), malformed, unable (not now).",
+)
+
+
+class DefinitionHandler(Protocol):
+    """What carries out definitions; the session of the lease."""
+
+    def start(self, attempt: AttemptId, spec: TaskSpec) -> None:
+        """Start an attempt.
+
+        Raises:
+            ExecutionError: its definition is malformed, or cannot run on this worker.
+            LeaseError: it cannot run here now.
+        """
+        ...
+
+    def stop(self, attempt: AttemptId, reason: str) -> bool:
+        """Stop an attempt; return False if it does not run."""
+        ...
+
+    def drain(self, attempt: AttemptId, left_ms: int, reason: str) -> bool:
+        """Let an attempt end by itself within some time; return False if it does not run."""
+        ...
+
+    def handle_command(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
+        """Let an attempt carry out a command of its strategy."""
+        ...
+
+
+class _WorkerCodec:
+    """Encodes what a worker sends and decodes what a scheduler sends."""
+
+    def encode(self, sequence: int, acknowledged: int, message: StatusUpdate | None) -> bytes:
+        return to_cbor(WorkerFrame, WorkerFrame(sequence=sequence, acknowledged=acknowledged, report=message))
+
+    def decode(self, data: bytes) -> tuple[int, int, TaskDefinition | None]:
+        frame: SchedulerFrame = from_cbor(SchedulerFrame, data, MAX_FRAME)
+        return frame.sequence, frame.acknowledged, frame.definition
+
+
+class StreamRefusedError(RequestError):
+    """The scheduler has no stream for the lease, and says why."""
+
+
+class TaskStream:
+    """The worker's side of the stream of one lease."""
+
+    def __init__(self, endpoint: Endpoint, scheduler: PeerId, lease: uuid.UUID, handler: DefinitionHandler) -> None:
+        self._endpoint = endpoint
+        self._scheduler = scheduler
+        self._lease = lease
+        self._handler = handler
+        self._channel = MessageChannel[StatusUpdate, TaskDefinition](_WorkerCodec(), self._handle, MAX_FRAME)
+        self._newest: OrderedDict[str, int] = OrderedDict()
+        """Newest attempt that was defined, by task."""
+        self._refusals = LogThrottle(anyio.current_time)
+        self.job_id: uuid.UUID | None = None
+        """Job that holds the lease; None before the first answer."""
+        self._sent = 0
+
+    # -------------------------------------------------------------------------------------------------- status updates
+
+    @property
+    def pending(self) -> int:
+        """Number of status updates that the scheduler has not handled."""
+        return self._channel.pending
+
+    def send_update(self, update: StatusUpdate) -> None:
+        """Queue a status update; it is sent now or over the next stream."""
+        try:
+            self._channel.send(update)
+        except ChannelError as error:
+            _log.error("a status update of task %s on lease %s is lost: %s", update.attempt.task, self._lease, error)
+        else:
+            self._sent += 1
+
+    def give_up(self) -> None:
+        """Forget what the scheduler has not handled: the lease is over."""
+        self._channel.give_up()
+
+    async def wait_until_handled(self) -> None:
+        """Wait until the scheduler has handled all status updates that were sent so far."""
+        await self._channel.wait_until_handled()
+
+    # ----------------------------------------------------------------------------------------------------- definitions
+
+    async def _handle(self, definition: TaskDefinition) -> None:
+        attempt, newest = definition.attempt, self._newest.get(definition.attempt.task, -1)
+        is_new = attempt.number > newest
+        if attempt.number < newest or (not is_new and definition.start is not None):
+            self._refuse("stale", attempt, f"attempt {newest} is the newest")
+            return
+        if is_new:
+            self._newest[attempt.task] = attempt.number
+            if len(self._newest) > MAX_TASKS:
+                self._newest.popitem(last=False)
+        parts = (definition.start, definition.stop, definition.drain, definition.command)
+        if sum(part is not None for part in parts) > 1:
+            reason = "the definition has several of start, stop, drain and command"
+            self._refuse("malformed", attempt, reason, failed=TaskFailed(reason=reason))
+        elif definition.command is not None:
+            self._update(attempt, answered=self._handler.handle_command(attempt, definition.command))
+        elif definition.start is not None:
+            self._start(attempt, definition.start)
+        elif not self._stop_or_drain(definition) and is_new:
+            self._update(attempt, cancelled=TaskCancelled(reason="it was never begun on this lease"))
+
+    def _start(self, attempt: AttemptId, spec: TaskSpec) -> None:
+        try:
+            self._handler.start(attempt, spec)
+        except ExecutionError as error:
+            self._refuse("malformed", attempt, str(error), failed=TaskFailed(reason=one_line(str(error))))
+        except LeaseError as error:
+            self._refuse("unable", attempt, str(error), cancelled=TaskCancelled(reason=one_line(str(error))))
+
+    def _stop_or_drain(self, definition: TaskDefinition) -> bool:
+        """Stop or drain an attempt; return False if it does not run, True for a definition without either."""
+        if definition.stop is not None:
+            return self._handler.stop(definition.attempt, definition.stop.reason)
+        if definition.drain is not None:
+            return self._handler.drain(definition.attempt, definition.drain.left_ms, definition.drain.reason)
+        return True
+
+    def _update(self, attempt: AttemptId, **fields: Any) -> None:
+        self.send_update(StatusUpdate(attempt=attempt, **fields))
+
+    def _refuse(self, why: str, attempt: AttemptId, reason: str, **update: Any) -> None:
+        """Count a refused definition, log it, each kind once a minute, and send the end of the attempt, if any."""
+        _REFUSED.add(1, {"hypha.reason": why})
+        task = f"task {definition.attempt.task}, attempt {definition.attempt.number}"
+        text = "definition of %s by %s refused: %s"
+        self._refusals.log(_log, logging.WARNING, why, text, task, self.lease.scheduler, one_line(reason))
+        if update:
+            self._update(attempt, **update)
+
+    # ---------------------------------------------------------------------------------------------------------- stream
+
+    async def run(self) -> None:
+        """Keep a stream open until cancelled."""
+        failures, outage = 0, OutageLogSchedule(anyio.current_time)
+        while True:
+            before, began = self._exchanged, anyio.current_time()
+            try:
+                await self._exchange()
+            except StreamRefusedError as error:  # as while the end of the lease is on its way
+                if outage.is_due(type(error).__name__):
+                    _log.info("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, error)
+            except (NetError, DecodeError, TimeoutError) as error:
+                if outage.is_due(type(error).__name__):
+                    reason = str(error) or "no answer in time"
+                    _log.warning("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, reason)
+            if self._exchanged != before or anyio.current_time() - began >= STABLE:
+                failures, outage = 0, OutageLogSchedule(anyio.current_time)
+            await retries.STREAM.wait(failures)
+            failures += 1
+
+    @property
+    def _exchanged(self) -> tuple[int, int]:
+        """What changes with each message that is handled here or there."""
+        return self._channel.next_wanted, self._sent - self._channel.pending
+
+    async def _exchange(self) -> None:
+        """Subscribe once, and exchange messages until the stream ends."""
+        stream = await self._endpoint.open_stream(self._scheduler, [TASKS])
+        try:
+            with anyio.fail_after(ANSWER_TIMEOUT):
+                answer = await self._subscribe(stream)
+            self.job_id = answer.job_id
+            await self._channel.run(stream, answer.next)
+        except Exception:
+            await stream.reset()
+            raise
+        finally:  # also where the lease is over: to the scheduler this is a clean end
+            with anyio.CancelScope(shield=True):
+                await stream.aclose()
+
+    async def _subscribe(self, stream: Stream) -> Subscribed:
+        wanted = Subscribe(lease=self._lease, next=self._channel.next_wanted, first=self._channel.oldest)
+        await send_frame(stream, to_cbor(Subscribe, wanted))
+        data = await receive_frame(stream, MAX_FRAME)
+        if data is None:
+            raise ChannelError("the stream ended before the answer to the subscription")
+        answer: Subscribed = from_cbor(Subscribed, data, MAX_FRAME)
+        if answer.refused is not None:
+            raise StreamRefusedError(f"refused: {answer.refused[:400]}")
+        return answer
