@@ -150,7 +150,7 @@ async def _measure_messages(runner: JobRunner, members: Sequence[tuple[PeerId, A
         progress = BatchDone(batch_size=BATCH, slices={str(index): BATCH})
         for _ in range(batches):
             request = ProgressRequest(task, progress, id=uuid.uuid4())
-            if isinstance(await runner.on_report(peer, request), ProgressError):
+            if isinstance(await runner.on_training_report(peer, request), ProgressError):
                 raise AssertionError(f"a report of {peer} was refused")
             await anyio.lowlevel.checkpoint()
         slices += middle - begin
@@ -160,7 +160,7 @@ async def _measure_messages(runner: JobRunner, members: Sequence[tuple[PeerId, A
 
 
 async def _take_slice(runner: JobRunner, peer: PeerId, task: AttemptId) -> int:
-    answer = await runner.on_data(peer, DataRequest(task, DATASET, uuid.uuid4()))
+    answer = await runner.on_slice_request(peer, DataRequest(task, DATASET, uuid.uuid4()))
     if not isinstance(answer, SliceAssigned):
         raise AssertionError(f"{peer} got no slice: {answer}")
     return answer.index
@@ -339,7 +339,7 @@ class QuietOperator:
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> tuple[()]:
         return ()
 
-    def on_progress(self, task: TaskRef, progress: object, now: float) -> tuple[Acknowledged, tuple[()]]:
+    def on_training_report(self, task: TaskRef, progress: object, now: float) -> tuple[Acknowledged, tuple[()]]:
         return Acknowledged(), ()
 
     def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse:

@@ -143,7 +143,8 @@ class Process:
 
         def tell(scheduler: Scheduler, task: TaskRef) -> ProgressResponse:
             if scheduler not in known:
-                known[scheduler] = scheduler.ask(lambda: scheduler.operator.on_progress(task, progress, scheduler.now))
+                report = scheduler.operator.on_training_report
+                known[scheduler] = scheduler.ask(lambda: report(task, progress, scheduler.now))
             return known[scheduler]
 
         return await self.ask(tell)

@@ -501,7 +501,7 @@ class Job:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def report(self, peer: PeerId, progress: Any) -> ProgressResponse:
-        answer, effects = self.operator.on_progress(self.leases[peer], progress, self.now)
+        answer, effects = self.operator.on_training_report(self.leases[peer], progress, self.now)
         self.apply(effects)
         return answer
 

@@ -59,7 +59,9 @@ from hypha_scheduler.strategies.base import (
     RoleRequest,
     SliceToUse,
     StrategyMethod,
-    TaskNotice,
+    TaskDraining,
+    TaskProgressed,
+    TaskReady,
     TaskRef,
     TaskUpdate,
 )
@@ -182,18 +184,15 @@ class QuietOperator:
         return ()
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
-        self.hear("update", task, update)
-        return ()
-
-    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
-        self.hear("notice", task, notice)
+        is_between = isinstance(update, TaskReady | TaskProgressed | TaskDraining)
+        self.hear("running" if is_between else "update", task, update)
         return ()
 
     def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
         self.hear("locate", task, request)
         return ResourceLocation(gone=Gone(reason="nothing here")), ()
 
-    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         self.hear("progress", task, progress)
         return Acknowledged(), ()
 

@@ -368,7 +368,7 @@ class Simulation:
         if attempt.is_over:
             return
         if not attempt.lacking:
-            self.tell(lambda: self.operator.on_task_notice(attempt.task, base.TaskReady(), self.now))
+            self.tell(lambda: self.operator.on_task_update(attempt.task, base.TaskReady(), self.now))
             self.at(self.delay(), lambda: self._execute(attempt))
             return
         resource, task = attempt.lacking[0], attempt.task

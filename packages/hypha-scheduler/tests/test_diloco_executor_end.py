@@ -7,8 +7,7 @@ import uuid
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.strategies.base import TaskEnded
+from hypha_scheduler.strategies.base import TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, Restarts
 

@@ -378,7 +378,7 @@ def test_a_silent_executor_is_given_up_and_its_slices_are_computed_by_others(
     slices = {fetched(run, silent), fetched(run, silent)}
     if reports:
         run.now += reports
-        run.tell(run.operator.on_task_notice, silent, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
+        run.tell(run.operator.on_task_update, silent, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
         run.now += 20.0 if reports == 30 else reports
         run.send_first(silent)
     began = run.now
@@ -386,7 +386,7 @@ def test_a_silent_executor_is_given_up_and_its_slices_are_computed_by_others(
         run.now = run.operator.next_deadline() or math.inf
         if other in run.tasks and not run.in_hand[other.lease.id]:
             fetched(run, other)
-        run.tell(run.operator.on_task_notice, other, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
+        run.tell(run.operator.on_task_update, other, TaskProgressed(TaskProgress(metrics={"rows": 1.0})))
         run.pass_deadlines()
     assert run.now - began == pytest.approx(seconds)
     [lost] = run.events("worker_lost")

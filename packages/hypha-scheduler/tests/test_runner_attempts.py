@@ -13,8 +13,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
-from hypha_scheduler.jobs.attempt_register import AttemptRegister
-from hypha_scheduler.jobs.task_graph import TaskError
+from hypha_scheduler.jobs.attempt_register import AttemptError, AttemptRegister
 from hypha_scheduler.strategies.base import Lease, TaskRef
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(2)]
@@ -39,7 +38,7 @@ class AttemptsMachine(RuleBasedStateMachine):
         task = TaskRef(name, lease, attempt)
         newest = max((other.attempt for other in self.started if other.name == name), default=-1)
         if lease.id in self.running or attempt <= newest:
-            with pytest.raises(TaskError, match=f"task {name} cannot start"):
+            with pytest.raises(AttemptError, match=f"task {name} cannot start"):
                 self.attempts.start(task, SPEC)
             return task
         assert self.attempts.start(task, SPEC).task == task
@@ -54,7 +53,7 @@ class AttemptsMachine(RuleBasedStateMachine):
         assert self.attempts.runs(task) == running == (attempt is not None)
         assert self.attempts.end(task) == running
         if attempt is not None:
-            assert attempt.over.is_set()
+            assert attempt.ended.is_set()
             del self.running[task.lease.id]
 
     @invariant()
@@ -84,9 +83,9 @@ def test_an_adopted_attempt_is_confirmed_and_has_no_specification() -> None:
     attempts.adopt(task)
     found = attempts.get(task)
     assert found is not None
-    assert (found.spec, found.confirmed.is_set(), found.over.is_set()) == (None, True, False)
+    assert (found.spec, found.confirmed.is_set(), found.ended.is_set()) == (None, True, False)
     attempts.end(task)
-    with pytest.raises(TaskError, match="attempts at a task grow"):
+    with pytest.raises(AttemptError, match="attempts at a task grow"):
         attempts.start(task, SPEC)
 
 

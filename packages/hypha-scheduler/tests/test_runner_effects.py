@@ -215,7 +215,7 @@ def test_effects_are_carried_out_in_order_whatever_happens_between(
 class Recording(QuietOperator):
     """Records each report, push request and push before it answers."""
 
-    def on_progress(self, task: Any, progress: Any, now: float) -> Any:
+    def on_training_report(self, task: Any, progress: Any, now: float) -> Any:
         self.hear("progress", task, progress)
         return Acknowledged(), (record(), event("recorded"))
 

@@ -287,7 +287,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
     """The scheduler still listens for a moment; an answer that the job is over would end the executors."""
 
     class Recording(QuietOperator):
-        def on_progress(self, task: Any, progress: Any, now: float) -> Any:
+        def on_training_report(self, task: Any, progress: Any, now: float) -> Any:
             self.hear("progress", task, progress)
             return Acknowledged(), (WriteJournal("report", {}),)
 

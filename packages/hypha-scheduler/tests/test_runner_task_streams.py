@@ -73,7 +73,6 @@ from hypha_proto.tasks import (
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
-from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.jobs.task_streams import MAX_STREAMS, SUBSCRIBE_TIMEOUT
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -88,6 +87,7 @@ from hypha_scheduler.strategies.base import (
     TaskReady,
     TaskRef,
     TaskStarted,
+    TaskState,
     TrafficCounts,
     WriteJournal,
 )
@@ -144,7 +144,7 @@ async def test_attempts_follow_one_another_over_one_stream(open_jobs: OpenJobs) 
         await worker.tell(begin, ready=Ready())
         await worker.tell(begin, progress=TaskProgress(fraction=0.5, message="half\nway", metrics={"loss": 1.0}))
         progress = TaskProgressed(TaskProgress(fraction=0.5, message="half way", metrics={"loss": 1.0}))
-        assert operator.told("notice") == [(operator.task(), TaskReady()), (operator.task(), progress)]
+        assert operator.told("running") == [(operator.task(), TaskReady()), (operator.task(), progress)]
         failed = TaskFailed(reason="it broke", exit_code=3, last_lines=("x",) * 60, bytes_sent=5, bytes_received=7)
         await worker.tell(begin, failed=failed)
         assert operator.told("update")[-1] == (
@@ -181,7 +181,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
 
     class Chain(QuietOperator):
         def on_task_update(self, task: TaskRef, update: Any, now: float) -> Effects:
-            self.hear("update", task, update)
+            super().on_task_update(task, update, now)
             if not isinstance(update, TaskEnded):
                 return ()
             after = TaskRef(task.name, task.lease, task.attempt + 1)
@@ -211,7 +211,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
         ]
         heard = [(task.name, task.attempt, type(update)) for task, update in operator.told("update")]
         assert sorted(heard, key=lambda entry: entry[:2]) == expected
-        assert len(operator.told("notice")) == 3 * attempts
+        assert len(operator.told("running")) == 3 * attempts
         done = [record for record in read_journal(operator.context.directory / JOURNAL) if record["record"] == "done"]
         assert len(done) == 3 * attempts
         await lab.finish(operator)
@@ -281,7 +281,7 @@ async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
 ) -> None:
     class Recording(QuietOperator):
         def on_task_update(self, task: TaskRef, update: Any, now: float) -> Effects:
-            self.hear("update", task, update)
+            super().on_task_update(task, update, now)
             return (WriteJournal("done", {}),) if isinstance(update, TaskEnded) else ()
 
     async with open_jobs(ScriptedStrategy(Recording), streams=False) as lab:
@@ -354,7 +354,7 @@ async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
         heard = await worker.until("drain")
         assert heard.drain == DrainTask(left_ms=20_000, reason="move over")
         await worker.tell(begin, draining=Draining(left_ms=15_000))
-        assert operator.told("notice") == [(operator.task(), TaskDraining(15.0))]
+        assert operator.told("running") == [(operator.task(), TaskDraining(15.0))]
         await worker.finish(begin)
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED, exit_code=0)
         await anyio.sleep(100)

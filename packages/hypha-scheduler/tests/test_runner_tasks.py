@@ -24,7 +24,6 @@ from hypha_proto.tasks import Stop, TaskFailed
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.runner import MAX_WAITING
-from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import (
     Effects,
     EmitEvent,
@@ -43,6 +42,7 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TaskState,
     WriteJournal,
 )
 
@@ -465,7 +465,7 @@ BUGS = {
     "role_requests": "refresh",
     "next_deadline": "refresh",
     "on_deadline": "deadline",
-    "on_progress": "report",
+    "on_training_report": "report",
     "next_slice": "slice",
     "on_task_update": "end",
     "on_message": "refresh",

@@ -40,7 +40,7 @@ class LeastOperator(Operator):
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         return ()
 
-    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         return Done(), ()
 
 

@@ -74,16 +74,16 @@ def test_the_schedule_covers_all_batches_the_last_of_which_may_be_smaller() -> N
 
 def test_the_executor_is_told_how_many_batches_are_left() -> None:
     attempt = training()
-    found = [attempt.on_progress(BatchDone(batch_size=size)) for size in (16, 8, 16, 16)]
+    found = [attempt.on_training_report(BatchDone(batch_size=size)) for size in (16, 8, 16, 16)]
     assert found == [ScheduleUpdate(counter=counter) for counter in (2, 1, 0, 0)]
 
 
 def test_reports_of_the_end_are_answered_and_others_refused() -> None:
     attempt = training()
-    assert attempt.on_progress(SendingUpdate()) == Acknowledged()
-    assert attempt.on_progress(RoundMetrics(round=1, metrics={"loss": 0.5})) == Done()
+    assert attempt.on_training_report(SendingUpdate()) == Acknowledged()
+    assert attempt.on_training_report(RoundMetrics(round=1, metrics={"loss": 0.5})) == Done()
     assert attempt.loss == 0.5
-    assert attempt.on_progress(OuterStepTaken()) == ProgressError()
+    assert attempt.on_training_report(OuterStepTaken()) == ProgressError()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_reports_of_the_end_are_answered_and_others_refused() -> None:
 def test_it_is_complete_with_an_update_and_a_finite_loss(loss: float | None, update: str, is_complete: bool) -> None:
     attempt = training()
     assert not attempt.is_complete
-    attempt.on_progress(RoundMetrics(round=1, metrics={} if loss is None else {"loss": loss}))
+    attempt.on_training_report(RoundMetrics(round=1, metrics={} if loss is None else {"loss": loss}))
     attempt.update = update
     assert attempt.is_complete is is_complete
 

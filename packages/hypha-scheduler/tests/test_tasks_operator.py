@@ -291,7 +291,7 @@ def test_an_attempt_that_its_worker_does_not_end_is_stopped_and_has_failed() -> 
     task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
     assert op.next_deadline() == 3600.0, "it fetches"
     for _ in range(100):
-        op.on_task_notice(task, TaskReady(), 5.0)
+        op.on_task_update(task, TaskReady(), 5.0)
     assert op.next_deadline() == 135.0
     [stop] = of_kind(StopTask, op.on_deadline(135.0))
     assert (stop.task, stop.keep_lease) == (task, False)
@@ -312,7 +312,7 @@ def test_an_attempt_that_fetches_for_ever_is_stopped_and_has_failed() -> None:
 def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_longer() -> None:
     op = operator(a_task("a"), a_task("b", "a", fetch_timeout=50.0), a_task("c", fetch_timeout=50.0))
     first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
-    op.on_task_notice(first["c"], TaskReady(), 5.0)
+    op.on_task_update(first["c"], TaskReady(), 5.0)
     b = started(finish(op, first["a"]))["b"]
     unavailable(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
     assert of_kind(StopTask, op.on_deadline(55.0)) == []
@@ -334,10 +334,10 @@ def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() 
     said: list[dict[str, object]] = []
     for tenth in range(120):
         progress = TaskProgress(fraction=tenth / 120, metrics={"loss": 2.0})
-        said += told(op.on_task_notice(task, TaskProgressed(progress), tenth / 10))
+        said += told(op.on_task_update(task, TaskProgressed(progress), tenth / 10))
     assert [entry["fraction"] for entry in said] == [0.0, 50 / 120, 100 / 120]
     assert said[0]["metrics"] == {"loss": 2.0}
-    op.on_task_notice(task, TaskProgressed(TaskProgress(fraction=1.0, message="written")), 12.0)
+    op.on_task_update(task, TaskProgressed(TaskProgress(fraction=1.0, message="written")), 12.0)
     assert told(finish(op, task, 12.5)) == [{"fraction": 1.0, "message": "written", "metrics": None}]
 
 

@@ -131,7 +131,7 @@ def train(operator: SweepOperator, task: TaskRef, loss: float | None) -> Effects
     assert isinstance(target, PushTarget)
     assert operator.on_push_complete(task, header(operator), target.path, "", 3.0) == ()
     metrics = {} if loss is None else {"loss": loss}
-    assert operator.on_progress(task, RoundMetrics(round=1, metrics=metrics), 4.0) == (Done(), ())
+    assert operator.on_training_report(task, RoundMetrics(round=1, metrics=metrics), 4.0) == (Done(), ())
     return operator.on_task_update(task, FINISHED, 5.0)
 
 
@@ -219,10 +219,10 @@ def test_the_model_is_that_of_the_lowest_loss() -> None:
 def test_the_count_of_batches_follows_from_the_samples() -> None:
     operator = sweep()
     [start, _] = starts(operator.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
-    found = [operator.on_progress(start.task, BatchDone(batch_size=16), 1.0)[0] for _ in range(4)]
+    found = [operator.on_training_report(start.task, BatchDone(batch_size=16), 1.0)[0] for _ in range(4)]
     assert found == [ScheduleUpdate(counter=counter) for counter in (2, 1, 0, 0)]
-    assert operator.on_progress(start.task, SendingUpdate(), 1.0) == (Acknowledged(), ())
-    assert operator.on_progress(start.task, OuterStepTaken(), 1.0) == (ProgressError(), ())
+    assert operator.on_training_report(start.task, SendingUpdate(), 1.0) == (Acknowledged(), ())
+    assert operator.on_training_report(start.task, OuterStepTaken(), 1.0) == (ProgressError(), ())
 
 
 def test_every_variant_gets_the_same_slices() -> None:

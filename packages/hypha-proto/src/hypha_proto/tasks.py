@@ -1,4 +1,4 @@
-"""Tasks of any executor: what a scheduler asks for, and what workers report, over one stream for each lease.
+"""Tasks of any executor: definitions of a scheduler, and status updates of workers, over one stream for each lease.
 
 A worker opens a stream of the protocol `TASKS` for each lease that it holds. It sends `Subscribe` and gets
 `Subscribed`. Then the scheduler sends `SchedulerFrame`, the worker `WorkerFrame`, each after its length (u32, little
@@ -186,7 +186,7 @@ class TaskDefinition(Message, frozen=True, kw_only=True):
     command: Annotated[TaskCommand | None, OMIT] = None
 
 
-# --------------------------------------------------------------------------------------------------- reports: worker up
+# -------------------------------------------------------------------------------------------- status updates: worker up
 
 
 class Started(Message, frozen=True):
@@ -290,8 +290,8 @@ class Subscribe(Message, frozen=True):
     next: U64
     """Sequence number of the first definition that it has not received."""
     first: U64 = 0
-    """Sequence number of its oldest report that is not acknowledged. A scheduler that was started again, and holds the
-    lease still, goes on with this one."""
+    """Sequence number of its oldest status update that is not acknowledged. A scheduler that was started again, and
+    holds the lease still, goes on with this one."""
 
 
 class Subscribed(Message, frozen=True):
@@ -300,7 +300,7 @@ class Subscribed(Message, frozen=True):
     job_id: uuid.UUID
     """Job that holds the lease."""
     next: U64
-    """Sequence number of the first report that the scheduler has not handled."""
+    """Sequence number of the first status update that the scheduler has not handled."""
     refused: Annotated[str | None, OMIT] = None
     """Why there is no such stream; the scheduler closes it. The other fields mean nothing then."""
 
@@ -311,12 +311,12 @@ class SchedulerFrame(Message, frozen=True, kw_only=True):
     sequence: U64
     """Number of `definition`; without one, of the next to come."""
     acknowledged: U64
-    """Sequence number of the first report that is not handled."""
+    """Sequence number of the first status update that is not handled."""
     definition: Annotated[TaskDefinition | None, OMIT] = None
 
 
 class WorkerFrame(Message, frozen=True, kw_only=True):
-    """A report, or only an acknowledgement."""
+    """A status update, or only an acknowledgement."""
 
     sequence: U64
     """Number of `report`; without one, of the next to come."""

@@ -444,7 +444,7 @@ class SchedulerService:
 
     async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         run = await self._find_job(request.attempt.job_id)
-        answer = NotFound() if run is None else await run.on_data(peer, request)
+        answer = NotFound() if run is None else await run.on_slice_request(peer, request)
         is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
         if not isinstance(answer, SliceAssigned) and not is_over:
             reason = (
@@ -458,7 +458,7 @@ class SchedulerService:
         unknown = ProgressError(
             reason=f"this scheduler runs no job {request.attempt.job_id}: it has ended, or began before a restart"
         )
-        answer = unknown if run is None else await run.on_report(peer, request)
+        answer = unknown if run is None else await run.on_training_report(peer, request)
         if isinstance(answer, ProgressError):
             what = f"report {type(request.progress).__name__}"
             self._log_refusal(what, peer, run, answer.reason or "it does not match the state of the job")
@@ -502,9 +502,11 @@ class SchedulerService:
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         for run in await self._all_jobs():
             if request.dataset.startswith(f"{run.job_id}/") and run.involves(peer):
-                return run.on_pull(peer, request)
+                return run.on_pull_request(peer, request)
         return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
 
     async def _push(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         run = await self._find_job(header.attempt.job_id)
-        return Refusal(reason="this scheduler runs no such job") if run is None else await run.on_push(peer, header)
+        if run is None:
+            return Refusal(reason="this scheduler runs no such job")
+        return await run.on_push_request(peer, header)

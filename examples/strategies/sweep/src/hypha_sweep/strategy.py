@@ -98,7 +98,7 @@ class SweepOperator(base.Operator):
         return attempt.spec(self.context, executor, model, job.dataset, job.variants[task.name])
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> base.Effects:
-        if isinstance(update, base.TaskStarted):
+        if not isinstance(update, base.TaskNotStarted | base.TaskEnded):
             return ()
         attempt, failure = self.running.pop(task), update.reason
         if isinstance(update, base.TaskNotStarted):
@@ -126,10 +126,10 @@ class SweepOperator(base.Operator):
     def next_slice(self, task: base.TaskRef, dataset: str, now: float) -> base.SliceToUse:
         return self.running[task].next_slice(self.slices)  # every variant gets the same slices in the same order
 
-    def on_progress(
+    def on_training_report(
         self, task: base.TaskRef, report: progress.Progress, now: float
     ) -> tuple[progress.ProgressResponse, base.Effects]:
-        return self.running[task].on_progress(report), ()
+        return self.running[task].on_training_report(report), ()
 
     def on_push_request(
         self, task: base.TaskRef, header: transfer.PushHeader, now: float

@@ -15,8 +15,11 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
-from hypha_scheduler.jobs.task_graph import TaskError
 from hypha_scheduler.strategies.base import TaskRef
+
+
+class AttemptError(Exception):
+    """An attempt cannot start; an error of the strategy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +32,8 @@ class Attempt:
     is_stopping: bool = False
     """Whether its worker was told to end it."""
     confirmed: anyio.Event = field(default_factory=anyio.Event)
-    """Set when its worker has confirmed the start, or it is over."""
-    over: anyio.Event = field(default_factory=anyio.Event)
+    """Set when its worker has confirmed the start, or it has ended."""
+    ended: anyio.Event = field(default_factory=anyio.Event)
     commands: int = 0
     """Commands that were sent to it."""
     answers: dict[int, CommandAnswer] = field(default_factory=dict)
@@ -47,7 +50,7 @@ class Attempt:
 
     def end(self) -> None:
         """Wake everybody who waits for something of it."""
-        self.over.set()
+        self.ended.set()
         self.confirmed.set()
         self.answered.set()
 
@@ -67,14 +70,14 @@ class AttemptRegister:
         """Add an attempt that is about to start.
 
         Raises:
-            TaskError: another one runs on the lease, or this one is not newer than all others at its task.
+            AttemptError: another one runs on the lease, or this one is not newer than all others at its task.
         """
         if (other := self._running.get(task.lease.id)) is not None:
-            raise TaskError(f"task {task.name} cannot start: {other.task.name} runs on its lease")
+            raise AttemptError(f"task {task.name} cannot start: {other.task.name} runs on its lease")
         newest = self._newest.get(task.name)
         if newest is not None and task.attempt <= newest.attempt:
             why = f"attempt {newest.attempt} was started before; attempts at a task grow"
-            raise TaskError(f"task {task.name} cannot start as attempt {task.attempt}: {why}")
+            raise AttemptError(f"task {task.name} cannot start as attempt {task.attempt}: {why}")
         return self._add(Attempt(task, spec))
 
     def adopt(self, task: TaskRef) -> None:

@@ -46,7 +46,7 @@ from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
 from hypha_scheduler.jobs.source_tables import S3Table
-from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
+from hypha_scheduler.jobs.task_updates import MAX_OUTPUT_BYTES
 from hypha_scheduler.strategies.base import SliceToUse
 
 

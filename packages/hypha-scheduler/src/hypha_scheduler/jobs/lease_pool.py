@@ -32,15 +32,15 @@ from hypha_scheduler.strategies.base import Lease
 class PoolObserver(Protocol):
     """What the pool reports."""
 
-    def on_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
+    def on_leases_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
         """Handle new leases, found `seconds` after the first request of their search."""
         ...
 
-    def on_lost(self, lease: Lease, reason: str) -> None:
+    def on_lease_lost(self, lease: Lease, reason: str) -> None:
         """Handle the loss of a lease."""
         ...
 
-    def on_timeout(self, roles: Sequence[str], reasons: str) -> None:
+    def on_allocation_timeout(self, roles: Sequence[str], reasons: str) -> None:
         """Handle that roles have less than their minimum when a search has timed out."""
         ...
 
@@ -266,13 +266,13 @@ class LeasePool:
                 if self.waits_to_begin and not self._has_begun:
                     self._start_search()
                 else:
-                    self.observer.on_timeout(search.allocator.short_roles, str(error))
+                    self.observer.on_allocation_timeout(search.allocator.short_roles, str(error))
                 return
             self._search, self._last = None, search.allocator
             if not self._has_begun:
                 self._deliver(offers, search.allocator.seconds)
             elif overdue := self._overdue():
-                self.observer.on_timeout(overdue, await search.allocator.explain_shortage(self.timeout))
+                self.observer.on_allocation_timeout(overdue, await search.allocator.explain_shortage(self.timeout))
         self._start_search()  # for replacements of what was lost meanwhile
 
     def _time_left(self, missing: Sequence[RoleRequest]) -> float:
@@ -321,7 +321,7 @@ class LeasePool:
         leases = tuple(Lease(offer.lease, offer.peer, offer.role, offer.price) for offer in offers)
         self._held |= {lease.id: lease for lease in leases}
         self._is_stale = True  # they may take the place of others
-        self.observer.on_acquired(leases, seconds)
+        self.observer.on_leases_acquired(leases, seconds)
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -363,7 +363,7 @@ class LeasePool:
             if self._search is not None:
                 self._search.allocator.lease_lost(held.lease)
             return
-        self.observer.on_lost(lease, reason)
+        self.observer.on_lease_lost(lease, reason)
 
     # -------------------------------------------------------------------------------------------------------- releases
 

@@ -1,4 +1,4 @@
-"""Download of a task's output, which `task_reports` has checked, from the worker that holds it to a file or folder.
+"""Download of a task's output, which `task_updates` has checked, from the worker that holds it to a file or folder.
 
 The files are pulled beside their destination, which appears when all of them are there.
 """
@@ -30,7 +30,7 @@ from hypha_net.errors import (
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
 from hypha_proto.transfer import PullRequest
-from hypha_scheduler.jobs.task_reports import MAX_OUTPUT_BYTES
+from hypha_scheduler.jobs.task_updates import MAX_OUTPUT_BYTES
 
 _log = logging.getLogger(__name__)
 

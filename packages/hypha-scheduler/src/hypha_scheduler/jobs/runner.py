@@ -20,19 +20,16 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
 
 from hypha_net import instrumentation, retries, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     NetError,
-    RequestTimeoutError,
     TransferError,
     TransferRefusedError,
     UnsupportedProtocolError,
     leaf_errors,
 )
-from hypha_net.message_channel import ChannelError
 from hypha_net.node.health import gateway_outage
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import (
@@ -65,7 +62,7 @@ from hypha_scheduler.errors import (
 )
 from hypha_scheduler.jobs.adoption import HeldAtEnd, held_at_end, take_leases_back
 from hypha_scheduler.jobs.artifacts import write_result
-from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
+from hypha_scheduler.jobs.attempt_register import AttemptRegister
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
 from hypha_scheduler.jobs.context import RunnerContext
 from hypha_scheduler.jobs.effect_queue import EffectQueue
@@ -75,8 +72,7 @@ from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccoun
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
 from hypha_scheduler.jobs.source_download import SourceAccess
-from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.jobs.task_reports import TaskNews
+from hypha_scheduler.jobs.task_lifecycle import TaskLifecycle
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
 from hypha_scheduler.metrics.status_bridge import StatusBridge
@@ -100,9 +96,10 @@ from hypha_scheduler.strategies.base import (
     Strategy,
     StrategyMethod,
     TaskEnded,
-    TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TaskState,
+    TaskUpdate,
     TrafficCounts,
 )
 
@@ -119,12 +116,6 @@ _BUDGET_MARGIN: Final = RENEWED_LEASE + 5.0
 """Seconds of all leases that a budget must leave: for the end of the job, or for leases whose workers do not answer."""
 CANCELLED: Final = "its owner cancelled it"
 WAITS_AGAIN: Final = "the scheduler was stopped while the job waited; it waits again when the scheduler is started"
-_START_TIMEOUT: Final = 30.0
-"""Seconds for a worker to confirm a task; after that the lease is released."""
-_STOP_TIMEOUT: Final = 60.0
-"""Seconds for a cancelled task on a kept lease to end; after that the lease is released."""
-_COMMAND_TIMEOUT: Final = 60.0
-"""Seconds for a running task to answer a command."""
 _CHECK_INTERVAL: Final = 0.5
 """Seconds between looks at a deadline that stays due."""
 _MIN_RETRY: Final = 0.05
@@ -233,6 +224,7 @@ class JobRunner:
         self._effects: EffectQueue
         self._context: RunnerContext
         self._pool: LeasePool
+        self._lifecycle: TaskLifecycle
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -447,6 +439,20 @@ class JobRunner:
             on_gone=self._on_lease_gone,
             waits_to_begin=self._on_placed is not None,
         )
+        self._lifecycle = TaskLifecycle(
+            self._attempts,
+            self.task_streams,
+            self._pool,
+            self._effects,
+            self._events,
+            self._job.orphan_grace_seconds,
+            self._trace,
+            self._tell_update,
+            self._tell_result,
+            self._start_background,
+            lambda: self._closed,
+            self._on_file_error,
+        )
 
     def _on_lease_held(self, lease: Lease) -> None:
         name = self._certificate_names().get(lease.peer)
@@ -571,6 +577,12 @@ class JobRunner:
         told = self._ask(lambda: ((), event(*arguments)))
         return None if told is None else told[1]
 
+    def _tell_update(self, task: TaskRef, update: TaskUpdate) -> int | None:
+        return self._tell(self._running_operator.on_task_update, task, update, anyio.current_time())
+
+    def _tell_result(self, tag: str, outcome: object) -> None:
+        self._tell(self._running_operator.on_effect_result, tag, outcome, anyio.current_time())
+
     def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer, int] | None:
         """Call the operator and take its effects; return its answer and their ticket, or None if it fails."""
         has_changed = True
@@ -653,11 +665,11 @@ class JobRunner:
             case PostMetric():
                 self._events.post(effect)
             case StartTask():
-                self._start_task(effect)
+                self._lifecycle.start(effect)
             case StopTask():
-                self._stop_task(effect)
+                self._lifecycle.stop(effect)
             case SendCommand():
-                self._send_command(effect)
+                self._lifecycle.send_command(effect)
             case SendMessage():
                 self._tasks.start_soon(self._send, effect)
             case RunInBackground():
@@ -691,105 +703,6 @@ class JobRunner:
         self._effects.submit((EmitEvent("continued", {"seconds": round(seconds, 3)}),))
         self._tell(self._running_operator.on_suspended, seconds, now)
 
-    def _start_task(self, effect: StartTask) -> None:
-        task = effect.task
-        if task.lease.id not in self._pool:  # it was lost before this effect's turn
-            self._tell_not_started(task, "its lease is no longer held")
-            return
-        grace_ms = int(self._job.orphan_grace_seconds * 1000) or None
-        attempt = self._attempts.start(task, msgspec.structs.replace(effect.spec, orphan_grace_ms=grace_ms))
-        about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
-        try:
-            with instrumentation.span("dispatch", about, parent=self._trace):
-                self.task_streams.start(attempt)
-        except ChannelError as error:
-            self._task_not_started(task, f"worker {task.lease.peer}: {error}")
-        else:
-            self._start_background(partial(self._expect_confirmation, attempt))
-
-    async def _expect_confirmation(self, attempt: Attempt) -> None:
-        task = attempt.task
-        if not await _happens(attempt.confirmed, _START_TIMEOUT):
-            why = f"did not confirm task {task.name} within {_START_TIMEOUT:g} s; its log says why"
-            self._task_not_started(task, f"worker {task.lease.peer} {why}")
-
-    def _task_not_started(self, task: TaskRef, why: str) -> None:
-        """Release the lease of a task that its worker did not take; nothing if it is over."""
-        if self._attempts.end(task):
-            self._pool.release(task.lease.id, "its task did not start")
-            self._tell_not_started(task, why)
-
-    def _tell_not_started(self, task: TaskRef, why: str) -> None:
-        self._tell(self._running_operator.on_task_update, task, TaskNotStarted(why), anyio.current_time())
-
-    def _stop_task(self, effect: StopTask) -> None:
-        """Stop a task; one that has ended by now is left alone, its lease may have the next."""
-        attempt = self._attempts.get(effect.task)
-        if attempt is None:
-            return
-        if effect.keep_lease or effect.drain_seconds > 0:
-            self._stop_and_keep_lease(effect, attempt)
-        else:
-            self._release_and_end(effect)
-
-    def _release_and_end(self, effect: StopTask) -> None:
-        self._pool.release(effect.task.lease.id, effect.reason)
-        self._task_over(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
-
-    def _stop_and_keep_lease(self, effect: StopTask, attempt: Attempt) -> None:
-        """Let a task stop, or drain first; its lease stays unless the worker does not report the end."""
-        try:
-            if effect.drain_seconds > 0:
-                self.task_streams.drain(attempt, effect.reason, effect.drain_seconds)
-            else:
-                self.task_streams.stop(attempt, effect.reason)
-        except ChannelError as error:
-            self._give_up_stop(effect, str(error))
-        else:
-            self._start_background(partial(self._expect_end, effect, attempt))
-
-    async def _expect_end(self, effect: StopTask, attempt: Attempt) -> None:
-        """Wait for the end of a task that was told to drain or to stop."""
-        try:
-            if effect.drain_seconds > 0 and not await _happens(attempt.over, effect.drain_seconds):
-                self.task_streams.stop(attempt, effect.reason)
-            if not await _happens(attempt.over, _STOP_TIMEOUT):
-                self._give_up_stop(effect, "its end was not reported")
-        except ChannelError as error:
-            self._give_up_stop(effect, str(error))
-
-    def _give_up_stop(self, effect: StopTask, why: str) -> None:
-        """Release the lease of a task that its worker does not end; nothing if it is over."""
-        task = effect.task
-        if self._attempts.runs(task):
-            _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
-            self._release_and_end(effect)
-
-    def _send_command(self, effect: SendCommand) -> None:
-        """Send a command to a task; nothing if it is over."""
-        attempt = self._attempts.get(effect.task)
-        if attempt is None:
-            return
-        try:
-            number = self.task_streams.command(attempt, effect.command)
-        except ChannelError as error:
-            self._tell(self._running_operator.on_effect_result, effect.tag, error, anyio.current_time())
-        else:
-            self._start_background(partial(self._expect_answer, effect, attempt, number))
-
-    async def _expect_answer(self, effect: SendCommand, attempt: Attempt, number: int) -> None:
-        """Tell the operator of the answer to a command, or that there is none; nothing once the task is over."""
-        with instrumentation.span(effect.span, effect.about, parent=self._trace):
-            with anyio.move_on_after(_COMMAND_TIMEOUT):
-                while number not in attempt.answers and not attempt.over.is_set():
-                    await attempt.answered.wait()
-        outcome: object = attempt.answers.pop(number, None)
-        if attempt.over.is_set():
-            return
-        if outcome is None:
-            outcome = RequestTimeoutError(f"{effect.task.lease.peer} did not answer within {_COMMAND_TIMEOUT:g} s")
-        self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
-
     async def _send(self, effect: SendMessage) -> None:
         def on_failure(error: NetError, _pause: float) -> None:
             if isinstance(error, UnsupportedProtocolError):
@@ -807,7 +720,7 @@ class JobRunner:
             except Exception as error:  # noqa: BLE001 - a third party's strategy may send anything
                 self._fail_strategy(error)
                 return
-        self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
+        self._tell_result(effect.tag, outcome)
 
     async def _run_in_background(self, effect: RunInBackground) -> None:
         outcome: object
@@ -818,7 +731,7 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
             self._fail_strategy(error)
             return
-        self._tell(self._running_operator.on_effect_result, effect.tag, outcome, anyio.current_time())
+        self._tell_result(effect.tag, outcome)
 
     def _start_background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a background task on behalf of a request, unless the job has ended."""
@@ -827,7 +740,7 @@ class JobRunner:
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
-    def on_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
+    def on_leases_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
         """Tell the operator of new leases."""
         self._found_too_few = False
         try:
@@ -843,15 +756,15 @@ class JobRunner:
             return
         self._tell(self._running_operator.on_leases_acquired, leases, anyio.current_time())
 
-    def on_lost(self, lease: Lease, reason: str) -> None:
+    def on_lease_lost(self, lease: Lease, reason: str) -> None:
         """Tell the operator of a lost lease, and of the end of the task on it."""
         now = anyio.current_time()
         attempt = self._attempts.on(lease.id)
         self._tell(self._running_operator.on_lease_lost, lease, reason, now)
         if attempt is not None:
-            self._task_over(attempt.task, TaskEnded(TaskState.FAILED, reason))
+            self._lifecycle.ended(attempt.task, TaskEnded(TaskState.FAILED, reason))
 
-    def on_timeout(self, roles: Sequence[str], reasons: str) -> None:
+    def on_allocation_timeout(self, roles: Sequence[str], reasons: str) -> None:
         """Tell the operator that roles lack workers."""
         self._found_too_few = True
         for role in roles:
@@ -877,7 +790,7 @@ class JobRunner:
         """Return whether a task of this job runs on `peer`."""
         return self._attempts.runs_on(peer)
 
-    async def on_data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
+    async def on_slice_request(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
         """Handle a worker's request for a slice."""
         deadline = anyio.current_time() + _MAX_WAIT
         unusable = request.unusable
@@ -936,21 +849,21 @@ class JobRunner:
             self._settle()
         return NotFound() if found is None else found
 
-    async def on_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
-        """Handle a progress report of an executor."""
+    async def on_training_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+        """Handle a report of an executor that trains."""
         task = self._attempts.running_at(peer, request.attempt)
         if task is None:
             return ProgressError(reason="this attempt at a task of the job does not run on this peer")
-        told = self._progress_responses.get(peer, request.id) or self._report(task, request)
+        told = self._progress_responses.get(peer, request.id) or self._tell_report(task, request)
         if told is None or not await self._effects.wait(told[1]):
             await self._leave_unanswered()
             return ProgressError(reason=_JOB_OVER)
         return told[0]
 
-    def _report(self, task: TaskRef, request: ProgressRequest) -> tuple[ProgressResponse, int] | None:
+    def _tell_report(self, task: TaskRef, request: ProgressRequest) -> tuple[ProgressResponse, int] | None:
         """Tell the operator of a report; return its answer and the ticket of the effects that precede it."""
         now, peer = anyio.current_time(), task.lease.peer
-        told = self._ask(lambda: self._running_operator.on_progress(task, request.progress, now))
+        told = self._ask(lambda: self._running_operator.on_training_report(task, request.progress, now))
         if told is None:
             return None
         return self._progress_responses.put(peer, request.id, told)
@@ -963,33 +876,24 @@ class JobRunner:
         """Return whether the job has asked a peer for an offered lease and waits for the answer."""
         return self._operator is not None and not self._closed and self._pool.is_taking(lease, peer)
 
-    async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
-        """Tell the operator what the worker of a running task has reported; return when its effects are carried out."""
+    async def on_task_update(self, task: TaskRef, update: TaskUpdate, traffic: TrafficCounts | None) -> None:
+        """Tell the operator of a status update about a running task; return when its effects are carried out."""
         if not self._attempts.runs(task):
             return
         if traffic is not None:
             self._traffic[task.lease.peer] += traffic
-        if isinstance(news, TaskEnded):
-            ticket = self._task_over(task, news)
-        elif isinstance(news, TaskStarted):
-            ticket = self._task_started(task)
+        if isinstance(update, TaskEnded):
+            ticket = self._lifecycle.ended(task, update)
+        elif isinstance(update, TaskStarted):
+            ticket = self._lifecycle.started(task)
         else:
-            ticket = self._tell(self._running_operator.on_task_notice, task, news, anyio.current_time())
+            ticket = self._tell_update(task, update)
         if ticket is not None:
             await self._effects.wait(ticket)
 
     def on_stream_broken(self, lease: uuid.UUID) -> None:
         """Find out whether the worker of a lease has ended."""
         self._pool.check(lease)
-
-    def _task_started(self, task: TaskRef) -> int | None:
-        if self._job.orphan_grace_seconds > 0:
-            self._effects.note(*self._events.started(task))
-        try:
-            self._events.task_started(task)
-        except OSError as error:
-            self._on_file_error(error)
-        return self._tell(self._running_operator.on_task_update, task, TaskStarted(), anyio.current_time())
 
     async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
         """Handle a worker's question where a resource of its task is."""
@@ -1050,7 +954,7 @@ class JobRunner:
             self._waiting[peer] -= 1
         return True
 
-    def on_pull(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
+    def on_pull_request(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
         """Handle a worker's pull of a file of this job."""
         if self._context.serves(request.dataset):
             return self._context.resolve(request)
@@ -1060,7 +964,7 @@ class JobRunner:
         found = self._call(lambda: self._running_operator.on_pull_request(task, request))
         return Refusal(reason=_JOB_OVER) if found is None else found
 
-    async def on_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
+    async def on_push_request(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """Handle a file that a task is about to push."""
         deadline = anyio.current_time() + _MAX_ANSWER_WAIT
         while True:
@@ -1130,26 +1034,6 @@ class JobRunner:
         for lease in self._pool.drain(peer, frozenset(drain.leases), reason):
             self._events.draining(lease, seconds, reason)
             self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())
-
-    def _task_over(self, task: TaskRef, end: TaskEnded) -> int | None:
-        """Tell the operator of the end of a task, once; return the ticket of its effects."""
-        if not self._attempts.end(task) or self._closed:
-            return None
-        self._pool.task_ended()
-        try:
-            record = self._events.task_ended(task, end)
-            # synced where the next scheduler would take the task up otherwise
-            self._effects.note(*record, syncs=self._job.orphan_grace_seconds > 0)
-        except OSError as error:
-            self._on_file_error(error)
-        return self._tell(self._running_operator.on_task_update, task, end, anyio.current_time())
-
-
-async def _happens(event: anyio.Event, seconds: float) -> bool:
-    """Wait for an event, for at most so many seconds; return whether it has come."""
-    with anyio.move_on_after(seconds):
-        await event.wait()
-    return event.is_set()
 
 
 def _one_line(text: str) -> str:

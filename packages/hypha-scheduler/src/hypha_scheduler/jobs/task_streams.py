@@ -1,8 +1,7 @@
-"""Streams of tasks to workers: one for each lease, with definitions down and reports up (`hypha_proto.tasks`).
+"""Streams of tasks to workers: one for each lease, with definitions down and status updates up (`hypha_proto.tasks`).
 
-Definitions and reports outlive a stream: the worker opens the next one, which continues, also with a scheduler that was
-started again. What it reports is looked up in `attempt_register`, and checked by `task_reports`, before the job hears
-of it.
+Both outlive a stream: the worker opens the next one, which continues, also with a scheduler that was started again. An
+update is looked up in `attempt_register`, and checked by `task_updates`, before the job hears of it.
 `service` calls `serve_task_streams`; each job's `runner` has a `TaskStreams`.
 """
 
@@ -41,9 +40,8 @@ from hypha_proto.tasks import (
     WorkerFrame,
 )
 from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
-from hypha_scheduler.jobs.task_graph import TaskState
-from hypha_scheduler.jobs.task_reports import TaskNews, UnusableReportError, read_report, traffic_of
-from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TrafficCounts
+from hypha_scheduler.jobs.task_updates import InvalidUpdateError, read_update, traffic_of
+from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TaskState, TaskUpdate, TrafficCounts
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ _STREAMS: Final = instrumentation.UpDownCounter("hypha.scheduler.task_streams.ac
 _REFUSED: Final = instrumentation.Counter(
     "hypha.scheduler.task_reports.refused",
     "{report}",
-    "Reports of workers on attempts at tasks that do not run on their leases, or that contradict the task.",
+    "Status updates of workers on attempts at tasks that do not run on their leases, or that contradict the task.",
 )
 _REFUSED_STREAMS: Final = instrumentation.Counter(
     "hypha.scheduler.task_streams.refused", "{stream}", "Task streams of leases that no job holds at their peer."
@@ -66,10 +64,10 @@ _OTHER_ATTEMPT: Final = "it is about an attempt that does not run on its lease"
 
 
 class StreamObserver(Protocol):
-    """What is told of reports; the runner of a job."""
+    """What is told of status updates; the runner of a job."""
 
-    async def on_task_news(self, task: TaskRef, news: TaskNews, traffic: TrafficCounts | None) -> None:
-        """Handle what is heard of a running attempt; its report is acknowledged when this returns."""
+    async def on_task_update(self, task: TaskRef, update: TaskUpdate, traffic: TrafficCounts | None) -> None:
+        """Handle a status update about a running attempt; it is acknowledged when this returns."""
         ...
 
     def on_stream_broken(self, lease: uuid.UUID) -> None:
@@ -145,7 +143,7 @@ class TaskStreams:
         if not attempt.is_stopping:
             self._send(attempt.task, drain=DrainTask(left_ms=round(seconds * 1000), reason=reason))
 
-    def command(self, attempt: Attempt, command: Command) -> int:
+    def send_command(self, attempt: Attempt, command: Command) -> int:
         """Send a command to an attempt; return its number, which the answer repeats.
 
         Raises:
@@ -165,7 +163,7 @@ class TaskStreams:
     def _lease(self, lease: uuid.UUID) -> _LeaseStream:
         if lease not in self._leases:
             channel = MessageChannel[TaskDefinition, StatusUpdate](
-                SchedulerCodec(), lambda report: self._handle(lease, report), MAX_FRAME
+                SchedulerCodec(), lambda update: self._handle(lease, update), MAX_FRAME
             )
             self._leases[lease] = _LeaseStream(channel)
         return self._leases[lease]
@@ -173,45 +171,46 @@ class TaskStreams:
     def _send(self, task: TaskRef, **what: Any) -> None:
         self._lease(task.lease.id).channel.send(TaskDefinition(attempt=task.id_in(self.job_id), **what))
 
-    # ---------------------------------------------------------------------------------------------------------- reports
+    # ------------------------------------------------------------------------------------------------- status updates
 
-    async def _handle(self, lease: uuid.UUID, report: StatusUpdate) -> None:
+    async def _handle(self, lease: uuid.UUID, received: StatusUpdate) -> None:
         attempt = self.attempts.on(lease)
-        if attempt is None or report.attempt != attempt.task.id_in(self.job_id):
-            self._count_refusal(lease, report, _OTHER_ATTEMPT)
+        if attempt is None or received.attempt != attempt.task.id_in(self.job_id):
+            self._count_refusal(lease, received, _OTHER_ATTEMPT)
             return
-        if report.answered is not None:
-            attempt.add_answer(report.answered)
+        if received.answered is not None:
+            attempt.add_answer(received.answered)
         try:
-            news = read_report(report, attempt.spec)
-        except UnusableReportError as error:
-            self._count_refusal(lease, report, str(error))
-            news = self._failed(attempt, report, error)
-        if isinstance(news, TaskEnded):
-            await self.observer.on_task_news(attempt.task, news, traffic_of(report))
-        elif news is not None and not (isinstance(news, TaskStarted) and attempt.confirmed.is_set()):
-            await self._notice(attempt, news)
+            update = read_update(received, attempt.spec)
+        except InvalidUpdateError as error:
+            self._count_refusal(lease, received, str(error))
+            update = self._failed(attempt, received, error)
+        if isinstance(update, TaskEnded):
+            await self.observer.on_task_update(attempt.task, update, traffic_of(received))
+        elif update is not None and not (isinstance(update, TaskStarted) and attempt.confirmed.is_set()):
+            await self._pass_on(attempt, update)
 
-    async def _notice(self, attempt: Attempt, news: TaskNews) -> None:
+    async def _pass_on(self, attempt: Attempt, update: TaskUpdate) -> None:
+        """Tell the job of an update before the end, the first time that the attempt has started."""
         if not attempt.confirmed.is_set():
             attempt.confirmed.set()
-            if not isinstance(news, TaskStarted):  # what runs has been started
-                await self.observer.on_task_news(attempt.task, TaskStarted(), None)
-        if not attempt.over.is_set():
-            await self.observer.on_task_news(attempt.task, news, None)
+            if not isinstance(update, TaskStarted):  # what runs has been started
+                await self.observer.on_task_update(attempt.task, TaskStarted(), None)
+        if not attempt.ended.is_set():
+            await self.observer.on_task_update(attempt.task, update, None)
 
-    def _failed(self, attempt: Attempt, report: StatusUpdate, error: UnusableReportError) -> TaskEnded:
+    def _failed(self, attempt: Attempt, received: StatusUpdate, error: InvalidUpdateError) -> TaskEnded:
         """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
         reason = f"its worker reported {error}"
-        if traffic_of(report) is None:
+        if traffic_of(received) is None:
             with suppress(ChannelError):  # then the next start fails, and the lease is released
                 self.stop(attempt, reason)
         return TaskEnded(TaskState.FAILED, reason)
 
-    def _count_refusal(self, lease: uuid.UUID, report: StatusUpdate, reason: str) -> None:
+    def _count_refusal(self, lease: uuid.UUID, received: StatusUpdate, reason: str) -> None:
         _REFUSED.add()
-        about = f"attempt {report.attempt.number} at task {report.attempt.task} on lease {lease}"
-        self._refusals.log(_log, logging.WARNING, (lease, reason), "report on %s refused: %s", about, reason)
+        about = f"attempt {received.attempt.number} at task {received.attempt.task} on lease {lease}"
+        self._refusals.log(_log, logging.WARNING, (lease, reason), "status update on %s refused: %s", about, reason)
 
     # ---------------------------------------------------------------------------------------------------------- streams
 

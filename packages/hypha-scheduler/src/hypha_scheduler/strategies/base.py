@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,7 +32,6 @@ from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, DatasetTable, JobTable
 from hypha_scheduler.jobs.source_tables import S3Table
-from hypha_scheduler.jobs.task_graph import TaskState
 
 __all__ = [
     "CANCEL",
@@ -60,7 +60,6 @@ __all__ = [
     "TaskDraining",
     "TaskEnded",
     "TaskNotStarted",
-    "TaskNotice",
     "TaskProgressed",
     "TaskReady",
     "TaskRef",
@@ -219,6 +218,21 @@ Effects = tuple[Effect, ...]
 # -------------------------------------------------------------------------------------------------- what operators hear
 
 
+class TaskState(Enum):
+    """State of a task."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the state is final."""
+        return self in (TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskStarted:
     """Its worker has confirmed the task."""
@@ -281,8 +295,8 @@ def _sum(first: int | None, second: int | None) -> int | None:
     return second if first is None else first + (second or 0)
 
 
-TaskUpdate = TaskStarted | TaskNotStarted | TaskEnded
-TaskNotice = TaskReady | TaskProgressed | TaskDraining
+TaskUpdate = TaskStarted | TaskNotStarted | TaskReady | TaskProgressed | TaskDraining | TaskEnded
+"""What has happened to an attempt at a task, as its worker or the runner says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,15 +474,11 @@ class Operator(Protocol):
         return (EndJob(failure=reasons),)
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
-        """Handle the start or the end of a task; a task ends once."""
+        """Handle what has happened to a task: `TaskNotStarted` and `TaskEnded` come last, and one of them once."""
         ...
 
-    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
-        """Handle what is heard of a running task between its start and its end."""
-        return ()
-
-    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
-        """Handle a report of an executor. Repeated requests never arrive here twice."""
+    def on_training_report(self, task: TaskRef, report: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+        """Handle a report of an executor that trains. Repeated requests never arrive here twice."""
         ...
 
     def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:

@@ -180,9 +180,9 @@ class TaskStream:
     def _refuse(self, why: str, attempt: AttemptId, reason: str, **update: Any) -> None:
         """Count a refused definition, log it, each kind once a minute, and send the end of the attempt, if any."""
         _REFUSED.add(1, {"hypha.reason": why})
-        task = f"task {definition.attempt.task}, attempt {definition.attempt.number}"
+        task = f"task {attempt.task}, attempt {attempt.number}"
         text = "definition of %s by %s refused: %s"
-        self._refusals.log(_log, logging.WARNING, why, text, task, self.lease.scheduler, one_line(reason))
+        self._refusals.log(_log, logging.WARNING, why, text, task, self._scheduler, one_line(reason))
         if update:
             self._update(attempt, **update)
 

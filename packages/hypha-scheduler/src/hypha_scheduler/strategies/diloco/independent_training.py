@@ -87,7 +87,7 @@ class Training:
         self._slices += 1
         return SliceToUse(*divmod(self._slices - 1, slices))
 
-    def on_progress(self, report: Progress) -> ProgressResponse:
+    def on_training_report(self, report: Progress) -> ProgressResponse:
         """Count the samples and keep the loss; return how many batches are left, or that the executor is done."""
         match report:
             case BatchDone():

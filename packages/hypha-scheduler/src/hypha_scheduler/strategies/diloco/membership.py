@@ -13,9 +13,17 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.avoidance import Avoidance
-from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, RetryAfter, StopTask, TaskEnded, TaskRef
+from hypha_scheduler.strategies.base import (
+    Effects,
+    EmitEvent,
+    Lease,
+    RetryAfter,
+    StopTask,
+    TaskEnded,
+    TaskRef,
+    TaskState,
+)
 from hypha_scheduler.strategies.diloco import records, training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event

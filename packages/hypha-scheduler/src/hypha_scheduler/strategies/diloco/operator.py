@@ -23,7 +23,6 @@ from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
-from hypha_scheduler.jobs.task_graph import TaskOfLease, TaskState
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -43,6 +42,7 @@ from hypha_scheduler.strategies.base import (
     TaskNotStarted,
     TaskRef,
     TaskStarted,
+    TaskState,
     TaskUpdate,
     TrafficCounts,
 )
@@ -50,6 +50,7 @@ from hypha_scheduler.strategies.diloco import records, training_state
 from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, CommittedRound, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
+from hypha_scheduler.strategies.diloco.dependency_graph import TaskOfLease
 from hypha_scheduler.strategies.diloco.events import (
     continued_event,
     late_event,
@@ -281,7 +282,7 @@ class DilocoOperator(Operator):
         return (EmitEvent("dispatched", {"seconds": round(self._now - self._began, 3)}),)
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
-        """Handle the start or the end of a task."""
+        """Handle the start or the end of a task; training says more by its reports."""
         running, self._now = self._running, now
         if running is None or running.tasks.get(task_key(task)) != task:
             return ()
@@ -294,6 +295,8 @@ class DilocoOperator(Operator):
                 effects = self._task_not_started(task, graph_task, reason, now)
             case TaskEnded():
                 effects = self._task_ended(graph_task, update, now)
+            case _:
+                return ()
         return (*effects, *self._start_ready())
 
     def _task_not_started(self, task: TaskRef, graph_task: TaskOfLease, why: str, now: float) -> Effects:
@@ -391,7 +394,7 @@ class DilocoOperator(Operator):
         where = self._data.dataset.describe(report.index)
         return f"{where} at {reasons}; restore the file there, the data node's log says more"
 
-    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Process the report of an executor."""
         self._now = now
         if self._running is None:

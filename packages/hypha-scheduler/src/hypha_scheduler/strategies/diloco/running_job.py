@@ -12,10 +12,10 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
-from hypha_scheduler.jobs.task_graph import DependencyGraph, TaskOfLease
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
+from hypha_scheduler.strategies.diloco.dependency_graph import DependencyGraph, TaskOfLease
 from hypha_scheduler.strategies.diloco.records import term_record
 from hypha_scheduler.strategies.diloco.restarts import Restarts
 from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, RestoredTraining

@@ -40,11 +40,9 @@ from hypha_scheduler.strategies.base import (
     StopTask,
     TaskDraining,
     TaskEnded,
-    TaskNotice,
     TaskNotStarted,
     TaskProgressed,
     TaskRef,
-    TaskStarted,
     TaskState,
     TaskUpdate,
     TrafficCounts,
@@ -256,18 +254,28 @@ class InferenceOperator(Operator):
     # ----------------------------------------------------------------------------------------------------------- tasks
 
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
-        """Handle the start or the end of an attempt."""
+        """Handle what has happened to an attempt: its end, measurements, or that it drains and gets no more slices."""
         worker = self._workers.running(task)
-        if worker is None or isinstance(update, TaskStarted):
+        if worker is None:
             return ()  # a lease that was lost has given its slices back
-        worker.task = None
-        if isinstance(update, TaskNotStarted):
-            self._workers.remove(task.lease)
-            why = f"it did not start: {update.reason}"
-            return (*self._attempt_failed(task, worker, why, now), *self._continue(now))
-        return self._task_ended(task, worker, update, now)
+        match update:
+            case TaskDraining():
+                worker.is_leaving = True
+            case TaskProgressed(progress):
+                self._note_report(worker, now)
+                values = progress.metrics or {}
+                return tuple(PostMetric(task.lease.peer, self._tally.rows, name, values[name]) for name in values)
+            case TaskNotStarted(reason):
+                worker.task = None
+                self._workers.remove(task.lease)
+                why = f"it did not start: {reason}"
+                return (*self._attempt_failed(task, worker, why, now), *self._continue(now))
+            case TaskEnded():
+                return self._task_ended(task, worker, update, now)
+        return ()
 
     def _task_ended(self, task: TaskRef, worker: InferenceWorker, end: TaskEnded, now: float) -> Effects:
+        worker.task = None
         held = self._ledger.release(task)
         if self._may_end(worker, end, held):
             return self._continue(now)
@@ -366,24 +374,11 @@ class InferenceOperator(Operator):
             return True
         return self._ledger.failures[index] >= MAX_FAILURES and not self._avoidance.is_proven(ROLE, peer)
 
-    def on_task_notice(self, task: TaskRef, notice: TaskNotice, now: float) -> Effects:
-        """Pass on measurements; assign no more slices to what drains."""
-        worker = self._workers.running(task)
-        if worker is None:
-            return ()
-        if isinstance(notice, TaskDraining):
-            worker.is_leaving = True
-        if isinstance(notice, TaskProgressed):
-            self._note_report(worker, now)
-            values = notice.progress.metrics or {}
-            return tuple(PostMetric(task.lease.peer, self._tally.rows, name, value) for name, value in values.items())
-        return ()
-
     def _note_report(self, worker: InferenceWorker, now: float) -> None:
         if worker.task is not None and self._ledger.held_by(worker.task):
             worker.heard(now)
 
-    def on_progress(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Refuse a report of training."""
         return ProgressError(reason="an inference job takes no reports of training"), ()
 

@@ -235,10 +235,24 @@ class TasksOperator(base.Operator):
         return self._settle(now) if self.avoidance.give_in(now) else self._fail(reasons)
 
     def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
-        """Handle the start or the end of an attempt."""
+        """Handle what has happened to an attempt."""
         run = self._run_of(task)
-        if run is None or isinstance(update, base.TaskStarted):
+        if run is None:
             return ()
+        match update:
+            case base.TaskReady():
+                self._ready(run, now)
+            case base.TaskProgressed(progress):
+                run.progress = progress
+                if now >= run.progress_due:
+                    run.progress_due = now + PROGRESS_INTERVAL
+                    return self._progress_events(run)
+            case base.TaskNotStarted() | base.TaskEnded():
+                return self._attempt_ended(run, update, now)
+        return ()
+
+    def _attempt_ended(self, run: RunningAttempt, update: base.TaskNotStarted | base.TaskEnded, now: float) -> Effects:
+        task = run.task
         del self._running[task.lease.id]
         self._records += self._progress_events(run)
         held = self.placement.leases.get(task.lease.id)
@@ -252,21 +266,8 @@ class TasksOperator(base.Operator):
             self._ended(run, held, update, now)
         return self._settle(now)
 
-    def on_task_notice(self, task: base.TaskRef, notice: base.TaskNotice, now: float) -> Effects:
-        """Set the deadline of an attempt whose executor has started; tell of progress."""
-        run = self._run_of(task)
-        if run is None:
-            return ()
-        if isinstance(notice, base.TaskReady):
-            self._ready(run, now)
-        elif isinstance(notice, base.TaskProgressed):
-            run.progress = notice.progress
-            if now >= run.progress_due:
-                run.progress_due = now + PROGRESS_INTERVAL
-                return self._progress_events(run)
-        return ()
-
     def _ready(self, run: RunningAttempt, now: float) -> None:
+        """Set the deadline of an attempt whose executor has started."""
         timeout = run.instance.task.table.timeout
         if timeout is not None and not run.is_ready:
             self._set_deadline(now + timeout + BACKSTOP, "late", run)
@@ -280,7 +281,7 @@ class TasksOperator(base.Operator):
         said = {key: value for key, value in msgspec.structs.asdict(progress).items() if value is not None}
         return (EmitEvent("task_progress", self._fields(run) | said),)
 
-    def on_progress(self, task: base.TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: base.TaskRef, report: Progress, now: float) -> tuple[ProgressResponse, Effects]:
         """Refuse reports of training."""
         return ProgressError(reason="a task has no rounds; report its progress by /task/update"), ()
 

@@ -7,7 +7,8 @@ import uuid
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.task_graph import DependencyGraph, TaskError, TaskOfLease, TaskState
+from hypha_scheduler.strategies.base import TaskState
+from hypha_scheduler.strategies.diloco.dependency_graph import DependencyGraph, TaskError, TaskOfLease
 
 PEER = PeerId.from_public_key(bytes(32))
 

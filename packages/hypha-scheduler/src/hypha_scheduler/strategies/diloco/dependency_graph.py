@@ -1,31 +1,15 @@
-"""Task graph of a job: tasks, the inputs they depend on, and their states. Pure and independent of the strategy.
+"""Dependency graph of a DiLoCo job's tasks: the inputs that they depend on, and their states. Pure.
 
-A strategy defines the tasks and their inputs, starts those that are ready, and records which
-results exist and how executors ended. DiLoCo has one aggregate task and many train tasks, and adds and replaces some.
+There is one aggregate task and many train tasks; some are added and replaced. Called by `running_job`.
 """
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from enum import Enum
 
 from hypha_proto.ids import PeerId
-
-
-class TaskState(Enum):
-    """State of a task."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def over(self) -> bool:
-        """Whether the state is final."""
-        return self in (TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED)
+from hypha_scheduler.strategies.base import TaskState
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +28,7 @@ class TaskOfLease:
 
 
 class TaskError(Exception):
-    """Invalid task graph or invalid change of a task's state."""
+    """Invalid graph or invalid change of a task's state."""
 
 
 class DependencyGraph:
@@ -62,7 +46,7 @@ class DependencyGraph:
             TaskError: there is a task with its name, or one that has not ended on its lease.
         """
         before = self.of_lease(task.lease)
-        if task.name in self._tasks or (before is not None and not self._states[before.name].over):
+        if task.name in self._tasks or (before is not None and not self._states[before.name].has_ended):
             raise TaskError(f"task {task.name}: two tasks have one name or one lease")
         self._tasks[task.name] = task
         self._states[task.name] = TaskState.WAITING
@@ -112,9 +96,9 @@ class DependencyGraph:
         Raises:
             TaskError: `state` is not final.
         """
-        if not state.over:
+        if not state.has_ended:
             raise TaskError(f"{state.value} is not an ending")
-        if self._states[name].over:
+        if self._states[name].has_ended:
             return False
         self._states[name] = state
         return True

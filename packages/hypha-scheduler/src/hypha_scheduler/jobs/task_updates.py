@@ -1,4 +1,4 @@
-"""What workers report about tasks, checked: a report becomes what the operator hears of it. Pure.
+"""Status updates of workers about tasks, checked: each becomes the `TaskUpdate` that the operator hears of. Pure.
 
 A worker may send anything that decodes. What contradicts the task's specification ends the attempt as failed.
 """
@@ -21,14 +21,14 @@ from hypha_proto.tasks import (
     TaskSpec,
     is_inside,
 )
-from hypha_scheduler.jobs.task_graph import TaskState
 from hypha_scheduler.strategies.base import (
     TaskDraining,
     TaskEnded,
-    TaskNotice,
     TaskProgressed,
     TaskReady,
     TaskStarted,
+    TaskState,
+    TaskUpdate,
     TrafficCounts,
 )
 
@@ -43,68 +43,66 @@ _MAX_METRICS: Final = 100
 _MAX_DRAIN_MS: Final = 24 * 3600 * 1000
 _BLAKE3: Final = "blake3:"
 
-TaskNews = TaskStarted | TaskNotice | TaskEnded
+
+class InvalidUpdateError(Exception):
+    """A status update contradicts the task's specification; the message continues ``its worker reported``."""
 
 
-class UnusableReportError(Exception):
-    """A report contradicts the task's specification; the message continues ``its worker reported``."""
-
-
-def read_report(report: StatusUpdate, spec: TaskSpec | None) -> TaskNews | None:
-    """Return what a report about an attempt at `spec` says, with texts cut to their limits; None if nothing known.
+def read_update(update: StatusUpdate, spec: TaskSpec | None) -> TaskUpdate | None:
+    """Return what a status update about an attempt at `spec` says, with its texts cut; None if nothing known.
 
     Without a specification the attempt has neither resources nor outputs.
 
     Raises:
-        UnusableReportError: it contradicts the specification.
+        InvalidUpdateError: it contradicts the specification.
     """
-    kinds = (report.started, report.ready, report.progress, report.draining, report.answered)
-    ends = (report.finished, report.failed, report.cancelled)
+    kinds = (update.started, update.ready, update.progress, update.draining, update.answered)
+    ends = (update.finished, update.failed, update.cancelled)
     if sum(kind is not None for kind in (*kinds, *ends)) > 1:
-        raise UnusableReportError("several things in one message")
-    if report.started is not None:
+        raise InvalidUpdateError("several things in one message")
+    if update.started is not None:
         return TaskStarted()
-    if report.ready is not None:
+    if update.ready is not None:
         return TaskReady()
-    if report.progress is not None:
-        return TaskProgressed(_checked_progress(report.progress))
-    if report.draining is not None:
-        return TaskDraining(min(report.draining.left_ms, _MAX_DRAIN_MS) / 1000)
-    return _read_end(report, spec)
+    if update.progress is not None:
+        return TaskProgressed(_checked_progress(update.progress))
+    if update.draining is not None:
+        return TaskDraining(min(update.draining.left_ms, _MAX_DRAIN_MS) / 1000)
+    return _read_end(update, spec)
 
 
-def _read_end(report: StatusUpdate, spec: TaskSpec | None) -> TaskEnded | None:
-    if report.finished is not None:
-        return TaskEnded(TaskState.FINISHED, exit_code=0, outputs=_checked_outputs(report.finished, spec))
-    if report.failed is not None:
-        return _failed(report.failed, spec)
-    if report.cancelled is not None:
-        return TaskEnded(TaskState.CANCELLED, report.cancelled.reason[:MAX_REASON])
+def _read_end(update: StatusUpdate, spec: TaskSpec | None) -> TaskEnded | None:
+    if update.finished is not None:
+        return TaskEnded(TaskState.FINISHED, exit_code=0, outputs=_checked_outputs(update.finished, spec))
+    if update.failed is not None:
+        return _failed(update.failed, spec)
+    if update.cancelled is not None:
+        return TaskEnded(TaskState.CANCELLED, update.cancelled.reason[:MAX_REASON])
     return None
 
 
 def _failed(failed: TaskFailed, spec: TaskSpec | None) -> TaskEnded:
     known = () if spec is None else spec.resources
     if failed.resource is not None and all(failed.resource != resource.name for resource in known):
-        raise UnusableReportError(f"that it lacks the resource {failed.resource[:80]!r}, which the task does not have")
+        raise InvalidUpdateError(f"that it lacks the resource {failed.resource[:80]!r}, which the task does not have")
     lines = tuple(line[:MAX_LINE] for line in failed.last_lines[-MAX_LINES:])
     reason = failed.reason[:MAX_REASON]
     return TaskEnded(TaskState.FAILED, reason, failed.exit_code, lines, resource=failed.resource)
 
 
-def traffic_of(report: StatusUpdate) -> TrafficCounts | None:
-    """Return the bytes that the end of an attempt states; None if the report is no end."""
-    end = report.finished or report.failed or report.cancelled
+def traffic_of(update: StatusUpdate) -> TrafficCounts | None:
+    """Return the bytes that the end of an attempt states; None if it is no end."""
+    end = update.finished or update.failed or update.cancelled
     return None if end is None else TrafficCounts(end.bytes_sent, end.bytes_received)
 
 
 def _checked_progress(progress: TaskProgress) -> TaskProgress:
     """Return progress with its texts cut; numbers of executors may be infinite, their share of the work may not."""
     if progress.fraction is not None and not (math.isfinite(progress.fraction) and 0 <= progress.fraction <= 1):
-        raise UnusableReportError(f"progress of {progress.fraction:g}, which is not from 0 to 1")
+        raise InvalidUpdateError(f"progress of {progress.fraction:g}, which is not from 0 to 1")
     metrics = progress.metrics
     if metrics is not None and (len(metrics) > _MAX_METRICS or any(len(name) > MAX_LINE for name in metrics)):
-        raise UnusableReportError(f"more than {_MAX_METRICS} metrics, or a name of over {MAX_LINE} characters")
+        raise InvalidUpdateError(f"more than {_MAX_METRICS} metrics, or a name of over {MAX_LINE} characters")
     message = None if progress.message is None else " ".join(progress.message[:MAX_REASON].split())[:_MAX_MESSAGE]
     return TaskProgress(fraction=progress.fraction, message=message, metrics=metrics)
 
@@ -117,17 +115,17 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
     made = {output.name: output for output in finished.outputs}
     wanted = [] if spec is None else [output.name for output in spec.outputs]
     if len(made) < len(finished.outputs):
-        raise UnusableReportError("an output twice")
+        raise InvalidUpdateError("an output twice")
     if unwanted := made.keys() - set(wanted):
-        raise UnusableReportError(f"the output {min(unwanted)[:80]!r}, which it was not asked for")
+        raise InvalidUpdateError(f"the output {min(unwanted)[:80]!r}, which it was not asked for")
     if lacking := set(wanted) - made.keys():
-        raise UnusableReportError(f"an end without the output {min(lacking)!r}")
+        raise InvalidUpdateError(f"an end without the output {min(lacking)!r}")
     if sum(len(output.files) for output in finished.outputs) > MAX_OUTPUT_FILES:
-        raise UnusableReportError(f"more than {MAX_OUTPUT_FILES} files")
+        raise InvalidUpdateError(f"more than {MAX_OUTPUT_FILES} files")
     if sum(file.size for output in finished.outputs for file in output.files) > MAX_OUTPUT_BYTES:
-        raise UnusableReportError(f"outputs of more than {MAX_OUTPUT_BYTES} bytes")
+        raise InvalidUpdateError(f"outputs of more than {MAX_OUTPUT_BYTES} bytes")
     if len({output.dataset for output in finished.outputs}) < len(made):
-        raise UnusableReportError("two outputs under one name of a dataset")
+        raise InvalidUpdateError("two outputs under one name of a dataset")
     for output in finished.outputs:
         _check_output(output)
     return tuple(made[name] for name in wanted)
@@ -137,7 +135,7 @@ def _check_output(output: StoredOutput) -> None:
     """Check that an output can be written as a file or folder."""
     what = f"the output {output.name[:80]!r}"
     if not 0 < len(output.dataset) <= _MAX_DATASET:
-        raise UnusableReportError(f"{what} under a dataset's name of {len(output.dataset)} characters")
+        raise InvalidUpdateError(f"{what} under a dataset's name of {len(output.dataset)} characters")
     if [file.path for file in output.files] != [""]:
         _check_paths(what, [file.path for file in output.files])
     for file in output.files:
@@ -146,9 +144,9 @@ def _check_output(output: StoredOutput) -> None:
 
 def _check_file(what: str, file: StoredFile) -> None:
     if file.size > MAX_OUTPUT_BYTES:
-        raise UnusableReportError(f"{what} with a file of {file.size} bytes")
+        raise InvalidUpdateError(f"{what} with a file of {file.size} bytes")
     if not file.digest.startswith(_BLAKE3):
-        raise UnusableReportError(f"{what} with the digest {file.digest[:20]!r}, which is not of blake3")
+        raise InvalidUpdateError(f"{what} with the digest {file.digest[:20]!r}, which is not of blake3")
 
 
 def _check_paths(what: str, paths: Iterable[str]) -> None:
@@ -156,13 +154,13 @@ def _check_paths(what: str, paths: Iterable[str]) -> None:
     folders: set[str] = set()
     for path in paths:
         if not is_inside(path):
-            raise UnusableReportError(f"{what} with a file at {path[:80]!r}, which is no path inside it")
+            raise InvalidUpdateError(f"{what} with a file at {path[:80]!r}, which is no path inside it")
         if path in files:
-            raise UnusableReportError(f"{what} with two files at {path[:80]!r}")
+            raise InvalidUpdateError(f"{what} with two files at {path[:80]!r}")
         files.add(path)
         folders.update(_parents(path))
     if both := files & folders:
-        raise UnusableReportError(f"{what} with a file and a folder at {min(both)[:80]!r}")
+        raise InvalidUpdateError(f"{what} with a file and a folder at {min(both)[:80]!r}")
 
 
 def _parents(path: str) -> Iterator[str]:
