@@ -15,6 +15,9 @@ from support.wheelhouse import OVERRIDE, ROOT
 
 from hypha_scheduler.jobs import specs
 from hypha_scheduler.strategies import base, registry
+from hypha_scheduler.strategies.diloco.retries import RESTART
+from hypha_scheduler.strategies.inference.retries import LOST_SLICE
+from hypha_scheduler.strategies.tasks.retries import LOST_TASK
 
 PAGE = (ROOT / "docs" / "strategies.md").read_text()
 SWEEP = ROOT / "examples" / "strategies" / "sweep"
@@ -51,6 +54,12 @@ def test_the_shell_lines_name_what_the_example_has() -> None:
     assert OVERRIDE in install
     assert "submit job.toml" in submit
     assert (SWEEP / "job.toml").is_file()
+
+
+def test_the_page_of_faults_says_how_often_tasks_are_repeated() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    for policy in (RESTART, LOST_TASK, LOST_SLICE):
+        assert re.search(rf"^\| {re.escape(policy.failure)} \| {policy}[; ]", page, re.MULTILINE), policy.failure
 
 
 def test_other_languages_have_no_blocks() -> None:

@@ -64,7 +64,7 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import round_record
 from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.slices import SampleSpan
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleSpan
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
 
 PEERS = tuple(PeerId(bytes((0, 36, 8, 1, 18, 32)) + bytes((number,)) * 32) for number in range(3))

@@ -9,7 +9,7 @@ import pytest
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
-from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, Restarts
+from hypha_scheduler.strategies.diloco.retries import ExecutorRetries, FailJob, Replace, Restart
 
 SEVERAL = """\
 W1123 12:50:10.746000 24755 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 24782 closing signal
@@ -71,32 +71,33 @@ def test_what_another_program_prints_stays_as_it_is() -> None:
 
 
 def test_exhausted_memory_behind_a_launcher_halves_the_micro_batch_on_every_worker() -> None:
-    restarts = Restarts()
+    retries = ExecutorRetries()
     end = ended(1, "ERROR hypha.x: out of memory: CUDA out of memory", *SEVERAL.format(code=75).splitlines())
-    assert [restarts.decide(PEERS[n], LEASES[n], end, 16) for n in (0, 1)] == [Restart(8)] * 2
+    assert [retries.count_failure(PEERS[n], LEASES[n], end, 16) for n in (0, 1)] == [Restart(8)] * 2
 
 
 def test_a_full_disk_and_an_invalid_job_behind_a_launcher_are_known() -> None:
-    restarts = Restarts()
-    assert isinstance(restarts.decide(PEERS[0], LEASES[0], ended(1, *ONE.format(code=74).splitlines()), 16), Replace)
-    assert isinstance(restarts.decide(PEERS[0], LEASES[0], ended(1, *ONE.format(code=2).splitlines()), 16), FailJob)
+    retries = ExecutorRetries()
+    for code, follows in ((74, Replace), (2, FailJob)):
+        end = ended(1, *ONE.format(code=code).splitlines())
+        assert isinstance(retries.count_failure(PEERS[0], LEASES[0], end, 16), follows)
 
 
 @pytest.mark.parametrize("launcher", ["", SEVERAL.format(code=1)])
 def test_different_errors_of_two_workers_do_not_end_the_job(launcher: str) -> None:
     """What they printed last is the same."""
-    restarts = Restarts()
+    retries = ExecutorRetries()
     for number, error in enumerate(("slice 3 is malformed", "another process has ended")):
         lines = (f"ERROR hypha.x: {error}", "INFO hypha.x: joined at round 3", *launcher.splitlines())
-        assert restarts.decide(PEERS[number], LEASES[number], ended(1, *lines), 16) == Restart()
+        assert retries.count_failure(PEERS[number], LEASES[number], ended(1, *lines), 16) == Restart()
 
 
 @pytest.mark.parametrize("launcher", ["", SEVERAL.format(code=1)])
 def test_the_same_error_of_two_workers_ends_the_job(launcher: str) -> None:
     """What they printed last differs."""
-    restarts = Restarts()
+    retries = ExecutorRetries()
     for number, text in enumerate(("loss nothing", "ready")):
         lines = ("ERROR hypha.x: the model lacks a tensor", f"INFO hypha.x: {text}", *launcher.splitlines())
-        found = restarts.decide(PEERS[number], LEASES[number], ended(1, *lines), 16)
+        found = retries.count_failure(PEERS[number], LEASES[number], ended(1, *lines), 16)
     assert isinstance(found, FailJob)
     assert found.reason.splitlines()[-1] == "  | ERROR hypha.x: the model lacks a tensor"

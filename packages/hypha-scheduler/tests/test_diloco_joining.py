@@ -23,7 +23,7 @@ from hypha_scheduler.strategies.diloco.rounds import (
     RoundSettings,
     Suspected,
 )
-from hypha_scheduler.strategies.diloco.slices import SliceLedger
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 from hypha_scheduler.strategies.diloco.training_state import NotJoinedError, TrainingState
 
@@ -123,7 +123,7 @@ def test_a_worker_joins_at_once_if_nobody_else_trains(gone: str) -> None:
 
 
 def test_an_executor_that_does_not_ask_joins_with_its_first_slice_if_its_round_is_open() -> None:
-    state = TrainingState(make(), SliceLedger((20, 20)), SERVER)
+    state = TrainingState(make(), SampleLedger((20, 20)), SERVER)
     state.worker_added(D, 2.0)
     assert state.slice_for(D, 3.0) is not None
     assert not state.rounds.is_preparing(D)
@@ -135,7 +135,7 @@ def test_an_executor_that_does_not_ask_joins_with_its_first_slice_if_its_round_i
 
 
 def test_nobody_joins_a_job_whose_last_round_is_closed() -> None:
-    state = TrainingState(make(rounds=1), SliceLedger((20, 20)), SERVER)
+    state = TrainingState(make(rounds=1), SampleLedger((20, 20)), SERVER)
     state.worker_added(D, 2.0)
     assert state.join_round(D, WEIGHTS, 3.0)[0].round is None
     post(state.rounds, 4.0, A, B, C)
@@ -262,7 +262,7 @@ def state_of(minimum: int = 1) -> TrainingState:
     timeouts = Timeouts(0, 60.0, 60.0, 60.0)
     rounds = Rounds(RoundSettings(4, 16, 4, minimum, timeouts=timeouts), (A, B), 0.0)
     rounds.closes_by_commit = True
-    state = TrainingState(rounds, SliceLedger((8, 8, 8, 8), 0, 4), SERVER)
+    state = TrainingState(rounds, SampleLedger((8, 8, 8, 8), 0, 4), SERVER)
     for peer in (A, B):
         assert state.join_round(peer, None, 0.0)[0].round == 1
     return state

@@ -8,7 +8,7 @@ import pytest
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
-from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, Restarts
+from hypha_scheduler.strategies.diloco.retries import ExecutorRetries, FailJob, Replace, Restart
 from hypha_scheduler.strategies.diloco.slots import Slot, Slots
 from hypha_scheduler.strategies.diloco.timeouts import FACTOR, START, STEP, Timeouts
 from hypha_scheduler.strategies.silence import SLOW_RATE
@@ -24,29 +24,29 @@ def failed(code: int | None = 1, reason: str = "", *lines: str) -> TaskEnded:
 KILLED = failed(-9, "was ended by SIGKILL", "round 3: 12 batches")
 
 
-class TestRestarts:
+class TestExecutorRetries:
     def test_an_executor_is_restarted_twice_then_its_worker_replaced(self) -> None:
-        restarts = Restarts()
+        retries = ExecutorRetries()
         end = failed(1, "exited with status 1", "ValueError: bad slice")
-        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart()
-        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart()
-        third = restarts.decide(PEERS[0], LEASES[0], end, 16)
+        assert retries.count_failure(PEERS[0], LEASES[0], end, 16) == Restart()
+        assert retries.count_failure(PEERS[0], LEASES[0], end, 16) == Restart()
+        third = retries.count_failure(PEERS[0], LEASES[0], end, 16)
         assert isinstance(third, Replace)
         assert "3 times" in third.reason
         assert "bad slice" in third.reason
 
     def test_the_last_line_of_a_killed_executor_is_no_reason(self) -> None:
-        restarts = Restarts()
-        decisions = [restarts.decide(PEERS[0], LEASES[0], KILLED, 16) for _ in range(3)]
+        retries = ExecutorRetries()
+        decisions = [retries.count_failure(PEERS[0], LEASES[0], KILLED, 16) for _ in range(3)]
         assert isinstance(decisions[2], Replace)
         assert "was ended by SIGKILL" in decisions[2].reason
         assert "12 batches" not in decisions[2].reason
 
     def test_a_new_lease_of_the_same_peer_starts_anew(self) -> None:
-        restarts = Restarts()
+        retries = ExecutorRetries()
         for _ in range(2):
-            restarts.decide(PEERS[0], LEASES[0], failed(), 16)
-        assert restarts.decide(PEERS[0], LEASES[1], failed(), 16) == Restart()
+            retries.count_failure(PEERS[0], LEASES[0], failed(), 16)
+        assert retries.count_failure(PEERS[0], LEASES[1], failed(), 16) == Restart()
 
     @pytest.mark.parametrize(
         "end",
@@ -58,80 +58,81 @@ class TestRestarts:
         ],
     )
     def test_memory_halves_the_micro_batch(self, end: TaskEnded) -> None:
-        restarts = Restarts()
-        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart(8)
-        assert restarts.decide(PEERS[0], LEASES[0], end, 16) == Restart(4)
-        assert isinstance(restarts.decide(PEERS[0], LEASES[0], end, 16), Replace)
-        assert restarts.micro_batch(LEASES[0]) == 4
+        retries = ExecutorRetries()
+        assert retries.count_failure(PEERS[0], LEASES[0], end, 16) == Restart(8)
+        assert retries.count_failure(PEERS[0], LEASES[0], end, 16) == Restart(4)
+        assert isinstance(retries.count_failure(PEERS[0], LEASES[0], end, 16), Replace)
+        assert retries.micro_batch(LEASES[0]) == 4
 
     def test_it_is_half_of_what_the_executor_has_computed_at_once(self) -> None:
-        restarts = Restarts()
-        assert restarts.decide(PEERS[0], LEASES[0], failed(75), 6) == Restart(3)
-        assert restarts.decide(PEERS[0], LEASES[0], failed(75), 16) == Restart(1), "it was told 3 since"
+        retries = ExecutorRetries()
+        assert retries.count_failure(PEERS[0], LEASES[0], failed(75), 6) == Restart(3)
+        assert retries.count_failure(PEERS[0], LEASES[0], failed(75), 16) == Restart(1), "it was told 3 since"
 
     def test_a_worker_whose_memory_does_not_suffice_for_one_sample_is_replaced(self) -> None:
-        decision = Restarts().decide(PEERS[0], LEASES[0], failed(75), 1)
+        decision = ExecutorRetries().count_failure(PEERS[0], LEASES[0], failed(75), 1)
         assert isinstance(decision, Replace)
         assert "one sample at a time" in decision.reason
 
     def test_a_signal_alone_does_not_show_that_and_other_failures_keep_the_micro_batch(self) -> None:
-        restarts = Restarts()
-        assert restarts.decide(PEERS[0], LEASES[0], KILLED, 1) == Restart(1)
-        assert restarts.decide(PEERS[0], LEASES[0], failed(1), 1) == Restart(1)
+        retries = ExecutorRetries()
+        assert retries.count_failure(PEERS[0], LEASES[0], KILLED, 1) == Restart(1)
+        assert retries.count_failure(PEERS[0], LEASES[0], failed(1), 1) == Restart(1)
 
     def test_three_rounds_that_count_forget_failures_but_not_the_micro_batch(self) -> None:
-        restarts = Restarts()
+        retries = ExecutorRetries()
         for _ in range(2):
-            restarts.decide(PEERS[0], LEASES[0], KILLED, 64)
+            retries.count_failure(PEERS[0], LEASES[0], KILLED, 64)
         for _ in range(3):
-            restarts.round_counted(PEERS[0])
-        assert restarts.decide(PEERS[0], LEASES[0], failed(1), 64) == Restart(16)
+            retries.round_counted(PEERS[0])
+        assert retries.count_failure(PEERS[0], LEASES[0], failed(1), 64) == Restart(16)
 
     def test_two_rounds_do_not(self) -> None:
-        restarts = Restarts()
+        retries = ExecutorRetries()
         for _ in range(2):
-            restarts.decide(PEERS[0], LEASES[0], failed(), 16)
-            restarts.round_counted(PEERS[0])
-        restarts.round_counted(PEERS[0])
-        assert isinstance(restarts.decide(PEERS[0], LEASES[0], failed(), 16), Replace)
+            retries.count_failure(PEERS[0], LEASES[0], failed(), 16)
+            retries.round_counted(PEERS[0])
+        retries.round_counted(PEERS[0])
+        assert isinstance(retries.count_failure(PEERS[0], LEASES[0], failed(), 16), Replace)
 
     def test_an_invalid_job_ends_at_once_with_its_last_lines(self) -> None:
-        decision = Restarts().decide(PEERS[0], LEASES[0], failed(2, "exited with status 2", "a", "no such layer"), 16)
+        end = failed(2, "exited with status 2", "a", "no such layer")
+        decision = ExecutorRetries().count_failure(PEERS[0], LEASES[0], end, 16)
         assert isinstance(decision, FailJob)
         assert decision.reason == "executor failed, exit code 2: exited with status 2\n  | a\n  | no such layer"
 
     def test_the_same_error_on_two_workers_ends_the_job(self) -> None:
-        restarts = Restarts()
-        assert restarts.decide(PEERS[0], LEASES[0], failed(1, "x", "job 7: KeyError: 'a'"), 16) == Restart()
-        assert restarts.decide(PEERS[1], LEASES[1], failed(1, "x", "another error"), 16) == Restart()
-        decision = restarts.decide(PEERS[2], LEASES[2], failed(1, "x", "job 8: KeyError: 'a'"), 16)
+        retries = ExecutorRetries()
+        assert retries.count_failure(PEERS[0], LEASES[0], failed(1, "x", "job 7: KeyError: 'a'"), 16) == Restart()
+        assert retries.count_failure(PEERS[1], LEASES[1], failed(1, "x", "another error"), 16) == Restart()
+        decision = retries.count_failure(PEERS[2], LEASES[2], failed(1, "x", "job 8: KeyError: 'a'"), 16)
         assert isinstance(decision, FailJob)
         assert str(PEERS[0]) in decision.reason
         assert "  | job 8: KeyError: 'a'" in decision.reason
 
     def test_without_output_the_reason_decides(self) -> None:
-        restarts = Restarts()
-        restarts.decide(PEERS[0], LEASES[0], failed(1, "no such program"), 16)
-        assert isinstance(restarts.decide(PEERS[1], LEASES[1], failed(1, "no such program"), 16), FailJob)
+        retries = ExecutorRetries()
+        retries.count_failure(PEERS[0], LEASES[0], failed(1, "no such program"), 16)
+        assert isinstance(retries.count_failure(PEERS[1], LEASES[1], failed(1, "no such program"), 16), FailJob)
 
     @pytest.mark.parametrize("end", [KILLED, failed(75, "", "MemoryError"), failed(-15, "was ended by SIGTERM", "x")])
     def test_signals_and_memory_on_two_workers_do_not(self, end: TaskEnded) -> None:
-        restarts = Restarts()
-        decisions = [restarts.decide(peer, lease, end, 16) for peer, lease in zip(PEERS, LEASES, strict=True)]
+        retries = ExecutorRetries()
+        decisions = [retries.count_failure(peer, lease, end, 16) for peer, lease in zip(PEERS, LEASES, strict=True)]
         assert all(isinstance(decision, Restart) for decision in decisions)
 
     def test_an_error_is_forgotten_when_its_worker_trains_again(self) -> None:
-        restarts = Restarts()
-        restarts.decide(PEERS[0], LEASES[0], failed(1, "", "CUDA error"), 16)
+        retries = ExecutorRetries()
+        retries.count_failure(PEERS[0], LEASES[0], failed(1, "", "CUDA error"), 16)
         for _ in range(3):
-            restarts.round_counted(PEERS[0])
-        assert restarts.decide(PEERS[1], LEASES[1], failed(1, "", "CUDA error"), 16) == Restart()
+            retries.round_counted(PEERS[0])
+        assert retries.count_failure(PEERS[1], LEASES[1], failed(1, "", "CUDA error"), 16) == Restart()
 
     def test_a_disk_fault_replaces_at_once_and_names_the_path(self) -> None:
-        restarts = Restarts()
+        retries = ExecutorRetries()
         for peer, lease in zip(PEERS, LEASES, strict=True):
             end = failed(74, "exited with status 74", "ERROR: /data/work: No space left on device")
-            decision = restarts.decide(peer, lease, end, 16)
+            decision = retries.count_failure(peer, lease, end, 16)
             assert isinstance(decision, Replace)
             assert "/data/work" in decision.reason
 

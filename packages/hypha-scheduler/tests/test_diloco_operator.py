@@ -31,7 +31,7 @@ from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, Tr
 from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 from hypha_scheduler.strategies.base import EmitEvent, PushTarget, RetryAfter, SliceToUse, TaskState
 from hypha_scheduler.strategies.diloco.restore import restore
-from hypha_scheduler.strategies.diloco.slices import SliceLedger
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 
 pytestmark = pytest.mark.virtual_clock
 
@@ -352,7 +352,7 @@ async def test_late_update_may_be_sent_and_does_not_count() -> None:
 def available(job: Job) -> list[tuple[int, int, int]]:
     """Return the samples that are free after what the journal says."""
     state = restore(job.journal)
-    ledger = SliceLedger(job.dataset.samples, 0, BATCH)
+    ledger = SampleLedger(job.dataset.samples, 0, BATCH)
     state.restore_ledger(ledger, list(job.executors))
     return [(span.epoch, span.index, at) for span in ledger.available for at in range(span.first, span.end)]
 

@@ -22,7 +22,7 @@ from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, Unused
 from hypha_scheduler.strategies.diloco.records import announced_record, contributed_record, round_record, term_record
 from hypha_scheduler.strategies.diloco.restore import BeganRecord, RestoredTraining, restore
 from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.slices import LedgerFullError, SampleSpan, SliceLedger
+from hypha_scheduler.strategies.diloco.sample_ledger import LedgerFullError, SampleLedger, SampleSpan
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(3)]
 SERVER = PeerId.from_public_key(bytes([9]) * 32)
@@ -49,7 +49,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = Journal(path)
-        self.ledger = SliceLedger(SIZES, SEED)
+        self.ledger = SampleLedger(SIZES, SEED)
         self.closed = 0
         self.used: list[SampleSpan] = []
         self.samples: Counter[PeerId] = Counter()
@@ -119,7 +119,7 @@ class Run:
     def restart(self, kept: list[PeerId]) -> None:
         """Go on with the state of the journal and these workers; what the others have is lost."""
         restored = restore(read_journal(self.path))
-        self.ledger = SliceLedger(SIZES, SEED)
+        self.ledger = SampleLedger(SIZES, SEED)
         restored.restore_ledger(self.ledger, kept)
         self.lost.update(set(PEERS) - set(kept))
         self.open = {
@@ -167,12 +167,12 @@ def test_a_restart_continues_with_the_committed_rounds_and_what_workers_have(
     assert restored.loss == (1 / run.closed if run.closed else None)
     assert restored.weights == (digest(f"w{run.closed}") if run.closed else None)
     assert sorted(samples_of(restored.used)) == sorted(samples_of(run.used))
-    ledger = SliceLedger(SIZES, SEED)
+    ledger = SampleLedger(SIZES, SEED)
     restored.restore_ledger(ledger, PEERS)
     check_restored(run, restored, ledger)
 
 
-def check_restored(run: Run, restored: RestoredTraining, ledger: SliceLedger) -> None:
+def check_restored(run: Run, restored: RestoredTraining, ledger: SampleLedger) -> None:
     everything = Counter(samples_of([*ledger.available, *restored.used]))
     for peer in PEERS:
         held = samples_of(ledger.held_by(peer))
@@ -219,8 +219,8 @@ def test_a_journal_cut_at_any_byte_is_restored_to_its_last_whole_record(tmp_path
             assert restore(found) == expected[len(found)]
 
 
-def restarted(path: Path) -> SliceLedger:
-    ledger = SliceLedger(SIZES, SEED)
+def restarted(path: Path) -> SampleLedger:
+    ledger = SampleLedger(SIZES, SEED)
     restore(read_journal(path)).restore_ledger(ledger, PEERS)
     return ledger
 
@@ -266,7 +266,7 @@ def test_a_worker_keeps_what_the_journal_lost_the_assignment_of(tmp_path: Path) 
     """Assignments are not synced: after a power cut a contribution may stand without its assignment."""
     run_of(tmp_path / "journal", [("slice", PEERS[0], 0), ("contribute", PEERS[0], 3)])
     records = [record for record in read_journal(tmp_path / "journal") if record["record"] != "assigned"]
-    ledger = SliceLedger(SIZES, SEED)
+    ledger = SampleLedger(SIZES, SEED)
     restored = restore(records)
     restored.restore_ledger(ledger, PEERS)
     assert ledger.contribution(PEERS[0], 1) == restored.contributed[PEERS[0]].spans
@@ -276,7 +276,7 @@ def test_a_journal_of_another_dataset_is_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "journal", [("slice", PEERS[0], 0)])
     restored = restore(read_journal(tmp_path / "journal"))
     with pytest.raises(JobFailedError, match=r"does not fit the dataset: the dataset has no positions 0 to"):
-        restored.restore_ledger(SliceLedger([1]), PEERS)
+        restored.restore_ledger(SampleLedger([1]), PEERS)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -26,7 +26,6 @@ from support.inference_simulation import (
 )
 from support.mutation import mutated
 
-from hypha_net.retries import LOST_SLICE
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import Manifest, ProviderFailure, UnusableSlice
 from hypha_proto.offers import ExecutorDescriptor
@@ -46,14 +45,9 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskState,
 )
-from hypha_scheduler.strategies.inference.operator import (
-    FIRST_SLICES,
-    MAX_BARREN,
-    MAX_FAILURES,
-    MAX_IN_HAND,
-    REPEAT_AFTER,
-)
+from hypha_scheduler.strategies.inference.operator import FIRST_SLICES, MAX_IN_HAND, REPEAT_AFTER
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, check_part
+from hypha_scheduler.strategies.inference.retries import LOST_SLICE, MAX_BARREN, MAX_FAILURES
 from hypha_scheduler.strategies.inference.workers import FIRST_REPORT
 from hypha_scheduler.submission.resumption import differences
 
@@ -225,13 +219,13 @@ class Chaos:
         """Let an executor crash, but not so often that the job gives up."""
         task = self.task()
         held = self.run.in_hand[task.lease.id] if task else []
-        if task and held and self.run.operator._ledger.failures[held[0]] < MAX_FAILURES - 1:
+        if task and held and self.run.operator._retries.failures[held[0]] < MAX_FAILURES - 1:
             self.wasted += len(held)
             self.run.end(task, TaskState.FAILED, -9)
 
     def unusable(self) -> None:
         task = self.holder()
-        if task and not self.run.operator._ledger.unusable.total():
+        if task and not self.run.operator._retries.unusable.total():
             index = self.run.in_hand[task.lease.id].pop()
             self.wasted += 1
             failures = (ProviderFailure(provider=task.lease.peer, reason="not there"),)

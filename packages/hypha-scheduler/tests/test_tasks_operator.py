@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import pytest
 
 from hypha_net.errors import ContentMismatchError, NoSpaceError, RequestError, UnsupportedProtocolError
-from hypha_net.retries import LOST_TASK
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -47,6 +46,7 @@ from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
+from hypha_scheduler.strategies.tasks.retries import LOST_TASK
 from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 
 DIGEST = "blake3:" + "0" * 64

@@ -1,7 +1,8 @@
-"""How often each kind of failure is tried again, and after which pauses.
+"""How often each kind of failure of a transfer or request is tried again, and after which pauses.
 
-The table in docs/faults.md shows these policies. A layer repeats what may succeed without help from the layer above,
-then reports the failure to it.
+The table in docs/faults.md shows these policies, and those of the modules `retries` of `hypha_scheduler.strategies`,
+which say how often a task runs again. A layer repeats what may succeed without help from the layer above, then reports
+the failure to it.
 """
 
 from __future__ import annotations
@@ -110,12 +111,6 @@ UPDATE: Final = RetryPolicy("an update or outer update cannot be delivered", (0.
 MISSED_UPDATE: Final = RetryPolicy(
     "the last outer update of a former parameter server cannot be pulled", (1.0, 2.0, 5.0, 10.0), True
 )
-
-# ---------------------------------------------------------------------------------------------------- attempts at tasks
-
-RESTART: Final = RetryPolicy("an executor that trains has ended", (0.0,) * 2)
-LOST_TASK: Final = RetryPolicy("a task, or its output, was lost with its worker", (0.0,) * 10)
-LOST_SLICE: Final = RetryPolicy("a slice of batch inference was lost with its worker", (0.0,) * 9)
 
 ONCE: Final = RetryPolicy("what a layer above repeats", ())
 POLICIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, RetryPolicy) and value.pauses)

@@ -14,7 +14,7 @@ from typing import Final
 
 from hypha_proto.contributions import MAX_RANGES, OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution, StateContribution
 from hypha_proto.ids import PeerId
-from hypha_scheduler.strategies.diloco.slices import ALL, SampleSpan
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleSpan
 
 MAX_REFUSALS: Final = 3
 """Number of refused updates with which a worker is excluded from the job."""

@@ -1,7 +1,7 @@
 """End of the process that has computed, from the end of the executor's command. Pure.
 
 A worker reports the exit code and the last lines of the command that it has started. `accelerate launch` exits with 1
-whatever its processes exit with, and prints a traceback of its own after their last lines. Called by `restarts`.
+whatever its processes exit with, and prints a traceback of its own after their last lines. Called by `retries`.
 """
 
 from __future__ import annotations

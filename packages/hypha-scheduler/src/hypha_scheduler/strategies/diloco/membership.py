@@ -27,7 +27,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.diloco import records, training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event
-from hypha_scheduler.strategies.diloco.restarts import FailJob, Replace, Restart, describe
+from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
 from hypha_scheduler.strategies.diloco.rounds import Joined, Left
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
 from hypha_scheduler.strategies.diloco.specs import TRAIN
@@ -170,7 +170,7 @@ class Membership:
         is_refused = self.running.training.contributions.refusals[peer] > 0
         known = replace(end, exit_code=None) if is_refused else end  # what a refusal ends is no fault of the job
         at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.batch_size)
-        match self.running.restarts.decide(peer, lease, known, at_once):
+        match self.running.retries.count_failure(peer, lease, known, at_once):
             case FailJob(reason):
                 return JobFault(f"task {task.name} on worker {peer}: {reason}")
             case Replace(reason):

@@ -64,8 +64,8 @@ from hypha_scheduler.strategies.diloco.events import (
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
-from hypha_scheduler.strategies.diloco.restarts import OTHER_MODEL, describe
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
+from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,
     Continued,
@@ -81,8 +81,8 @@ from hypha_scheduler.strategies.diloco.rounds import (
     Suspected,
 )
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob, TrainingData, task_key
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL, LedgerFullError, NoUsableSliceError
 from hypha_scheduler.strategies.diloco.server_handover import ServerHandover
-from hypha_scheduler.strategies.diloco.slices import ALL, LedgerFullError, NoUsableSliceError
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, role_requests
 from hypha_scheduler.strategies.diloco.summary import summarize, summarize_restored
 from hypha_scheduler.strategies.diloco.training_state import NotJoinedError
@@ -543,7 +543,7 @@ class DilocoOperator(Operator):
         closing = running.training.step_committed(number, now) if states_term else ()
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
         for peer in members:
-            running.restarts.round_counted(peer)
+            running.retries.round_counted(peer)
             if not self._avoidance.is_excluded(TRAIN, peer, now):
                 self._avoidance.record_success(TRAIN, peer, TRAIN, now)
         self._used_avoided.clear()

@@ -13,7 +13,7 @@ from hypha_scheduler.strategies.base import WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, Refused, UnusedUpdate
 from hypha_scheduler.strategies.diloco.restore import ANNOUNCED, CONTRIBUTED, JOINED, LEFT, REFUSED, ROUND, TERM
 from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.slices import SampleSpan
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleSpan
 
 
 def term_record(

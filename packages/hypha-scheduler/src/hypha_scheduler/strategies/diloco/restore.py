@@ -29,7 +29,7 @@ from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId, check_digest
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.diloco.loss_trend import LossTrend
-from hypha_scheduler.strategies.diloco.slices import ALL, SampleSpan, SliceLedger, subtract_spans
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleLedger, SampleSpan, subtract_spans
 
 BEGAN: Final = "began"
 TERM: Final = "term"
@@ -285,7 +285,7 @@ class RestoredTraining:
         """Digest of the weights after the last committed round; None before the first."""
         return self.commits[self.closed][1] if self.closed else None
 
-    def restore_ledger(self, ledger: SliceLedger, workers: Iterable[PeerId] = ()) -> None:
+    def restore_ledger(self, ledger: SampleLedger, workers: Iterable[PeerId] = ()) -> None:
         """Bring a new ledger to this state.
 
         Args:
@@ -627,7 +627,7 @@ class _Replay:
             self._take(unused.peer, subtract_spans(span, self.assigned_again[span.slice]))
 
     def _take(self, worker: PeerId, spans: Iterable[SampleSpan]) -> None:
-        """Leave of what a worker has what follows these samples, as `SliceLedger.contribute` does."""
+        """Leave of what a worker has what follows these samples, as `SampleLedger.contribute` does."""
         for span in spans:
             left = []
             for number, peer, held in self.open[span.slice]:

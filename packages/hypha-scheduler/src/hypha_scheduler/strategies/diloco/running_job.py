@@ -17,12 +17,12 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.dependency_graph import DependencyGraph, TaskOfLease
 from hypha_scheduler.strategies.diloco.records import term_record
-from hypha_scheduler.strategies.diloco.restarts import Restarts
 from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.retries import ExecutorRetries
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
-from hypha_scheduler.strategies.diloco.slices import SliceLedger
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 from hypha_scheduler.strategies.diloco.slots import Slot, Slots
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings
 from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
@@ -66,7 +66,7 @@ class RunningJob:
     graph: DependencyGraph = field(default_factory=DependencyGraph)
     tasks: dict[str, TaskRef] = field(default_factory=dict)
     """By their names in `graph`."""
-    restarts: Restarts = field(default_factory=Restarts)
+    retries: ExecutorRetries = field(default_factory=ExecutorRetries)
     unconfirmed: set[str] = field(default_factory=set)
     """Tasks that were dispatched and not confirmed yet."""
     gone_members: dict[int, set[PeerId]] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class RunningJob:
             return StartTask(ref, self.placed.aggregate_spec())
         peer = ref.lease.peer
         self.server_terms[peer] = self.term
-        return StartTask(ref, self.placed.train_spec(peer, self.restarts.micro_batch(ref.lease.id)))
+        return StartTask(ref, self.placed.train_spec(peer, self.retries.micro_batch(ref.lease.id)))
 
 
 def server_task(lease: Lease, term: int) -> TaskRef:
@@ -257,7 +257,7 @@ class JobBuilder:
             now: the time.
         """
         restored, settings = self.restored, self._settings()
-        ledger = SliceLedger(self.data.dataset.samples, self.job.seed, settings.batch_size)
+        ledger = SampleLedger(self.data.dataset.samples, self.job.seed, settings.batch_size)
         restored.restore_ledger(ledger, members if term == restored.term else ())
         training = TrainingState(
             Rounds(settings, members, now, closed=restored.closed),

@@ -1,7 +1,7 @@
 """Training state of a DiLoCo job: rounds, slices and totals, and the response to each report of an executor. Pure.
 
-Combines `slices`, `rounds` and `contributions`. `operator` asks it for a response and effects for each report, and for
-samples for each request.
+Combines `sample_ledger`, `rounds` and `contributions`. `operator` asks it for a response and effects for each report,
+and for samples for each request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hypha_scheduler.strategies.diloco.contributions import (
     spans_of,
 )
 from hypha_scheduler.strategies.diloco.rounds import Left, Measured, RoundClosed, Rounds
-from hypha_scheduler.strategies.diloco.slices import SampleSpan, SliceLedger
+from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
 
 _METRICS: Final = 64
 """Maximum number of metrics taken from one report."""
@@ -69,7 +69,7 @@ class TrainingState:
     """What workers have trained and are to train, from the start of the first round."""
 
     rounds: Rounds
-    slices: SliceLedger
+    slices: SampleLedger
     server: PeerId
     contributions: Contributions = field(default_factory=Contributions)
     samples: Counter[PeerId] = field(default_factory=Counter)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_net import retries
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Progress, ProgressError, ProgressResponse
@@ -49,10 +48,11 @@ from hypha_scheduler.strategies.base import (
     WriteJournal,
 )
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
-from hypha_scheduler.strategies.inference.ledger import PartLedger, SliceState
 from hypha_scheduler.strategies.inference.part_check import largest_part
 from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, part_name, slice_of
 from hypha_scheduler.strategies.inference.restore import BEGIN, PART, JobIdentity, RestoredInference, part_record
+from hypha_scheduler.strategies.inference.retries import SliceRetries
+from hypha_scheduler.strategies.inference.slice_assignments import SliceAssignments, SliceState
 from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
 from hypha_scheduler.strategies.inference.workers import InferenceWorker, InferenceWorkers
@@ -62,10 +62,6 @@ MAX_IN_HAND: Final = 2
 """Slices that are assigned to one executor: one that it computes, and the next."""
 STAND_INS: Final = 1
 """Executors that wait at the end of a job, with their models loaded, in case that another is lost."""
-MAX_FAILURES: Final = 3
-"""Attempts that fail at one slice until the job fails, and attempts that fail before their first slice."""
-MAX_BARREN: Final = 10
-"""Attempts of all workers that fail one after the other without a committed part until the job fails."""
 FIRST_SLICES: Final = 3
 """Committed parts, with nothing but errors of one kind in them, after which the job fails."""
 _FAILURES_OF_WORKER: Final = 2
@@ -125,14 +121,12 @@ class InferenceOperator(Operator):
         self._data = data
         self._is_resumed = restored.identity is not None
         self._parts = dict(restored.parts)
-        self._ledger = PartLedger.restored(data.files.rows, restored.parts)
+        self._slices = SliceAssignments.restored(data.files.rows, restored.parts)
         self._workers = InferenceWorkers(context.first_attempt)
         self._tally = Tally(began=0.0)
         for index, part in restored.parts.items():
             self._tally.restore(restored.worker_of[index], part.counts)
         self._began = False
-        self._barren = 0
-        self._failed_starts = 0
         self._moving = 0
         """Parts that are not yet among the results."""
         self._releasing_at: float | None = None
@@ -140,6 +134,7 @@ class InferenceOperator(Operator):
         self._exit_by: float | None = None
         """When the job no longer waits for executors to exit."""
         self._avoidance = Avoidance(_FAILURES_OF_WORKER)
+        self._retries = SliceRetries(data.dataset, self._slices, self._workers, self._avoidance)
         self._now = 0.0
         self._is_finishing = False
         self.is_finished = False
@@ -152,7 +147,7 @@ class InferenceOperator(Operator):
         """Record what the job works with; everything may be committed already."""
         self._tally.began = now
         begin = () if self._is_resumed else (WriteJournal(BEGIN, self._data.identity.record()),)
-        fields = {"slices": len(self._ledger.rows), "rows": sum(self._ledger.rows), "committed": self._ledger.committed}
+        fields = {"slices": len(self._slices.rows), "rows": sum(self._slices.rows), "committed": self._slices.committed}
         return (*begin, EmitEvent("slices", fields), *self._finish_if_committed(now))
 
     def role_requests(self) -> Sequence[RoleRequest]:
@@ -167,7 +162,7 @@ class InferenceOperator(Operator):
         """Seek another worker while all are avoided."""
         self._now = now
         avoided = self._avoidance.failed(ROLE)
-        if avoided and not self._workers.working and self._ledger.unfinished:
+        if avoided and not self._workers.working and self._slices.unfinished:
             self._avoidance.seek_other(ROLE, ROLE, avoided, now)
         else:
             self._avoidance.stop_seeking(ROLE)
@@ -182,14 +177,14 @@ class InferenceOperator(Operator):
         return min(count, 1 if self._began else self._job.resources.min_workers)
 
     def _wanted(self) -> int:
-        unfinished = self._ledger.unfinished
+        unfinished = self._slices.unfinished
         leaving = sum(worker.is_leaving and worker.task is not None for worker in self._workers)
         return min(self._most_workers, unfinished) + (leaving if unfinished else 0)
 
     @property
     def _most_workers(self) -> int:
         resources = self._job.resources
-        return resources.most_workers if self._ledger.committed else resources.num_workers
+        return resources.most_workers if self._slices.committed else resources.num_workers
 
     def on_leases_acquired(self, leases: Sequence[Lease], now: float) -> Effects:
         """Start a task on each lease."""
@@ -207,7 +202,7 @@ class InferenceOperator(Operator):
         idle, effects = self._workers.idle(), list[Effect]()
         for worker in idle:
             is_usable = not worker.is_leaving and not self._rests(worker)
-            if is_usable and self._workers.working < self._ledger.unfinished:
+            if is_usable and self._workers.working < self._slices.unfinished:
                 effects.append(StartTask(worker.begin(), self._data.spec))
         rest = [worker for worker in idle if worker.task is None]
         if self._releasing_at is None and not all(self._rests(worker) for worker in rest):
@@ -220,17 +215,11 @@ class InferenceOperator(Operator):
         worker = self._workers.remove(lease)
         if worker is None or worker.task is None:
             return ()
-        held = self._ledger.release(worker.task)
+        held = self._slices.release(worker.task)
         event = EmitEvent("worker_lost", {"worker": str(lease.peer), "reason": reason, "slices": list(held)})
-        blame = self._blame(worker.task, held, reason, now)
-        if held:
-            self._ledger.losses[held[0]] += 1
-            if (losses := self._ledger.losses[held[0]]) > retries.LOST_SLICE.times:
-                what = self._data.dataset.describe(held[0])
-                return (
-                    event,
-                    *self._fail(f"{losses} workers were lost while they computed {what}; the last: {reason}"),
-                )
+        blame = self._retries.blame(worker.task, held, reason, now)
+        if held and (failure := self._retries.count_loss(held[0], reason)) is not None:
+            return (event, *self._fail(failure))
         return (event, *blame, *self._start_tasks(now))
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
@@ -269,14 +258,14 @@ class InferenceOperator(Operator):
                 worker.task = None
                 self._workers.remove(task.lease)
                 why = f"it did not start: {reason}"
-                return (*self._attempt_failed(task, worker, why, now), *self._continue(now))
+                return (*self._retry_or_fail(task, worker, why, now), *self._continue(now))
             case TaskEnded():
                 return self._task_ended(task, worker, update, now)
         return ()
 
     def _task_ended(self, task: TaskRef, worker: InferenceWorker, end: TaskEnded, now: float) -> Effects:
         worker.task = None
-        held = self._ledger.release(task)
+        held = self._slices.release(task)
         if self._may_end(worker, end, held):
             return self._continue(now)
         reason = end.reason or f"it {end.state.value} before its slices were computed"
@@ -287,7 +276,7 @@ class InferenceOperator(Operator):
         worker.failures += 1
         worker.is_leaving |= worker.failures >= _FAILURES_OF_WORKER or end.exit_code == _NO_ROOM
         blamed = () if end.state is TaskState.CANCELLED else held
-        failed = self._attempt_failed(task, worker, text, now, blamed)
+        failed = self._retry_or_fail(task, worker, text, now, blamed)
         if end.exit_code == _NO_ROOM:
             failed += self._avoidance.exclude(ROLE, task.lease.peer, reason, now)
         return (*failed, *self._continue(now))
@@ -299,83 +288,31 @@ class InferenceOperator(Operator):
             for worker in self._workers
         )
 
-    def _blame(self, task: TaskRef, held: Sequence[int], reason: str, now: float) -> tuple[Effect, ...]:
-        """Assign the slice that was computed to others from now on; exclude a worker at which attempts fail in a row.
-
-        Each attempt counts, also at the same slice: others compute that one if there are any.
-        """
-        peer = task.lease.peer
-        for index in held[:1]:
-            self._ledger.failed_at[index].add(peer)
-        return self._avoidance.record_failure(ROLE, peer, None, reason, now)
-
     def _may_end(self, worker: InferenceWorker, end: TaskEnded, held: Sequence[int]) -> bool:
         """Return whether an attempt was to end; one that drains may have a slice left that it did not begin."""
         if end.state is TaskState.FAILED:
             return False
-        return worker.is_leaving or self._ledger.unfinished == 0 or (worker.told_none and not held)
+        return worker.is_leaving or self._slices.unfinished == 0 or (worker.told_none and not held)
 
     def _continue(self, now: float) -> Effects:
         if self._is_over:
             return ()
         return (*self._start_tasks(now), *self._end_if_over(now))
 
-    def _attempt_failed(
+    def _retry_or_fail(
         self, task: TaskRef, worker: InferenceWorker, why: str, now: float, held: Sequence[int] = ()
-    ) -> tuple[Effect, ...]:
-        """Count a failed attempt; the first of the slices in hand is the one that was computed."""
-        if self._ledger.unfinished == 0:
+    ) -> Effects:
+        """Have the slices of a failed attempt assigned again, or fail the job; the first one is the one computed."""
+        if self._slices.unfinished == 0:
             return (EmitEvent("warning", {"text": f"task {task.name} on {task.lease.peer}: {why}"}),)
         fields = {"worker": str(task.lease.peer), "task": task.name, "slices": list(held), "reason": why}
         event = EmitEvent("attempt_failed", fields)
-        blame = self._blame(task, held, why, now)
-        self._barren += 1
-        if held and (failure := self._slice_failed(held[0], why)):
-            return (event, *failure)
-        if not worker.got_slice and self._ledger.assigned_rows == 0:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILURES and not self._workers.working:
-                what = f"the executor failed {MAX_FAILURES} times before it asked for a slice"
-                return (event, *self._fail(f"{what}; the last: {why}"))
-        if self._barren >= MAX_BARREN and not self._ledger.is_any_held and not self._workers.working:
-            return (event, *self._fail(f"{MAX_BARREN} attempts failed one after the other; the last: {why}"))
-        return (event, *blame)
-
-    def _slice_failed(self, index: int, why: str) -> Effects:
-        self._ledger.failures[index] += 1
-        if self._ledger.failures[index] < MAX_FAILURES or self._may_be_workers(index):
-            return ()
-        what = self._data.dataset.describe(index)
-        return self._fail(f"{what} of dataset {self._data.dataset.name!r} failed {MAX_FAILURES} times; the last: {why}")
-
-    def _may_be_workers(self, index: int) -> bool:
-        """Return whether failures at a slice may be those of workers: none has committed a part, and another has.
-
-        That one gets it, then.
-        """
-        failed = self._ledger.failed_at[index]
-        if any(self._avoidance.is_proven(ROLE, peer) for peer in failed):
-            return False
-        return any(worker.works and self._avoidance.is_proven(ROLE, worker.lease.peer) for worker in self._workers)
-
-    def _may_take(self, task: TaskRef, index: int) -> bool:
-        """Return whether a slice may be assigned to a worker: others that did not fail at it come first."""
-        if not self._avoids(task.lease.peer, index):
-            return True
-        return not any(worker.works and not self._avoids(worker.lease.peer, index) for worker in self._workers)
-
-    def _may_take_other(self, index: int) -> bool:
-        """Return whether there is a worker that has not failed at a slice, beside one at most that has."""
-        is_other = any(worker.works and not self._avoids(worker.lease.peer, index) for worker in self._workers)
-        return is_other and len(self._ledger.failed_at[index]) < 2
-
-    def _avoids(self, peer: PeerId, index: int) -> bool:
-        if peer in self._ledger.failed_at.get(index, ()):
-            return True
-        return self._ledger.failures[index] >= MAX_FAILURES and not self._avoidance.is_proven(ROLE, peer)
+        blame = self._retries.blame(task, held, why, now)
+        failure = self._retries.count_failure(worker, held, why)
+        return (event, *(blame if failure is None else self._fail(failure)))
 
     def _note_report(self, worker: InferenceWorker, now: float) -> None:
-        if worker.task is not None and self._ledger.held_by(worker.task):
+        if worker.task is not None and self._slices.held_by(worker.task):
             worker.heard(now)
 
     def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
@@ -389,12 +326,13 @@ class InferenceOperator(Operator):
         worker = self._workers.running(task)
         if worker is None or dataset != self._data.dataset.name or self._is_over:
             return None
-        held = self._ledger.held_by(task)
-        is_surplus = not held and self._workers.working > min(self._ledger.unfinished + STAND_INS, self._most_workers)
-        if worker.is_leaving or self._ledger.unfinished == 0 or is_surplus:
+        held = self._slices.held_by(task)
+        is_surplus = not held and self._workers.working > min(self._slices.unfinished + STAND_INS, self._most_workers)
+        if worker.is_leaving or self._slices.unfinished == 0 or is_surplus:
             worker.told_none = True
             return None
-        index = None if len(held) >= MAX_IN_HAND else self._ledger.assign(task, now, partial(self._may_take, task))
+        may_take = partial(self._retries.may_take, task)
+        index = None if len(held) >= MAX_IN_HAND else self._slices.assign(task, now, may_take)
         if index is None:
             return self._wait(worker, held, now)
         worker.got_slice = True
@@ -412,29 +350,19 @@ class InferenceOperator(Operator):
         if held and now - worker.waits_since >= REPEAT_AFTER:
             worker.waits_since = None
             return SliceToUse(0, held[0])
-        at = self._ledger.next_available_at()
+        at = self._slices.next_available_at()
         return RetryAfter(_ASK_AGAIN if at is None else min(_ASK_AGAIN, at - now))
 
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Assign a slice again that no data node could provide, in a while; after some attempts the job fails."""
-        if not self._ledger.give_back(task, report.index, until=now + _RETRY_SLICE):
+        if not self._slices.give_back(task, report.index, until=now + _RETRY_SLICE):
             return ()
-        self._ledger.unusable[report.index] += 1
-        self._ledger.failed_at[report.index].add(task.lease.peer)
         providers = {str(failure.provider): failure.reason for failure in report.failures}
         event = EmitEvent(
             "slice_unusable", {"slice": report.index, "worker": str(task.lease.peer), "providers": providers}
         )
-        if self._ledger.unusable[report.index] < MAX_FAILURES or self._may_take_other(report.index):
-            return (event,)
-        reasons = "; ".join(f"data node {peer}: {reason}" for peer, reason in providers.items())
-        what = self._data.dataset.describe(report.index)
-        return (
-            event,
-            *self._fail(
-                f"{what} of dataset {dataset!r} is not to be had: {reasons}; restore it there, then resume the job"
-            ),
-        )
+        failure = self._retries.count_unusable(task, report.index, providers)
+        return (event,) if failure is None else (event, *self._fail(failure))
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
@@ -443,8 +371,8 @@ class InferenceOperator(Operator):
         if header.kind != TASK_RESULT:
             return Refusal(reason=f"an inference job takes files of the kind {TASK_RESULT}, not {header.kind[:40]}"), ()
         index = slice_of(header.name)
-        if index is None or index >= len(self._ledger.rows):
-            expected = f"part-N.jsonl, N from 0 to {len(self._ledger.rows) - 1}"
+        if index is None or index >= len(self._slices.rows):
+            expected = f"part-N.jsonl, N from 0 to {len(self._slices.rows) - 1}"
             return Refusal(reason=f"{header.name[:80]!r} is the name of no part; expected {expected}"), ()
         if lacking := self._data.files.lacks_room(header.size):
             return Refusal(reason="the scheduler has no room for the part"), self._fail(lacking)
@@ -453,7 +381,7 @@ class InferenceOperator(Operator):
         path = self._data.files.new_file(index)
         on_invalid = partial(self._notify_refused, task, index)
         prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
-        return PushTarget(path, largest_part(self._ledger.rows[index]), prepare, slot=part_name(index)), ()
+        return PushTarget(path, largest_part(self._slices.rows[index]), prepare, slot=part_name(index)), ()
 
     def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
         self._context.notify(REFUSED, RefusedPart(task, index, reason))
@@ -463,12 +391,13 @@ class InferenceOperator(Operator):
         index = slice_of(header.name)
         counts = self._data.files.checked.pop(path, None)
         worker = self._workers.running(task)
-        if index is None or counts is None or worker is None or not self._ledger.commit(task, index):
+        if index is None or counts is None or worker is None or not self._slices.commit(task, index):
             return self._drop(task, index, path)
         part = CommittedPart(index, counts, digest, path.name)
         self._parts[index] = part
         self._tally.commit(task.lease.peer, counts, now)
-        self._barren = worker.failures = 0
+        worker.failures = 0
+        self._retries.note_committed()
         self._avoidance.record_success(ROLE, task.lease.peer, part_name(index), now)
         worker.waits_since = None
         self._note_report(worker, now)
@@ -483,7 +412,7 @@ class InferenceOperator(Operator):
     def _stop_if_all_fail(self) -> Effects:
         """Fail the job early if its first slices are nothing but errors of one kind."""
         allowed, count = self._job.inference.max_error_share, len(self._parts)
-        if allowed >= 1 or count < FIRST_SLICES or not self._tally.is_one_error or not self._ledger.unfinished:
+        if allowed >= 1 or count < FIRST_SLICES or not self._tally.is_one_error or not self._slices.unfinished:
             return ()
         what = f"all {self._tally.rows} rows of the first {count} slices are errors"
         return self._fail(f"{what}; {self._errors_and_remedy()}")
@@ -517,13 +446,13 @@ class InferenceOperator(Operator):
         counts = part.counts
         fields: dict[str, object] = {
             "slice": part.index, "worker": str(task.lease.peer), "rows": counts.rows, "errors": counts.errors,
-            "committed": self._ledger.committed, "slices": len(self._ledger.rows),
+            "committed": self._slices.committed, "slices": len(self._slices.rows),
         }  # fmt: skip
         return fields | ({"tokens": counts.tokens} if counts.tokens else {})
 
     def _drop(self, task: TaskRef, index: int | None, path: Path) -> Effects:
         self._tally.dropped += 1
-        committed = index is not None and self._ledger.state_of(index) is SliceState.COMMITTED
+        committed = index is not None and self._slices.state_of(index) is SliceState.COMMITTED
         why = "its slice was committed before" if committed else "its slice is not assigned to this attempt"
         event = EmitEvent("part_dropped", {"slice": index, "worker": str(task.lease.peer), "reason": why})
         return (event, RunInBackground(partial(self._data.files.discard, path), _DISCARDED))
@@ -540,9 +469,10 @@ class InferenceOperator(Operator):
         worker = self._workers.running(part.task)
         if worker is None:
             return tuple(effects)
-        if self._ledger.give_back(part.task, part.index):
-            effects += self._blame(part.task, (part.index,), f"its part was invalid: {part.reason}", now)
-            effects += self._slice_failed(part.index, f"its part was invalid: {part.reason}")
+        if self._slices.give_back(part.task, part.index):
+            effects += self._retries.blame(part.task, (part.index,), f"its part was invalid: {part.reason}", now)
+            failure = self._retries.count_slice_failure(part.index, f"its part was invalid: {part.reason}")
+            effects += () if failure is None else self._fail(failure)
         worker.refused += 1
         if worker.refused >= _FAILURES_OF_WORKER and not worker.is_leaving:
             worker.is_leaving = True
@@ -569,7 +499,7 @@ class InferenceOperator(Operator):
 
     def _finish_if_committed(self, now: float) -> Effects:
         """Complete the results once every part is among them."""
-        if self._ledger.unfinished or self._is_over:
+        if self._slices.unfinished or self._is_over:
             return ()
         if self._exit_by is None:
             self._exit_by = now + _EXIT_TIMEOUT
@@ -610,15 +540,15 @@ class InferenceOperator(Operator):
                 self._workers.remove(worker.lease)
         self._now = now
         silent = self._give_up_silent(now)
-        effects = self._start_tasks(now) if not self._is_over and self._ledger.unfinished else ()
+        effects = self._start_tasks(now) if not self._is_over and self._slices.unfinished else ()
         return (*silent, *effects, *self._end_if_over(now))
 
     def _silent_until(self) -> dict[uuid.UUID, float]:
         """Return until when each worker that computes a slice may report nothing, by its lease."""
         found = {}
         for worker in self._workers:
-            if worker.task is not None and (held := self._ledger.held_by(worker.task)):
-                until = worker.silent_until(self._ledger.losses[held[0]])
+            if worker.task is not None and (held := self._slices.held_by(worker.task)):
+                until = worker.silent_until(self._retries.losses[held[0]])
                 found[worker.lease.id] = until + self._data.largest_slice / SLOW_RATE  # it may wait for the next one
         return found
 
@@ -650,6 +580,6 @@ class InferenceOperator(Operator):
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return counts and rates, the share of each worker, and where the results are."""
-        found = self._tally.summary(traffic, self._ledger.assigned_rows)
+        found = self._tally.summary(traffic, self._slices.assigned_rows)
         found["excluded"] = self._avoidance.summary()
-        return {"slices": len(self._ledger.rows), **found, "results_dir": str(self._data.files.results)}
+        return {"slices": len(self._slices.rows), **found, "results_dir": str(self._data.files.results)}

@@ -21,7 +21,7 @@ from hypha_proto.tasks import StoredOutput
 from hypha_scheduler.strategies.base import JobContext, RunInBackground
 from hypha_scheduler.strategies.tasks.graph import Key
 from hypha_scheduler.strategies.tasks.instances import Instance
-from hypha_scheduler.strategies.tasks.ledger import OutputLedger
+from hypha_scheduler.strategies.tasks.output_holders import OutputHolders
 
 FETCH: Final = "fetch"
 """Beginning of the tags of what is fetched."""
@@ -40,7 +40,7 @@ class Collection:
     """Outputs that are fetched, or are to be."""
 
     context: JobContext
-    ledger: OutputLedger
+    holders: OutputHolders
     _waiting: OrderedDict[Key, None] = field(default_factory=OrderedDict)
     _running: dict[str, tuple[Key, str]] = field(default_factory=dict)
     """Output and the name of its store entry, by tag."""
@@ -64,7 +64,7 @@ class Collection:
         """Yield what is to be fetched now."""
         while self._waiting and len(self._running) < _AT_A_TIME:
             key, _ = self._waiting.popitem(last=False)
-            stored = self.ledger.get(key)
+            stored = self.holders.get(key)
             if stored is None or stored.holder is None or stored.copy is not None:
                 continue
             self._count += 1
@@ -78,7 +78,7 @@ class Collection:
     def end(self, tag: str) -> Key | None:
         """Record that a fetch has ended; return what it was of, or None if that is lost or replaced by now."""
         key, dataset = self._running.pop(tag)
-        stored = self.ledger.get(key)
+        stored = self.holders.get(key)
         return key if stored is not None and stored.output.dataset == dataset else None
 
     def may_try_again(self, dataset: str) -> bool:

@@ -17,7 +17,7 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_scheduler.strategies.base import SendMessage
-from hypha_scheduler.strategies.tasks.ledger import MadeOutput
+from hypha_scheduler.strategies.tasks.output_holders import MadeOutput
 
 
 def pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:

@@ -1,8 +1,7 @@
 """Operator of a job of tasks: starts what is ready, keeps track of outputs, and makes again what was lost. Pure.
 
-An attempt that fails is repeated `retries` times. One that ends with its lease, or that its worker gives back, does not
-count as failed, up to a limit. Outputs stay with the workers that made them until nothing needs them any more; those
-that are kept are brought to the scheduler. Created by `strategy`.
+`retries` decides whether another attempt follows one that has not finished. Outputs stay with the workers that made
+them until nothing needs them any more; those that are kept are brought to the scheduler. Created by `strategy`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_net import retries
 from hypha_net.errors import ContentMismatchError, NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
@@ -38,11 +36,11 @@ from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
-from hypha_scheduler.strategies.tasks import locations, records
+from hypha_scheduler.strategies.tasks import locations, records, retries
 from hypha_scheduler.strategies.tasks.collection import FETCH, Collection
 from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
 from hypha_scheduler.strategies.tasks.instances import Instance, Instances
-from hypha_scheduler.strategies.tasks.ledger import MadeOutput, OutputLedger
+from hypha_scheduler.strategies.tasks.output_holders import MadeOutput, OutputHolders
 from hypha_scheduler.strategies.tasks.placement import Placement, TaskLease
 from hypha_scheduler.strategies.tasks.summary import summarize
 
@@ -54,7 +52,6 @@ RETRY: Final = 1.0
 """Seconds after which a worker asks again for a result that is being made, and for a lease to rest."""
 PROGRESS_INTERVAL: Final = 5.0
 """Seconds between two events about the progress of one attempt."""
-_MAX_PAUSE: Final = 30.0
 _MAX_DELIVERIES: Final = 4
 """Answers to one attempt about one resource, alternately to pull and to push; what then fails is lost.
 
@@ -72,7 +69,6 @@ _RELEASE_TIMEOUT: Final = 5.0
 """Seconds that the end of the job waits for holders to remove outputs."""
 _RELEASE: Final = "release"
 _PUSH: Final = "push"
-_SHOWN_LINES: Final = 10
 _NO_RUN: Final = "the attempt is not the one that runs"
 
 
@@ -110,7 +106,7 @@ class TasksOperator(base.Operator):
     definition: str | None = None
     """Digest of the tasks as their owner has defined them; that of `graph` if None. URLs in `graph` may be signed."""
     instances: Instances = field(init=False)
-    ledger: OutputLedger = field(default_factory=OutputLedger)
+    holders: OutputHolders = field(default_factory=OutputHolders)
     avoidance: Avoidance = field(default_factory=lambda: Avoidance(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
     collection: Collection = field(init=False)
@@ -139,7 +135,7 @@ class TasksOperator(base.Operator):
     def __post_init__(self) -> None:
         self.instances = Instances(self.graph, self._on_ready, self.context.first_attempt + 1)
         self.placement = Placement(self.graph, self.instances, self._input_holders, self.avoidance)
-        self.collection = Collection(self.context, self.ledger)
+        self.collection = Collection(self.context, self.holders)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
         self._replay()
@@ -152,7 +148,7 @@ class TasksOperator(base.Operator):
         found = []
         for task, output in instance.task.inputs:
             names = self.graph.tasks[task].names
-            stored = self.ledger.get((names[0], output)) if len(names) == 1 else None
+            stored = self.holders.get((names[0], output)) if len(names) == 1 else None
             if stored is not None and stored.holder is not None:
                 found.append(stored.holder)
         return found
@@ -172,9 +168,9 @@ class TasksOperator(base.Operator):
                 raise JobFailedError(f"journal: the record {str(record)[:200]} is malformed: {error!r}") from None
         for instance in self.instances.by_name.values():
             for key in ((instance.name, output) for output in sorted(instance.task.keep)):
-                if (stored := self.ledger.get(key)) is not None and stored.copy is None:
+                if (stored := self.holders.get(key)) is not None and stored.copy is None:
                     self.collection.add(key)
-        list(self.ledger.released())
+        list(self.holders.released())
         self._records.clear()
 
     def _replay_record(self, record: Mapping[str, Any]) -> None:
@@ -190,7 +186,7 @@ class TasksOperator(base.Operator):
                 self._lose((instance.name, record["output"]), record["reason"])
             case records.OUTPUT_FETCHED:
                 key, path = (instance.name, record["output"]), Path(record["path"])
-                if key in self.ledger and path.exists():
+                if key in self.holders and path.exists():
                     self._take_copy(key, path)
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -212,7 +208,7 @@ class TasksOperator(base.Operator):
     def on_lease_lost(self, lease: base.Lease, reason: str, now: float) -> Effects:
         """Note that what was made on a lease may be gone; the end of what runs on it is reported after this."""
         self.placement.leases.pop(lease.id, None)
-        self.ledger.suspect(lease.id)
+        self.holders.suspect(lease.id)
         if (run := self._running.get(lease.id)) is not None:
             run.is_lost = True
         return self._settle(now)
@@ -263,7 +259,7 @@ class TasksOperator(base.Operator):
         elif update.state is base.TaskState.FINISHED:
             self._finished(run, update, now)
         else:
-            self._ended(run, held, update, now)
+            self._retry_or_fail(run, held, update, now)
         return self._settle(now)
 
     def _ready(self, run: RunningAttempt, now: float) -> None:
@@ -329,7 +325,7 @@ class TasksOperator(base.Operator):
 
     def summary(self, traffic: Mapping[PeerId, base.TrafficCounts]) -> Mapping[str, object]:
         """Return the tasks and their outputs for ``result.json``."""
-        paths = {key: stored.copy for key in self._made if (stored := self.ledger.get(key)) is not None}
+        paths = {key: stored.copy for key in self._made if (stored := self.holders.get(key)) is not None}
         found = summarize(self.graph.job, self.instances.by_name.values(), self._made, paths, traffic)
         return {**found, "excluded": self.avoidance.summary()}
 
@@ -344,7 +340,7 @@ class TasksOperator(base.Operator):
         if held is not None and held.is_surplus:
             self.instances.run_again(run.instance)
         else:
-            self._count_loss(run, f"it was not started: {reason}", now)
+            self._retry_lost(run, f"it was not started: {reason}", now)
 
     def _finished(self, run: RunningAttempt, end: base.TaskEnded, now: float) -> None:
         instance, worker = run.instance, run.task.lease.peer
@@ -361,11 +357,11 @@ class TasksOperator(base.Operator):
         """Record that an instance has finished, what exists by that, and what is needed no longer."""
         for output in outputs:
             key = (instance.name, output.name)
-            if key in self.ledger:  # it was lost only in part, and this attempt made the rest
-                self.ledger.release(worker, output)
+            if key in self.holders:  # it was lost only in part, and this attempt made the rest
+                self.holders.release(worker, output)
                 continue
             self._made[key] = output
-            self.ledger.add(key, MadeOutput(output, worker, lease, is_suspect=lease is None))
+            self.holders.add(key, MadeOutput(output, worker, lease, is_suspect=lease is None))
             self.instances.add_output(instance, output.name)
             if output.name in instance.task.keep:
                 self.collection.add(key)
@@ -378,37 +374,33 @@ class TasksOperator(base.Operator):
                     for key in self.instances.keys(result):
                         self._release_if_unneeded(key)
 
-    def _ended(self, run: RunningAttempt, held: TaskLease | None, end: base.TaskEnded, now: float) -> None:
-        """Handle an attempt that has not finished."""
+    def _retry_or_fail(self, run: RunningAttempt, held: TaskLease | None, end: base.TaskEnded, now: float) -> None:
+        """Let another attempt follow one that has not finished, or fail the job."""
         instance = run.instance
         if run.counts:
             self.placement.leases.pop(run.task.lease.id, None)  # it was stopped with its lease
-            self._count_failure(run, end, run.stopped or end.reason, now)
+            self._retry_failed(run, end, run.stopped or end.reason, now)
         elif run.stopped is not None:
             self.instances.run_again(instance)
         elif run.is_lost:
-            self._count_loss(run, f"its lease was lost: {end.reason}", now)
+            self._retry_lost(run, f"its lease was lost: {end.reason}", now)
         elif end.state is base.TaskState.CANCELLED:
             if held is not None:
                 held.rests_until = now + RETRY
                 self._set_deadline(held.rests_until, "rest", None)
-            self._count_loss(run, f"its worker gave it back: {end.reason}", now)
+            self._retry_lost(run, f"its worker gave it back: {end.reason}", now)
         elif end.resource is not None and (table := instance.task.resource(end.resource)) is not None and table.result:
-            self._count_lack(run, (table.result.task, table.result.output), end.reason, now)
+            self._retry_lacking(run, (table.result.task, table.result.output), end.reason, now)
         else:
-            self._count_failure(run, end, end.reason, now)
+            self._retry_failed(run, end, end.reason, now)
 
-    def _count_failure(self, run: RunningAttempt, end: base.TaskEnded, reason: str, now: float) -> None:
+    def _retry_failed(self, run: RunningAttempt, end: base.TaskEnded, reason: str, now: float) -> None:
         instance = run.instance
-        instance.failures += 1
         self._records.append(records.failed(instance.name, reason))
         self._blame_worker(run, reason, now)
-        if instance.has_used_retries and not self._may_be_workers(instance):
-            lines = "; ".join(end.last_lines[-_SHOWN_LINES:])
-            attempts = "1 attempt" if instance.failures == 1 else f"{instance.failures} attempts"
-            text = f"task {instance.name} failed after {attempts}: {reason}"
-            self._fail_later(f"{text}; last lines: {lines}" if lines else text)
-        self._emit_retry(run, f"failed: {reason}")
+        may_be_workers = self._may_be_workers(instance)
+        failure = retries.count_failure(instance, reason, end.last_lines, may_be_workers=may_be_workers)
+        self._fail_or_tell(run, failure, f"failed: {reason}")
         self.instances.run_again(instance)
 
     def _may_be_workers(self, instance: Instance) -> bool:
@@ -427,37 +419,36 @@ class TasksOperator(base.Operator):
         run.instance.failed_at.add(lease.peer)
         self._records += self.avoidance.record_failure(lease.role, lease.peer, run.instance.name, reason, now)
 
-    def _count_loss(self, run: RunningAttempt, reason: str, now: float) -> None:
+    def _retry_lost(self, run: RunningAttempt, reason: str, now: float) -> None:
         instance = run.instance
-        instance.losses += 1
         self._blame_worker(run, reason, now)
-        if instance.losses > retries.LOST_TASK.times:
-            text = f"task {instance.name} was lost {instance.losses} times, the last time because {reason}"
-            self._fail_later(f"{text}; look whether it ends its workers")
-        self._emit_retry(run, reason)
+        self._fail_or_tell(run, retries.count_loss(instance, reason), reason)
         if run.is_lost:
             self.instances.run_again(instance)
         else:
-            self._pause(instance, instance.losses, now)
+            self._run_again_later(instance, instance.losses, now)
 
-    def _count_lack(self, run: RunningAttempt, result: Result, reason: str, now: float) -> None:
+    def _retry_lacking(self, run: RunningAttempt, result: Result, reason: str, now: float) -> None:
         """Handle that an attempt could not be given a result: it is tried once more, then made again."""
         instance = run.instance
-        instance.lacks += 1
-        if instance.lacks > retries.LOST_TASK.times:
-            text = f"task {instance.name} could not be given {result[1]} of {result[0]} {instance.lacks} times"
-            self._fail_later(f"{text}, the last time because {reason}")
-        self._emit_retry(run, f"it could not be given {result[1]} of {result[0]}: {reason}")
+        failure = retries.count_lack(instance, result, reason)
+        self._fail_or_tell(run, failure, f"it could not be given {result[1]} of {result[0]}: {reason}")
         for key in list(self.instances.keys(result)):
-            if (stored := self.ledger.get(key)) is not None:
+            if (stored := self.holders.get(key)) is not None:
                 self._doubt(run, key, stored, reason)
         self._blame_worker(run, reason, now)
-        self._pause(instance, instance.lacks, now)
+        self._run_again_later(instance, instance.lacks, now)
 
-    def _pause(self, instance: Instance, count: int, now: float) -> None:
-        """Have an instance started again after a pause that doubles."""
+    def _fail_or_tell(self, run: RunningAttempt, failure: str | None, reason: str) -> None:
+        """Fail the job, or tell that an attempt is followed by another one."""
+        if failure is not None:
+            self._fail_later(failure)
+        else:
+            self._records.append(EmitEvent("task_retry", {**self._fields(run), "reason": reason}))
+
+    def _run_again_later(self, instance: Instance, losses: int, now: float) -> None:
         self.instances.run_again(instance, after_pause=True)
-        self._set_deadline(now + min(RETRY / 2 * 2.0 ** (count - 1), _MAX_PAUSE), "pause", instance)
+        self._set_deadline(now + retries.pause_after(losses), "pause", instance)
 
     def _stop_late(self, run: RunningAttempt) -> None:
         self._stop_for_good(
@@ -485,11 +476,6 @@ class TasksOperator(base.Operator):
         self._count += 1
         heapq.heappush(self._deadlines, (at, self._count, kind, what))
 
-    def _emit_retry(self, run: RunningAttempt, reason: str) -> None:
-        """Tell that an attempt is followed by another one, unless it has failed the job."""
-        if not self._is_over:
-            self._records.append(EmitEvent("task_retry", {**self._fields(run), "reason": reason}))
-
     def _fields(self, run: RunningAttempt) -> dict[str, object]:
         return {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
 
@@ -503,21 +489,21 @@ class TasksOperator(base.Operator):
         instance = self.instances.by_name[key[0]]
         if self.instances.is_used((instance.task.name, key[1])):
             return True
-        stored = self.ledger.get(key)
+        stored = self.holders.get(key)
         return self._is_kept(key) and (stored is None or stored.copy is None)
 
     def _release_if_unneeded(self, key: Key) -> None:
-        """Have an output removed at its holder that nothing needs; a copy of what is kept stays in the ledger."""
-        stored = self.ledger.get(key)
+        """Have an output removed at its holder that nothing needs; a copy of what is kept stays."""
+        stored = self.holders.get(key)
         if stored is None or self._is_needed(key):
             return
-        self.ledger.release(stored.holder, stored.output)
+        self.holders.release(stored.holder, stored.output)
         stored.holder = None
         if stored.copy is None:
             self._remove(key)
 
     def _remove(self, key: Key) -> None:
-        stored = self.ledger.remove(key)
+        stored = self.holders.remove(key)
         if stored is not None:
             self.instances.remove_output(self.instances.by_name[key[0]], key[1])
             if stored.copy is not None and self._is_kept(key):
@@ -525,7 +511,7 @@ class TasksOperator(base.Operator):
 
     def _lose_holder(self, key: Key, reason: str) -> None:
         """Use an output of this holder no longer: its copy, or make it again."""
-        stored = self.ledger.get(key)
+        stored = self.holders.get(key)
         if stored is None:
             return
         if stored.copy is not None and stored.holder is not None:
@@ -537,14 +523,13 @@ class TasksOperator(base.Operator):
 
     def _lose(self, key: Key, reason: str) -> None:
         """Record that an output does not exist, and have it made again if it is needed."""
-        stored = self.ledger.get(key)
+        stored = self.holders.get(key)
         if stored is None:
             return
-        self._losses[key] += 1
-        self.ledger.release(stored.holder, stored.output)
+        self.holders.release(stored.holder, stored.output)
         self._remove(key)
-        if self._losses[key] > retries.LOST_TASK.times:
-            self._fail_later(f"output {key[1]} of task {key[0]} was lost {self._losses[key]} times: {reason}")
+        if (failure := retries.count_lost_output(self._losses, key, reason)) is not None:
+            self._fail_later(failure)
         elif self._is_needed(key):
             self._make_again(self.instances.by_name[key[0]])
 
@@ -558,24 +543,24 @@ class TasksOperator(base.Operator):
             self.instances.run_again(instance)
             for result in instance.task.inputs:
                 if not self.instances.is_complete(result):
-                    lacking = (key for key in self.instances.keys(result) if key not in self.ledger)
+                    lacking = (key for key in self.instances.keys(result) if key not in self.holders)
                     again += [self.instances.by_name[name] for name, _ in lacking]
 
     def _take_copy(self, key: Key, path: Path) -> None:
-        self.ledger.add_copy(key, path)
+        self.holders.add_copy(key, path)
         if self._is_kept(key):
             self._copies_missing -= 1
         self._release_if_unneeded(key)
 
     def _evacuate(self, lease: uuid.UUID) -> None:
         """Bring here what was made on a lease whose worker ends."""
-        for key in self.ledger.of_lease(lease):
+        for key in self.holders.of_lease(lease):
             self.collection.add(key, first=True)
 
     def _fetched(self, tag: str, outcome: object, now: float) -> None:
         """Handle that an output was brought here, or could not be."""
         key = self.collection.end(tag)
-        if key is None or (stored := self.ledger.get(key)) is None:
+        if key is None or (stored := self.holders.get(key)) is None:
             return
         is_check = bool(stored.reporters)
         if isinstance(outcome, OSError | NoSpaceError) and not (is_check and not self._is_kept(key)):
@@ -613,7 +598,7 @@ class TasksOperator(base.Operator):
         if self.instances.is_complete(result):
             return self._deliver(run, request.resource, result), self._settle(now)
         effects = self._settle(now)
-        lacking = next(key for key in self.instances.keys(result) if key not in self.ledger)
+        lacking = next(key for key in self.instances.keys(result) if key not in self.holders)
         if self.instances.ready_total and run.stopped is None:  # no lease is free for what makes it, or leads to it
             run.stopped = f"it waits for {result[1]} of {lacking[0]}, which is made again"
             effects = (*effects, StopTask(run.task, run.stopped, keep_lease=True))
@@ -621,7 +606,7 @@ class TasksOperator(base.Operator):
 
     def _checked(self, result: Result) -> str | None:
         """Return a maker of a result whose output is being checked."""
-        found = ((key, self.ledger.get(key)) for key in self.instances.keys(result))
+        found = ((key, self.holders.get(key)) for key in self.instances.keys(result))
         return next(
             (key[0] for key, stored in found if stored is not None and stored.reporters and not stored.copy), None
         )
@@ -633,7 +618,7 @@ class TasksOperator(base.Operator):
             return
         run.deliveries[request.resource] = max(1, run.deliveries[request.resource])  # the first came with the start
         for key in list(self.instances.keys(result)):
-            stored = self.ledger.get(key)
+            stored = self.holders.get(key)
             if stored is None:
                 continue
             failure = reasons.get(stored.holder or self.context.scheduler)
@@ -685,12 +670,12 @@ class TasksOperator(base.Operator):
         if table is None or table.result is None:
             return
         for key in self.instances.keys((table.result.task, table.result.output)):
-            if (stored := self.ledger.get(key)) is not None and str(stored.holder) == holder:
+            if (stored := self.holders.get(key)) is not None and str(stored.holder) == holder:
                 stored.is_suspect = True
 
     def on_pull_request(self, task: base.TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Serve the files of copies."""
-        stored = self.ledger.copy_of(request.dataset)
+        stored = self.holders.copy_of(request.dataset)
         if stored is None or stored.copy is None or request.index >= len(stored.output.files):
             return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
         file = stored.output.files[request.index]
@@ -737,11 +722,11 @@ class TasksOperator(base.Operator):
         return locations.pull(self._parts(result), self.context.scheduler).pull
 
     def _parts(self, result: Result) -> list[MadeOutput]:
-        return [stored for key in self.instances.keys(result) if (stored := self.ledger.get(key)) is not None]
+        return [stored for key in self.instances.keys(result) if (stored := self.holders.get(key)) is not None]
 
     def _release_some(self, now: float) -> None:
         """Have outputs removed if there are many, or some have waited."""
-        count, size = self.ledger.releasable
+        count, size = self.holders.releasable
         if count and (count >= _RELEASE_AT_ONCE or size >= _RELEASE_AT_ONCE_BYTES or self._is_release_due(now)):
             self._release()
         elif count and self._release_at is None:
@@ -753,7 +738,7 @@ class TasksOperator(base.Operator):
 
     def _release(self) -> None:
         self._release_at = None
-        for holder, datasets in self.ledger.released():
+        for holder, datasets in self.holders.released():
             self._releases += 1
             message = ReleaseOutputs(job_id=self.context.job_id, datasets=datasets)
             send = base.SendMessage(holder, RELEASE_OUTPUTS, message, _RELEASE, retry_delays=(), span="release outputs")
@@ -774,7 +759,7 @@ class TasksOperator(base.Operator):
         """End the job with the effects that are returned next."""
         if not self._is_over:
             self._is_over = True
-            self.ledger.release_all()
+            self.holders.release_all()
             self._release()
             self._others.append(EndJob(failure=failure))
 

@@ -1,8 +1,8 @@
-"""Restart policy: what follows the unexpected end of a training executor. Pure.
+"""Retries of training executors: what follows the unexpected end of one. Pure.
 
-An executor is started again on its lease as often as `retries.RESTART` says, with a smaller micro-batch if memory ended
+An executor is started again on its lease as often as `RESTART` says, with a smaller micro-batch if memory ended
 it. Then its worker is replaced. A fault that is the job's own, because the executor says so or because two workers have
-it, ends the job. Called by `operator`.
+it, ends the job. Called by `membership`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Final
 
-from hypha_net import retries
+from hypha_net.retries import RetryPolicy
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskEnded
 from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 
+RESTART: Final = RetryPolicy("an executor that trains has ended", (0.0,) * 2)
 ROUNDS_TO_FORGET: Final = 3
 """Rounds in which an update of a worker counts until its earlier failures are forgotten."""
 INVALID_JOB: Final = 2
@@ -76,13 +77,15 @@ class _History:
 
 
 @dataclass(slots=True)
-class Restarts:
+class ExecutorRetries:
     """Failures of the training executors of one job."""
 
     _leases: dict[uuid.UUID, _History] = field(default_factory=dict)
 
-    def decide(self, peer: PeerId, lease: uuid.UUID, end: TaskEnded, at_once: int) -> Restart | Replace | FailJob:
-        """Process that an executor has ended before the job was done.
+    def count_failure(
+        self, peer: PeerId, lease: uuid.UUID, end: TaskEnded, at_once: int
+    ) -> Restart | Replace | FailJob:
+        """Count the end of an executor before the job was done; return what follows.
 
         Args:
             peer: its worker.
@@ -102,7 +105,7 @@ class Restarts:
             if (other := self._other_with(peer, history.error)) is not None:
                 first = f"the same error ended the executor of {other.peer} before: {other.description}"
                 return FailJob(f"{history.description}\n{first}")
-        if history.restarts >= retries.RESTART.times:
+        if history.restarts >= RESTART.times:
             return Replace(f"its executor failed {history.restarts + 1} times: {describe(end)}")
         if is_out_of_memory(end):
             before = min(history.micro_batch or at_once, at_once)

@@ -114,7 +114,7 @@ class _Holder:
     """Whether it reports batches without stating the slices they came from."""
 
 
-class SliceLedger:
+class SampleLedger:
     """Assigns the samples of one dataset to workers.
 
     Epochs overlap: when nothing is AVAILABLE the next epoch starts, so that no worker waits for the last slice of

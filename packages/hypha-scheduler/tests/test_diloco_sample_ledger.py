@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hypha_scheduler.strategies.diloco.slices import (
+from hypha_scheduler.strategies.diloco.sample_ledger import (
     ALL,
     LedgerFullError,
     NoUsableSliceError,
+    SampleLedger,
     SampleSpan,
-    SliceLedger,
     merge_spans,
     subtract_spans,
 )
@@ -39,7 +39,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = SliceLedger(SIZES, seed=3)
+        self.ledger = SampleLedger(SIZES, seed=3)
         self.used: set[Sample] = set()
         self.assigned: dict[Sample, str] = {}
         self.contributed: dict[tuple[str, int], list[Sample]] = {}
@@ -171,14 +171,14 @@ test_no_sample_is_used_twice_and_none_is_lost = LedgerMachine.TestCase
 
 
 def test_overlapping_epochs_contain_every_slice_once() -> None:
-    ledger = SliceLedger(SIZES, seed=1)
+    ledger = SampleLedger(SIZES, seed=1)
     given = [ledger.assign(worker) for worker in ("a", "b") * len(SIZES)]
     assert sorted(given) == [SampleSpan(epoch, index, 0, SIZES[index]) for epoch in (0, 1) for index in range(5)]
 
 
 def test_seed_determines_the_order() -> None:
     def order(seed: int) -> list[SampleSpan]:
-        ledger = SliceLedger([1] * 50, seed)
+        ledger = SampleLedger([1] * 50, seed)
         return [ledger.assign(number) for number in range(100)]
 
     assert order(5) == order(5)
@@ -187,7 +187,7 @@ def test_seed_determines_the_order() -> None:
 
 
 def test_executor_that_uses_whole_slices_gets_no_part_of_one() -> None:
-    ledger = SliceLedger([10])
+    ledger = SampleLedger([10])
     span = ledger.assign("gone")
     ledger.contribute("gone", 1, [share(span, 0, 4)])
     ledger.commit(1, ["gone"])
@@ -210,7 +210,7 @@ def test_executor_that_uses_whole_slices_gets_no_part_of_one() -> None:
     ],
 )
 def test_samples_that_were_not_assigned_are_no_contribution(spans: list[tuple[int, int, int]], fault: str) -> None:
-    ledger = SliceLedger([20] * 2)
+    ledger = SampleLedger([20] * 2)
     span = ledger.assign("a")
     ledger.assign("b")
     stated = [SampleSpan(0, (span.index + index) % 3, first, end) for index, first, end in spans]
@@ -223,7 +223,7 @@ def test_samples_that_were_not_assigned_are_no_contribution(spans: list[tuple[in
 
 def test_contribution_of_many_pieces_is_refused() -> None:
     """Each gap that an update leaves is assigned on its own: others would fetch a slice for a sample of it."""
-    ledger = SliceLedger([1 << 14])
+    ledger = SampleLedger([1 << 14])
     span = ledger.assign("a")
     pieces = [share(span, first, first + 1) for first in range(1, 1 << 14, 2)]
     assert "skips samples" in str(ledger.check("a", pieces))
@@ -234,7 +234,7 @@ def test_contribution_of_many_pieces_is_refused() -> None:
 
 
 def test_samples_are_contributed_once() -> None:
-    ledger = SliceLedger([20])
+    ledger = SampleLedger([20])
     span = ledger.assign("a")
     ledger.contribute("a", 1, [share(span, 0, 10)])
     assert ledger.contribute("a", 1, [share(span, 0, 10)]) == (share(span, 0, 10),)  # a repeated statement
@@ -246,7 +246,7 @@ def test_samples_are_contributed_once() -> None:
 
 
 def test_unstated_contribution_follows_the_reports() -> None:
-    ledger = SliceLedger([10] * 3)
+    ledger = SampleLedger([10] * 3)
     first, second, _ = (ledger.assign("w") for _ in range(3))
     ledger.report("w", {first.index: 8})
     ledger.report("w", {first.index: 2, second.index: 3})
@@ -257,7 +257,7 @@ def test_unstated_contribution_follows_the_reports() -> None:
 
 
 def test_everything_assigned_counts_for_executors_that_report_no_slices() -> None:
-    ledger = SliceLedger([10] * 3)
+    ledger = SampleLedger([10] * 3)
     spans = (ledger.assign("old"), ledger.assign("old"))
     ledger.report("old", None)
     assert ledger.contribute("old", 1, None) == spans
@@ -266,7 +266,7 @@ def test_everything_assigned_counts_for_executors_that_report_no_slices() -> Non
 
 
 def test_executors_that_report_no_slices_are_not_limited_by_what_they_used() -> None:
-    ledger = SliceLedger([10] * 3)
+    ledger = SampleLedger([10] * 3)
     ledger.report("old", None)
     for _ in range(200):
         ledger.assign("old")
@@ -274,7 +274,7 @@ def test_executors_that_report_no_slices_are_not_limited_by_what_they_used() -> 
 
 
 def test_slice_of_unknown_size_is_contributed_whole() -> None:
-    ledger = SliceLedger([None] * 2)
+    ledger = SampleLedger([None] * 2)
     first = ledger.assign("w")
     assert first.end == ALL
     ledger.report("w", {first.index: 16})
@@ -285,7 +285,7 @@ def test_slice_of_unknown_size_is_contributed_whole() -> None:
 
 
 def test_slices_of_unknown_size_are_not_limited_by_what_was_used() -> None:
-    ledger = SliceLedger([None] * 5)
+    ledger = SampleLedger([None] * 5)
     for number in range(1, 201):
         given = ledger.assign("w")
         ledger.report("w", {given.index: 16})
@@ -295,7 +295,7 @@ def test_slices_of_unknown_size_are_not_limited_by_what_was_used() -> None:
 
 
 def test_end_of_a_slice_of_unknown_size_is_known_when_the_next_is_used() -> None:
-    ledger = SliceLedger([None] * 2)
+    ledger = SampleLedger([None] * 2)
     first, second = ledger.assign("w"), ledger.assign("w")
     ledger.contribute("w", 1, [share(first, 0, 100)])
     assert ledger.held_by("w") == (share(first, 100, ALL), second)
@@ -306,14 +306,14 @@ def test_end_of_a_slice_of_unknown_size_is_known_when_the_next_is_used() -> None
 
 
 def test_unused_slices_per_worker_are_limited() -> None:
-    ledger = SliceLedger([1])
+    ledger = SampleLedger([1])
     with pytest.raises(LedgerFullError):
         for _ in range(1000):
             ledger.assign("hoarder")
 
 
 def test_slices_of_one_contribution_are_limited() -> None:
-    ledger = SliceLedger([1])
+    ledger = SampleLedger([1])
     ledger.report("w", None)
     with pytest.raises(LedgerFullError):
         for _ in range(10000):
@@ -322,7 +322,7 @@ def test_slices_of_one_contribution_are_limited() -> None:
 
 @pytest.mark.parametrize(("size", "batch", "slices"), [(1, 512, 1024), (8, 1024, 256), (None, 16, 64)])
 def test_limit_of_unused_slices_allows_batches_of_many_small_slices(size: int | None, batch: int, slices: int) -> None:
-    ledger = SliceLedger([size] * 3, batch=batch)
+    ledger = SampleLedger([size] * 3, batch=batch)
     for _ in range(slices if size else 0):  # one batch is being processed and one is being fetched
         ledger.assign("w")
     with pytest.raises(LedgerFullError):
@@ -332,18 +332,18 @@ def test_limit_of_unused_slices_allows_batches_of_many_small_slices(size: int | 
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="without slices"):
-        SliceLedger([])
+        SampleLedger([])
     with pytest.raises(NoUsableSliceError, match="no slice has samples"):
-        SliceLedger([0, 0]).assign("w")
+        SampleLedger([0, 0]).assign("w")
 
 
 def test_a_slice_without_samples_is_not_assigned() -> None:
-    ledger = SliceLedger([0, 3])
+    ledger = SampleLedger([0, 3])
     assert [ledger.assign("w") for _ in range(2)] == [SampleSpan(0, 1, 0, 3), SampleSpan(1, 1, 0, 3)]
 
 
 def test_a_slice_that_is_set_aside_is_assigned_to_nobody_again() -> None:
-    ledger = SliceLedger([4] * 3)
+    ledger = SampleLedger([4] * 3)
     bad = ledger.assign("a")
     assert ledger.set_aside("a", bad.index, bad.epoch)
     assert ledger.held_by("a") == ()
@@ -353,7 +353,7 @@ def test_a_slice_that_is_set_aside_is_assigned_to_nobody_again() -> None:
 
 
 def test_a_worker_sets_aside_only_what_it_holds() -> None:
-    ledger = SliceLedger([4] * 3)
+    ledger = SampleLedger([4] * 3)
     held = ledger.assign("a")
     assert not ledger.set_aside("b", held.index)
     assert not ledger.set_aside("a", held.index, epoch=9)
@@ -362,7 +362,7 @@ def test_a_worker_sets_aside_only_what_it_holds() -> None:
 
 
 def test_others_may_use_a_slice_that_they_hold_when_it_is_set_aside() -> None:
-    ledger = SliceLedger([4])
+    ledger = SampleLedger([4])
     first, second = ledger.assign("a"), ledger.assign("b")
     assert ledger.set_aside("a", 0, first.epoch)
     assert ledger.held_by("b") == (second,)
@@ -372,7 +372,7 @@ def test_others_may_use_a_slice_that_they_hold_when_it_is_set_aside() -> None:
 
 
 def test_a_worker_keeps_the_part_of_a_slice_that_it_has_when_it_cannot_get_another() -> None:
-    ledger = SliceLedger([100])
+    ledger = SampleLedger([100])
     span = ledger.assign("a")
     ledger.contribute("a", 1, [share(span, 0, 40)])
     ledger.withdraw("a", 1)
@@ -382,7 +382,7 @@ def test_a_worker_keeps_the_part_of_a_slice_that_it_has_when_it_cannot_get_anoth
 
 
 def test_a_restart_gives_workers_back_what_they_have() -> None:
-    ledger = SliceLedger([10, 10])
+    ledger = SampleLedger([10, 10])
     ledger.restore([SampleSpan(0, 0, 0, 4)])
     ledger.assigned("a", SampleSpan(0, 0, 4, 8))
     ledger.assigned("b", SampleSpan(1, 1, 0, 10))

@@ -1,4 +1,4 @@
-"""Ledger of the outputs of tasks: who holds which, and which are lost or no longer needed. Pure.
+"""Holders of the outputs of tasks: who holds which, and which are lost or no longer needed. Pure.
 
 An output is at the worker that made it, in a store that outlives the lease, and perhaps in a copy at the scheduler.
 """
@@ -39,7 +39,7 @@ class MadeOutput:
 
 
 @dataclass(slots=True)
-class OutputLedger:
+class OutputHolders:
     """Outputs that exist."""
 
     _by_key: dict[Key, MadeOutput] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class OutputLedger:
             self._by_lease[stored.lease].add(key)
 
     def remove(self, key: Key) -> MadeOutput | None:
-        """Remove an output from the ledger, and return it."""
+        """Remove an output, and return it."""
         stored = self._by_key.pop(key, None)
         if stored is not None:
             if self._copies.get(stored.output.dataset) == key:

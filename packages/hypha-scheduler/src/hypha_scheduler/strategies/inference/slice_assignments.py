@@ -1,16 +1,15 @@
-"""Slice ledger: each slice is AVAILABLE, ASSIGNED to an attempt at a task, or COMMITTED, which it stays. Pure.
+"""Assignments of slices: each slice is AVAILABLE, ASSIGNED to an attempt at a task, or COMMITTED, which it stays. Pure.
 
 Work may be done twice, but a slice is committed once.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskRef
 
 
@@ -23,7 +22,7 @@ class SliceState(Enum):
 
 
 @dataclass(slots=True)
-class PartLedger:
+class SliceAssignments:
     """State of every slice of one job."""
 
     rows: Sequence[int]
@@ -35,14 +34,6 @@ class PartLedger:
     """Available slices that are not assigned before a time."""
     _held: dict[TaskRef, list[int]] = field(default_factory=dict)
     """Assigned slices by attempt, the one assigned first at the front."""
-    failures: Counter[int] = field(default_factory=Counter)
-    """Attempts that failed at a slice."""
-    losses: Counter[int] = field(default_factory=Counter)
-    """Attempts whose lease was lost while they computed a slice."""
-    unusable: Counter[int] = field(default_factory=Counter)
-    """How often no data node could provide a slice."""
-    failed_at: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
-    """Workers by the slices at which they failed, were lost, or reported that nobody provides them."""
     assigned_rows: int = 0
     """Rows of all assignments so far; more than the dataset has where work was done again."""
 
@@ -50,8 +41,8 @@ class PartLedger:
         self._queue = deque(index for index in range(len(self.rows)) if index not in self._committed)
 
     @classmethod
-    def restored(cls, rows: Sequence[int], committed: Iterable[int]) -> PartLedger:
-        """Return the ledger of a job that has committed some slices."""
+    def restored(cls, rows: Sequence[int], committed: Iterable[int]) -> SliceAssignments:
+        """Return the slices of a job that has committed some."""
         return cls(rows, set(committed))
 
     @property
