@@ -38,7 +38,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
+from hypha_worker.bridge.receive_queue import ReceiveQueue
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.access_policy import AccessPolicy
@@ -99,7 +99,7 @@ class Rounds:
         return self.context.work_dir
 
     @property
-    def queue(self) -> DeliveryQueue:
+    def queue(self) -> ReceiveQueue:
         """What waits for the executor."""
         return self.training.queue
 

@@ -31,8 +31,8 @@ from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.tasks import TaskFinished
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
-from hypha_scheduler.jobs.adoption import held_at_end
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
+from hypha_scheduler.jobs.orphaned_tasks import read_orphaned
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.service import SchedulerService, serve
 from hypha_scheduler.strategies.base import (
@@ -550,7 +550,7 @@ SECOND = {"record": "started", **task_record(2)}
 def test_what_a_job_held_follows_from_its_journal(
     records: list[dict[str, Any]], running: list[int], idle: list[int]
 ) -> None:
-    held = held_at_end([{"record": "accepted"}, *records])
+    held = read_orphaned([{"record": "accepted"}, *records])
     assert [lease.int for lease in held.tasks] == running
     assert [lease.id.int for lease in held.idle] == idle
     assert {task.lease.price for task in held.tasks.values()} <= {3.0}
@@ -569,4 +569,4 @@ def test_what_a_job_held_follows_from_its_journal(
 )
 def test_a_malformed_record_is_named(record: dict[str, Any]) -> None:
     with pytest.raises(JobFailedError, match=f"record 3 of the journal, '{record['record']}', is malformed"):
-        held_at_end([{"record": "accepted"}, PLACED, record])
+        read_orphaned([{"record": "accepted"}, PLACED, record])

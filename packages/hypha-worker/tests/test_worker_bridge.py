@@ -50,12 +50,12 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
-from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT, DeliveryQueue
 from hypha_worker.bridge.http_server import MAX_CONNECTIONS
+from hypha_worker.bridge.receive_queue import QUEUE_LIMIT, ReceiveQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.unix_socket import BridgeStartError, SocketPlace, bind_socket, choose_place
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.tasks.references import with_secrets, without_secrets
+from hypha_worker.tasks.spec_references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
 
@@ -77,7 +77,7 @@ class BridgeUnderTest:
     data: MemoryEndpoint
     outsider: MemoryEndpoint
     config: TrainConfig
-    queue: DeliveryQueue
+    queue: ReceiveQueue
     work_dir: Path
     socket: Path
     client: httpx.AsyncClient

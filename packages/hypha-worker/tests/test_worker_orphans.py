@@ -69,9 +69,9 @@ from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refu
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
-from hypha_worker.bridge.progress_reports import MAX_UNREPORTED
 from hypha_worker.bridge.round_commits import RoundClient
 from hypha_worker.bridge.training import TrainingBridge
+from hypha_worker.bridge.training_reports import MAX_UNREPORTED
 from hypha_worker.connectors.peer_files import request_slice
 from hypha_worker.errors import BridgeError
 from hypha_worker.executors.parameter_server.server import ParameterServer

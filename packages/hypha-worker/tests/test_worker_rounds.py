@@ -40,12 +40,12 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PushHeader
-from hypha_worker.bridge.delivery_queue import QUEUE_LIMIT
+from hypha_worker.bridge.receive_queue import QUEUE_LIMIT
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.errors import BridgeError
-from hypha_worker.tasks.references import named_peers, with_secrets, without_secrets
+from hypha_worker.tasks.spec_references import named_peers, with_secrets, without_secrets
 
 
 @pytest.fixture(autouse=True)

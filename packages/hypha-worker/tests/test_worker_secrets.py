@@ -23,7 +23,7 @@ from hypha_proto.job_spec import (
     UriReference,
 )
 from hypha_proto.tasks import TaskResource, TaskSpec, UriSource
-from hypha_worker.tasks.references import with_secrets, without_secrets
+from hypha_worker.tasks.spec_references import with_secrets, without_secrets
 
 USER, PASSWORD, SIGNATURE, REDIRECTED, TOKEN, BAD_TOKEN = (
     "u5er-1d",

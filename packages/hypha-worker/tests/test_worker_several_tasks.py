@@ -27,7 +27,7 @@ from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.tasks.execution import Execution, TaskContext
 from hypha_worker.tasks.output_store import OutputStore
-from hypha_worker.tasks.references import reference_peers
+from hypha_worker.tasks.spec_references import reference_peers
 from hypha_worker.tasks.task_run import TaskHost
 from hypha_worker.tasks.task_sessions import TaskSessions
 

@@ -41,7 +41,7 @@ from hypha_proto.tasks import (
 from hypha_proto.transfer import PullRequest
 from hypha_worker.executors.process import idleness
 from hypha_worker.job_files import JobFiles
-from hypha_worker.tasks.definition import DefinitionError, check_start
+from hypha_worker.tasks.definition_check import DefinitionError, check_start
 
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
 

@@ -8,6 +8,7 @@ the failure to it.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -15,7 +16,9 @@ from typing import Final, TypeVar
 import anyio
 
 from hypha_net.backoff import jittered
-from hypha_net.errors import NetError
+from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,6 +76,22 @@ class RetryPolicy:
                 on_failure(error, pause)
             await anyio.sleep(pause)
         return await attempt()
+
+    async def retry_unless_refused(
+        self, what: str, attempt: Callable[[], Awaitable[T]], final: tuple[type[NetError], ...] = ()
+    ) -> T:
+        """Call `attempt` as `retry` does, and log each failure of `what`; a refusal, and errors of `final`, are final.
+
+        Raises:
+            NetError: the error of the last attempt.
+        """
+
+        def on_failure(error: NetError, pause: float) -> None:
+            if isinstance(error, (TransferRefusedError, UnsupportedProtocolError, *final)):
+                raise error
+            _log.info("%s failed (%s), again in %.1f s", what, error, pause)
+
+        return await self.retry(attempt, on_failure)
 
 
 # ----------------------------------------------------------------------------------------------- requests and transfers

@@ -12,12 +12,11 @@ from typing import Final
 
 import anyio
 
-from hypha_net import rpc
+from hypha_net import retries, rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.ids import PeerId
-from hypha_worker.connectors.rpc_retry import retry
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.task_run import TaskRun
@@ -95,7 +94,7 @@ class WorkerDrain:
             await rpc.call(self._endpoint, scheduler, ANNOUNCE_DRAIN, message, timeout=ANNOUNCEMENT_TIMEOUT)
 
         try:
-            await retry(f"announcing the drain to {scheduler}", tell)
+            await retries.REQUEST.retry_unless_refused(f"announcing the drain to {scheduler}", tell)
         except UnsupportedProtocolError:
             _log.debug("%s hears of a drain by the ends of its tasks only", scheduler)
         except NetError as error:

@@ -59,7 +59,7 @@ from hypha_worker.content_cache import ContentCache
 from hypha_worker.control.commands import DrainCommand, PauseCommands, StatusCommand, load_pause
 from hypha_worker.control.server import Command, ControlServer
 from hypha_worker.draining import WorkerDrain
-from hypha_worker.executor_starts import EXCLUSION, ExecutorStarts
+from hypha_worker.executor_health import EXCLUSION, ExecutorHealth
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
@@ -134,7 +134,7 @@ def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainComm
         worker.draining,
         worker.history,
         node.readiness,
-        worker.executor_starts,
+        worker.executor_health,
         config.work_dir,
     )
     return {
@@ -213,7 +213,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
-            starts = make_starts(config, settings)
+            health = make_health(config, settings)
             lease_manager.on_held = book.add
             lease_manager.is_paused = await anyio.to_thread.run_sync(load_pause, config.work_dir)
             outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
@@ -223,18 +223,18 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_factories(config, settings, starts),
+                make_factories(config, settings, health),
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
                 cache=cache,
             )
             worker = Worker(
                 endpoint,
-                Arbiter(config.offer.policy(), capabilities, _starts_by_descriptor(config, starts)),
+                Arbiter(config.offer.policy(), capabilities, _health_by_descriptor(config, health)),
                 lease_manager,
                 TaskSessions(host, tasks),
                 OutputServer(endpoint, outputs, lease_manager, tasks),
-                executor_starts=tuple(starts.values()),
+                executor_health=tuple(health.values()),
             )
             await worker.check_executors()
             worker.listen()
@@ -324,38 +324,38 @@ def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
     isolation.sweep()
 
 
-def _starts_by_descriptor(
-    config: WorkerConfig, starts: Mapping[str, ExecutorStarts]
-) -> Mapping[ExecutorDescriptor, ExecutorStarts]:
-    """Return the starts of each executor by the descriptors that it is requested by; the first of a name counts."""
-    found: dict[ExecutorDescriptor, ExecutorStarts] = {}
+def _health_by_descriptor(
+    config: WorkerConfig, health: Mapping[str, ExecutorHealth]
+) -> Mapping[ExecutorDescriptor, ExecutorHealth]:
+    """Return the health of each executor by the descriptors that it is requested by; the first of a name counts."""
+    found: dict[ExecutorDescriptor, ExecutorHealth] = {}
     for executor in config.executors:
         for descriptor in executor.descriptors:
-            found.setdefault(descriptor, starts[executor.kind])
+            found.setdefault(descriptor, health[executor.kind])
     return found
 
 
-def make_starts(config: WorkerConfig, host: HostSettings) -> Mapping[str, ExecutorStarts]:
-    """Return what checks and counts the starts of each executor, by ``class/name``; the first of a name counts."""
-    made: dict[str, ExecutorStarts] = {}
+def make_health(config: WorkerConfig, host: HostSettings) -> Mapping[str, ExecutorHealth]:
+    """Return what checks each executor and counts its failed starts, by ``class/name``; the first of a name counts."""
+    made: dict[str, ExecutorHealth] = {}
     for executor in config.executors:
         find_fault = find_runtime(executor.runtime).find_fault
         check = partial(find_fault, executor.settings, host, config.work_dir.absolute())
-        made.setdefault(executor.kind, ExecutorStarts(executor.offered, find_fault=check))
+        made.setdefault(executor.kind, ExecutorHealth(executor.offered, find_fault=check))
     return made
 
 
 def make_factories(
-    config: WorkerConfig, host: HostSettings, starts: Mapping[str, ExecutorStarts] = MappingProxyType({})
+    config: WorkerConfig, host: HostSettings, health: Mapping[str, ExecutorHealth] = MappingProxyType({})
 ) -> Mapping[str, ExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts.
 
     Args:
-        starts: what notes how an executor has started, by ``class/name``.
+        health: what notes how an executor has started, by ``class/name``.
     """
     made: dict[str, ExecutionFactory] = {}
     for executor in config.executors:
-        own = replace(host, starts=starts.get(executor.kind))
+        own = replace(host, health=health.get(executor.kind))
         made[executor.kind] = find_runtime(executor.runtime).make_factory(executor.settings, own)
         made.setdefault(executor.name, made[executor.kind])
     return made
@@ -370,8 +370,8 @@ class Worker:
     lease_manager: LeaseManager
     tasks: TaskSessions
     outputs: OutputServer
-    executor_starts: Sequence[ExecutorStarts] = ()
-    """How each executor has started."""
+    executor_health: Sequence[ExecutorHealth] = ()
+    """Whether each executor can start."""
     history: RequestHistory = field(default_factory=RequestHistory)
     """The latest requests, for the owner."""
     draining: WorkerDrain = field(init=False)
@@ -394,18 +394,18 @@ class Worker:
 
     async def check_executors(self) -> None:
         """Check all executors; those that can start are offered, also those that have failed at their start."""
-        await _check(self.executor_starts)
+        await _check(self.executor_health)
 
     async def repeat_failed_checks(self) -> None:
         """Check the executors that are not offered again from time to time, until cancelled."""
         while True:
             await anyio.sleep(EXCLUSION)
-            await _check([starts for starts in self.executor_starts if starts.exclusion is not None])
+            await _check([health for health in self.executor_health if health.exclusion is not None])
 
     @property
     def fault(self) -> str | None:
         """Why none of the executors can be offered; None if one can, or if there are none."""
-        found = [(starts.executor, starts.exclusion) for starts in self.executor_starts]
+        found = [(health.executor, health.exclusion) for health in self.executor_health]
         if not found or any(reason is None for _, reason in found):
             return None
         return f"no executor can be offered: {'; '.join(f'{executor}: {reason}' for executor, reason in found)}"
@@ -496,7 +496,7 @@ class Worker:
 
     async def describe(self, scheduler: PeerId, _message: DescribeWorker) -> WorkerStatus:
         """Return what this worker has, and why it would make no offer for a request that asks for nothing."""
-        offered = {starts.executor for starts in self.arbiter.starts.values() if starts.exclusion is None}
+        offered = {health.executor for health in self.arbiter.health.values() if health.exclusion is None}
         nothing = WorkerRequest(uuid.UUID(int=0), WorkerSpec(Resources(), ()), MAX_PRICE, 0)
         received = ReceivedRequest(scheduler, nothing, anyio.current_time())
         return WorkerStatus(
@@ -509,10 +509,10 @@ class Worker:
         )
 
 
-async def _check(executors: Iterable[ExecutorStarts]) -> None:
+async def _check(executors: Iterable[ExecutorHealth]) -> None:
     async with anyio.create_task_group() as tasks:
-        for starts in executors:
-            tasks.start_soon(starts.check)
+        for health in executors:
+            tasks.start_soon(health.check)
 
 
 def _why_ended(lease: Lease) -> str:

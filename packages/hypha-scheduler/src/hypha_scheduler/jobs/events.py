@@ -273,14 +273,10 @@ class JobEvents:
             text=str(shortage),
         )
 
-    @staticmethod
-    def started(task: TaskRef) -> Record:
-        """Return the record that a worker has confirmed a task, which the next scheduler may take up."""
-        return "started", _recorded_task(task)
-
-    def task_started(self, task: TaskRef) -> None:
-        """Report that a worker has confirmed an attempt at a task."""
+    def task_started(self, task: TaskRef) -> Record:
+        """Report that a worker has confirmed an attempt at a task; return the record of it, for the journal."""
         self.emit("task_started", task=task.name, attempt=task.attempt, worker=str(task.lease.peer))
+        return "started", _recorded_task(task)
 
     def task_ended(self, task: TaskRef, end: TaskEnded) -> Record:
         """Report the end of an attempt at a task; return the record of it, for the journal."""

@@ -50,7 +50,7 @@ class PoolObserver(Protocol):
 
 
 @dataclass(slots=True)
-class _Search:
+class _LeaseSearch:
     """A search that is in progress."""
 
     allocator: Allocator
@@ -88,7 +88,7 @@ class LeasePool:
     """Leases of an earlier run."""
     _draining: set[uuid.UUID] = field(default_factory=set)
     """Held leases whose workers have announced that they will end."""
-    _search: _Search | None = None
+    _search: _LeaseSearch | None = None
     _is_stale: bool = False
     """Whether the leases have changed since they were last compared with the demand."""
     _last: Allocator | None = None
@@ -242,7 +242,7 @@ class LeasePool:
             demand=self._wanted,
             holding=Counter(lease.role for lease in self._held.values()),
         )
-        self._search = _Search(allocator, anyio.CancelScope(), missing, holders)
+        self._search = _LeaseSearch(allocator, anyio.CancelScope(), missing, holders)
         self.tasks.start_soon(self._run_search, self._search)
 
     def _stop_search(self) -> None:
@@ -257,7 +257,7 @@ class LeasePool:
             if offer.lease not in self._held and offer.lease in self._renewed:
                 self._drop(offer.lease, offer.peer, "the job's needs have changed")
 
-    async def _run_search(self, search: _Search) -> None:
+    async def _run_search(self, search: _LeaseSearch) -> None:
         with search.scope:
             try:
                 offers = await search.allocator.allocate()
@@ -292,7 +292,7 @@ class LeasePool:
             del self._short_since[role]
         return found
 
-    def _give_up(self, search: _Search) -> None:
+    def _give_up(self, search: _LeaseSearch) -> None:
         """End a search that found too few leases to begin with; the next one follows unless the job ends."""
         self._search, self._last = None, search.allocator
         self._is_stale = True
@@ -310,7 +310,7 @@ class LeasePool:
         if self._search is not None and not self._has_begun:
             self._deliver_found(self._search, self._search.allocator.auction.held)
 
-    def _deliver_found(self, search: _Search, offers: Sequence[AcceptedOffer]) -> None:
+    def _deliver_found(self, search: _LeaseSearch, offers: Sequence[AcceptedOffer]) -> None:
         """Deliver leases of a search that goes on for the others."""
         for offer in offers:
             search.wanted = _without(search.wanted, offer.role)

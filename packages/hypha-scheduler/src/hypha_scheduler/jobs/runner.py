@@ -60,7 +60,6 @@ from hypha_scheduler.errors import (
     files_unusable,
     waits_for_room,
 )
-from hypha_scheduler.jobs.adoption import HeldAtEnd, held_at_end, take_leases_back
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.attempt_register import AttemptRegister
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
@@ -70,6 +69,7 @@ from hypha_scheduler.jobs.events import EndRecord, EndRecorder, JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
+from hypha_scheduler.jobs.orphaned_tasks import OrphanedTasks, read_orphaned, renew_orphaned
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
 from hypha_scheduler.jobs.source_download import SourceAccess
 from hypha_scheduler.jobs.task_lifecycle import TaskLifecycle
@@ -182,7 +182,7 @@ class JobRunner:
         self._ends = ends or EndRecorder()
         self._resume = resume or take_up
         self._take_up = take_up
-        self._held_before = HeldAtEnd()
+        self._orphaned = OrphanedTasks()
         """What the earlier run held, if its tasks are to be continued."""
         self._leases_back = anyio.Event()
         self._begun = anyio.Event()
@@ -363,7 +363,7 @@ class JobRunner:
         else:
             self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
         if self._take_up:
-            self._held_before = held_at_end(self._earlier)
+            self._orphaned = read_orphaned(self._earlier)
 
     def _describe(self, error: BaseException) -> str:
         """Return the reason for a failure as it is recorded."""
@@ -414,7 +414,7 @@ class JobRunner:
                 await self._pool.leave("the scheduler was stopped")
             else:
                 if self._operator is None:
-                    self._pool.drop_unknown(tuple(self._held_before.leases.values()), "the job cannot go on now")
+                    self._pool.drop_unknown(tuple(self._orphaned.leases.values()), "the job cannot go on now")
                 await self._pool.close("the job is over")
 
     def _prepare(self) -> None:
@@ -471,7 +471,7 @@ class JobRunner:
         if not self._resume and (lacking := self._job.missing_files()):  # a resumed job may have copies
             raise JobFailedError("\n".join(lacking))
         if self._take_up:  # at once: the workers hold the leases for a limited time
-            self._tasks.start_soon(self._take_leases_back)
+            self._tasks.start_soon(self._renew_orphaned)
         try:
             async with self._strategy.open(self._job, self._context, self._earlier) as operator:
                 await self._run_operator(operator)
@@ -516,17 +516,17 @@ class JobRunner:
             effects += operator.on_tasks_adopted(adopted, now)
         return effects
 
-    async def _take_leases_back(self) -> None:
+    async def _renew_orphaned(self) -> None:
         """Renew the leases of the earlier run's tasks; release those on which no task has begun."""
         self._tasks.start_soon(self._pool.renew)
-        self._pool.drop_unknown(self._held_before.idle, "the scheduler was started again")
-        await take_leases_back(self._endpoint, self._held_before.tasks.values(), self._pool.take_back)
+        self._pool.drop_unknown(self._orphaned.idle, "the scheduler was started again")
+        await renew_orphaned(self._endpoint, self._orphaned.tasks.values(), self._pool.take_back)
         self._leases_back.set()
 
     async def _adopt(self) -> Sequence[TaskRef]:
         """Take over the tasks of the earlier run whose leases are renewed, and return them."""
         await self._leases_back.wait()
-        tasks = self._held_before.tasks
+        tasks = self._orphaned.tasks
         held = self._pool.adopt([task.lease for task in tasks.values()])
         adopted = [tasks[lease.id] for lease in held]
         for task in adopted:

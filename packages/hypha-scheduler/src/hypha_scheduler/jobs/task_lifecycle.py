@@ -100,10 +100,10 @@ class TaskLifecycle:
 
     def started(self, task: TaskRef) -> int | None:
         """Record that a worker has confirmed a task; return the ticket of the operator's effects."""
-        if self.orphan_grace > 0:
-            self.effects.note(*self.events.started(task))
         try:
-            self.events.task_started(task)
+            record = self.events.task_started(task)
+            if self.orphan_grace > 0:  # the next scheduler may take the task up
+                self.effects.note(*record)
         except OSError as error:
             self.on_file_error(error)
         return self.tell_update(task, TaskStarted())

@@ -27,7 +27,7 @@ _Place = tuple[str, PeerId]
 
 
 @dataclass(slots=True)
-class _Search:
+class _WorkerSearch:
     """A search for another worker."""
 
     work: str
@@ -60,7 +60,7 @@ class Avoidance:
     _times: Counter[_Place] = field(default_factory=Counter)
     """Exclusions since the last success."""
     _until: dict[_Place, float] = field(default_factory=dict)
-    _searches: dict[str, _Search] = field(default_factory=dict)
+    _searches: dict[str, _WorkerSearch] = field(default_factory=dict)
     """By role."""
     _alone: dict[str, tuple[frozenset[PeerId], float]] = field(default_factory=dict)
     """Peers beside which none was found, by role, and how long no other is sought before they are used."""
@@ -139,7 +139,7 @@ class Avoidance:
         """
         search = self._searches.get(role)
         if search is None or search.work != work:
-            search = self._searches[role] = _Search(work, avoided)
+            search = self._searches[role] = _WorkerSearch(work, avoided)
         search.avoided = avoided
         if not may_be_found:
             search.ends = None

@@ -27,7 +27,7 @@ from hypha_worker.bidding.rejection import (
     start_reasons,
 )
 from hypha_worker.bidding.request_batch import ReceivedRequest
-from hypha_worker.executor_starts import ExecutorStarts
+from hypha_worker.executor_health import ExecutorHealth
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity
 from hypha_worker.leasing.terms import LeaseUsage
 
@@ -50,7 +50,7 @@ class Arbiter:
 
     policy: OfferPolicy
     capabilities: Capabilities
-    starts: Mapping[ExecutorDescriptor, ExecutorStarts] = field(default_factory=dict, compare=False)
+    health: Mapping[ExecutorDescriptor, ExecutorHealth] = field(default_factory=dict, compare=False)
     """How the executors have started; those that fail are not offered."""
 
     def rejection_reasons(
@@ -66,7 +66,7 @@ class Arbiter:
             *policy_reasons(self.policy, scheduler, request.bid),
             *quota_reasons(self.policy.quota, usage),
             *executor_reasons(self.capabilities, request.spec.executor),
-            *start_reasons(self.starts, request.spec.executor),
+            *start_reasons(self.health, request.spec.executor),
             *resource_reasons(self.policy, self.capabilities, request, free),
         )
 

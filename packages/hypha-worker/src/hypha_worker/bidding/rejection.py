@@ -13,7 +13,7 @@ from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.policy import OfferPolicy
-from hypha_worker.executor_starts import ExecutorStarts
+from hypha_worker.executor_health import ExecutorHealth
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
@@ -51,10 +51,10 @@ def executor_reasons(capabilities: Capabilities, wanted: tuple[ExecutorDescripto
 
 
 def start_reasons(
-    starts: Mapping[ExecutorDescriptor, ExecutorStarts], wanted: tuple[ExecutorDescriptor, ...]
+    health: Mapping[ExecutorDescriptor, ExecutorHealth], wanted: tuple[ExecutorDescriptor, ...]
 ) -> Iterator[Rejection]:
     """Yield the executors of a request that are out of bids because they fail at their start."""
-    known = [found for executor in wanted[:MAX_EXECUTORS] if (found := starts.get(executor)) is not None]
+    known = [found for executor in wanted[:MAX_EXECUTORS] if (found := health.get(executor)) is not None]
     for name in dict.fromkeys(each.executor for each in known if each.exclusion is not None):
         text = f"executor {name} is out of bids, because it fails at its start"
         yield Rejection(code="executor", text=text)

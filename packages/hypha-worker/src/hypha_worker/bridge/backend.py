@@ -47,7 +47,7 @@ from hypha_worker.job_files import JobFiles
 from hypha_worker.paths import check_relative
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_files import copy_file, describe_file, describe_files, list_files
-from hypha_worker.tasks.references import check_peers, named_peers, with_secrets
+from hypha_worker.tasks.spec_references import check_peers, named_peers, with_secrets
 
 ARTIFACTS: Final = "artifacts"
 """Folder of what is fetched by a bare reference."""
@@ -273,7 +273,7 @@ class BridgeBackend:
         files = [OutputFile(path=file.path, size=file.size, checksum=file.digest) for file in stored.files]
         return SentOutput(output=wanted.name, size=sum(file.size for file in stored.files), files=files)
 
-    async def update(self, update: ProgressUpdate) -> ProgressUpdateAnswer:
+    async def update_progress(self, update: ProgressUpdate) -> ProgressUpdateAnswer:
         """Report progress of the task; return whether it drains."""
         message = None if update.message is None else " ".join(update.message.split())
         self.context.control.report_progress(

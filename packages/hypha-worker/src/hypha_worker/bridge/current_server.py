@@ -13,7 +13,7 @@ import msgspec
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, TrainConfig
-from hypha_worker.tasks.references import reference_peers
+from hypha_worker.tasks.spec_references import reference_peers
 
 
 class CurrentServer:

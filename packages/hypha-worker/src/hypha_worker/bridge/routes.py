@@ -181,7 +181,9 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def update(request: Request) -> Response:
         """Report progress of a task; answer whether it drains, and how long it still has."""
-        answer: ProgressUpdateAnswer = await call(backend.update, await _read(request, "update", read_progress_update))
+        answer: ProgressUpdateAnswer = await call(
+            backend.update_progress, await _read(request, "update", read_progress_update)
+        )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def spans(request: Request) -> Response:

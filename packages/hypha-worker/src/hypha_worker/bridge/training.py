@@ -33,16 +33,16 @@ from hypha_proto.progress import (
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.current_server import CurrentServer
-from hypha_worker.bridge.delivery_queue import DeliveryQueue
-from hypha_worker.bridge.progress_reports import ProgressReports
+from hypha_worker.bridge.receive_queue import ReceiveQueue
 from hypha_worker.bridge.round_commits import RoundClient, check_contribution
 from hypha_worker.bridge.server_changes import ServerChanges
+from hypha_worker.bridge.training_reports import TrainingReports
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
 from hypha_worker.connectors.assigned_slices import AssignmentOrder
 from hypha_worker.errors import bad_request, never_joins, not_allowed, round_closed, update_refused
 from hypha_worker.tasks.execution import TaskContext
-from hypha_worker.tasks.references import named_peers, reference_peers
+from hypha_worker.tasks.spec_references import named_peers, reference_peers
 
 _SAMPLES: Final = instrumentation.Counter("hypha.worker.samples", "{sample}", "Samples in batches that were reported.")
 _PREFETCHED: Final = instrumentation.Level(
@@ -75,7 +75,7 @@ class TrainingBridge:
         self._files = context.fetcher.files
         self.server = CurrentServer(config)
         self._commits = RoundClient(context.attempt, context.contact)
-        self.queue = DeliveryQueue(
+        self.queue = ReceiveQueue(
             work_dir=context.work_dir,
             senders=reference_peers([config.results]),
             peers=named_peers(context.spec),
@@ -86,7 +86,7 @@ class TrainingBridge:
         )
         self.updates = UpdateSender(self._files, self.server, waits=self._joins)
         takes_batches = self.server.term is not None  # other strategies answer each batch
-        self._reports = ProgressReports(context.attempt, context.contact, takes_batches=takes_batches)
+        self._reports = TrainingReports(context.attempt, context.contact, takes_batches=takes_batches)
         self.changes = ServerChanges(self)
         self._has_joined = False
         """Whether the executor has asked with which round it begins."""

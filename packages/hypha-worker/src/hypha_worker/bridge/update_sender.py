@@ -31,7 +31,7 @@ _TERM_OVER: Final = "term:"
 
 
 @dataclass(slots=True)
-class _Update:
+class _KeptUpdate:
     reference: PeersReference
     """Its receivers, as the job's specification names them."""
     header: PushHeader
@@ -54,12 +54,12 @@ class UpdateSender:
         self._files = files
         self._server = server
         self._waits = waits
-        self._newest: _Update | None = None
+        self._newest: _KeptUpdate | None = None
 
     def keep(self, reference: PeersReference, file: FileIO, header: PushHeader) -> None:
         """Keep the update of a round, which is about to be stated and sent, in place of the one before."""
         self.forget()
-        self._newest = _Update(reference, header, _duplicate(file))
+        self._newest = _KeptUpdate(reference, header, _duplicate(file))
 
     def forget(self) -> None:
         """Keep no update any more: its round goes on without it."""
@@ -111,7 +111,7 @@ class UpdateSender:
                     return
                 failures += 1
 
-    async def _attempt(self, update: _Update, file: FileIO, failures: int) -> dict[PeerId, int] | None:
+    async def _attempt(self, update: _KeptUpdate, file: FileIO, failures: int) -> dict[PeerId, int] | None:
         """Push an update once; return None, after a pause, if it is to be pushed again."""
         term = self._server.term
         header = msgspec.structs.replace(update.header, term=term)

@@ -1,6 +1,6 @@
 """Transferring files from and to peers: slices that the scheduler assigns, models it serves, pseudo-gradients.
 
-Transfers are those of `hypha_net.transfer`, with the retries of `rpc_retry`.
+Transfers are those of `hypha_net.transfer`, with the retries of `hypha_net.retries`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference, Random, SliceAddress
 from hypha_proto.transfer import PullRequest, PushHeader
-from hypha_worker.connectors.rpc_retry import retry
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import (
@@ -290,7 +289,8 @@ class PeerFiles:
 
         # without a digest, content may have been cut short on its way: another attempt may get all of it
         final = (NoSpaceError,) if digest is None else (NoSpaceError, ContentMismatchError)
-        return await retry(f"pull of {address.dataset}/{address.index} from {peer}", attempt, wanted.policy, final)
+        what = f"pull of {address.dataset}/{address.index} from {peer}"
+        return await wanted.policy.retry_unless_refused(what, attempt, final)
 
     async def push(self, reference: PeersReference, content: Path | FileIO, header: PushHeader) -> dict[PeerId, int]:
         """Push a file, by its path or open, to all peers of a reference or to one; return the bytes sent to each.
@@ -316,7 +316,9 @@ class PeerFiles:
     async def push_to(self, peer: PeerId, content: Path | FileIO, header: PushHeader) -> int:
         """Push to one peer, with retries; return the bytes sent. Raises `NetError`."""
         name = f"push of {header.name} to {peer}"
-        sent = await retry(name, lambda: transfer.push(self.endpoint, peer, content, header))
+        sent = await retries.REQUEST.retry_unless_refused(
+            name, lambda: transfer.push(self.endpoint, peer, content, header)
+        )
         self.traffic.sent += sent
         return sent
 

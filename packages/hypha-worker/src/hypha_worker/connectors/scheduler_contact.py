@@ -66,7 +66,7 @@ class SchedulerContact:
     ) -> Resp:
         """Call `rpc.call`, which dials the scheduler where it was known if needed, until it succeeds.
 
-        That is as often as `rpc_retry.retry` does, and besides while the job may wait. A scheduler that was started
+        That is as often as `policy` says, and besides while the job may wait. A scheduler that was started
         again answers before it has taken its jobs up: until it is confirmed, neither a refusal nor a protocol that it
         does not speak is its last word. The request must carry an idempotency key if it may not count twice.
 

@@ -32,7 +32,7 @@ from hypha_worker.bidding.rejection import MAX_EXECUTORS
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
 from hypha_worker.control.server import Answer
 from hypha_worker.draining import WorkerDrain
-from hypha_worker.executor_starts import ExecutorStarts
+from hypha_worker.executor_health import ExecutorHealth
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.terms import MAX_DRAIN
 from hypha_worker.tasks.task_run import TaskRun
@@ -60,7 +60,7 @@ class StatusCommand:
     draining: WorkerDrain
     history: RequestHistory
     readiness: Readiness
-    starts: Sequence[ExecutorStarts]
+    health: Sequence[ExecutorHealth]
     work_dir: Path
 
     async def run(self, arguments: Mapping[str, Any], answer: Answer) -> None:
@@ -93,9 +93,9 @@ class StatusCommand:
                 for address, peer in endpoint.gateways().items()
             ],
             "excluded": [
-                {"executor": str(starts.executor), "reason": starts.exclusion}
-                for starts in self.starts
-                if starts.exclusion is not None
+                {"executor": str(health.executor), "reason": health.exclusion}
+                for health in self.health
+                if health.exclusion is not None
             ],
             "open_files": descriptor_limit(),
             "free": _amounts(leases.free.resources),

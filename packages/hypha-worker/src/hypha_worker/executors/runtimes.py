@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from hypha_worker.executor_starts import ExecutorStarts
+    from hypha_worker.executor_health import ExecutorHealth
     from hypha_worker.executors.isolation.stack import IsolationStack
     from hypha_worker.executors.process.fork_server_client import ForkServer
     from hypha_worker.logs.run_log import LogFolder
@@ -50,7 +50,7 @@ class HostSettings:
     """Confines processes."""
     fork_server: ForkServer | None = None
     """Starts processes sooner."""
-    starts: ExecutorStarts | None = None
+    health: ExecutorHealth | None = None
     """Notes how the executor that these settings are for has started."""
 
 

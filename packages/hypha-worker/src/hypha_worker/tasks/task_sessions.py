@@ -23,7 +23,7 @@ from hypha_proto.tasks import TaskSpec
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
 from hypha_worker.leasing.retention import Retention
-from hypha_worker.tasks.definition import DefinitionError, check_start
+from hypha_worker.tasks.definition_check import DefinitionError, check_start
 from hypha_worker.tasks.push_router import PushRouter
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
 from hypha_worker.tasks.task_stream import TaskStream

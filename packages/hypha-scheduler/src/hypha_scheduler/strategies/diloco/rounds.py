@@ -19,7 +19,6 @@ from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, Pr
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
 from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare, mean_loss
-from hypha_scheduler.strategies.diloco.pauses import Pauses
 from hypha_scheduler.strategies.diloco.round_allocation import RoundAllocation
 from hypha_scheduler.strategies.diloco.round_deadlines import RoundDeadlines
 from hypha_scheduler.strategies.diloco.round_effects import (
@@ -38,6 +37,7 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     StepOverdue,
     Suspected,
 )
+from hypha_scheduler.strategies.diloco.round_pause import RoundPause
 
 __all__ = [
     "AnnounceRound",
@@ -76,7 +76,7 @@ class Rounds:
         self._closed = closed
         self._steps: deque[float] = deque(maxlen=8)
         """Seconds from the announcement to the step of the last rounds."""
-        self._pauses = Pauses(self._roster)
+        self._pause = RoundPause(self._roster)
         self._unreported: tuple[Effect, ...] = ()
         """Effects of methods that return none."""
         self.closes_by_commit = False
@@ -127,7 +127,7 @@ class Rounds:
     @property
     def pause_reason(self) -> str | None:
         """Why the open round waits; None if it does not."""
-        return self._pauses.reason
+        return self._pause.reason
 
     @property
     def _open(self) -> Round | None:
@@ -250,7 +250,7 @@ class Rounds:
         for current in self._unclosed():
             if not current.has_posted(peer) or peer in current.dropped:
                 current.parts.pop(peer, None)
-        self._pauses.last_change = why
+        self._pause.last_change = why
         return self._go_on(now)
 
     def _unclosed(self) -> list[Round]:
@@ -260,14 +260,14 @@ class Rounds:
 
     def server_lost(self, why: str, now: float) -> tuple[Effect, ...]:
         """Process that there is no parameter server: no deadline passes until there is another one."""
-        self._pauses.server_gone = why
+        self._pause.server_gone = why
         for current in self._unclosed():
             current.forget_announcement()
         return self._review(now)
 
     def server_ready(self, now: float) -> tuple[Effect, ...]:
         """Process that there is a parameter server again: if the open round is complete it is announced again."""
-        self._pauses.server_gone = None
+        self._pause.server_gone = None
         return self._go_on(now)
 
     def take_news(self, now: float) -> tuple[Effect, ...]:
@@ -277,9 +277,9 @@ class Rounds:
     def _review(self, now: float) -> tuple[Effect, ...]:
         """Begin or end a pause if there is reason to."""
         effects, self._unreported = self._unreported, ()
-        change = self._pauses.set(None if self.is_complete else self._pauses.why(self._closed + 1, self._open), now)
+        change = self._pause.set(None if self.is_complete else self._pause.why(self._closed + 1, self._open), now)
         if isinstance(change, Continued):
-            self._move_times(change.seconds, self._pauses.began_at)
+            self._move_times(change.seconds, self._pause.began_at)
         return effects if change is None else (*effects, change)
 
     def postpone(self, seconds: float, before: float = math.inf) -> None:
@@ -557,7 +557,7 @@ class Rounds:
     def _announce_if_complete(self, current: Round, now: float) -> tuple[Effect, ...]:
         """Announce the members of a round that waits for none; again if they are others than before."""
         expected, least = self._roster.expected(current), self._roster.least(current)
-        if current.number <= self._closed or self._pauses.server_gone is not None:
+        if current.number <= self._closed or self._pause.server_gone is not None:
             return ()
         if len(expected) < least:
             return self._wait_for_others(current, expected)
@@ -578,7 +578,7 @@ class Rounds:
         """Take back the announcement of a round that has too few members now, unless the step was taken already."""
         others = self._members.keys() - current.refused
         if current.refused and not others:
-            why = f"{self._pauses.last_change}; {len(expected)} of at least 1 remain"
+            why = f"{self._pause.last_change}; {len(expected)} of at least 1 remain"
             return (Fail(f"round {current.number}: {why}"),)
         if current.announced_at is None:
             return ()
@@ -644,7 +644,7 @@ class Rounds:
         current.dropped.add(peer)
         current.refused.add(peer)
         current.withdraw(peer)
-        self._pauses.last_change = f"the update of {peer} was refused: {reason}"
+        self._pause.last_change = f"the update of {peer} was refused: {reason}"
         return self._go_on(now)
 
     def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
@@ -659,7 +659,7 @@ class Rounds:
             return self.update_refused(number, peer, reason, now)
         current.parts.pop(peer, None)
         current.withdraw(peer)
-        self._pauses.last_change = f"the update of {peer} did not arrive: {reason}"
+        self._pause.last_change = f"the update of {peer} did not arrive: {reason}"
         return self._go_on(now)
 
     # ----------------------------------------------------------------------------------------- draining, lost and late
@@ -673,7 +673,7 @@ class Rounds:
         """Remove a lost worker; its updates in rounds that are not closed are not used."""
         if self._members.pop(peer, None) is None:
             return ()
-        self._pauses.last_change = f"worker {peer} was lost: {why}"
+        self._pause.last_change = f"worker {peer} was lost: {why}"
         for current in self._unclosed():
             current.parts.pop(peer, None)
             current.dropped.discard(peer)
@@ -683,8 +683,8 @@ class Rounds:
         """Return the time at which a worker or the parameter server is overdue or suspected; None if none can be."""
         if self.is_complete:
             return None if self.over else self._deadlines.of_merging(self._last)
-        times = list(self._deadlines.replacements(is_paused=self._pauses.reason is not None).values())
-        if self._pauses.reason is None:
+        times = list(self._deadlines.replacements(is_paused=self._pause.reason is not None).values())
+        if self._pause.reason is None:
             due = self._round_deadline()
             times += [*([] if due is None else [due]), *self._deadlines.suspicions(self._open).values()]
         return min(times, default=None)
@@ -742,7 +742,7 @@ class Rounds:
             return ()
         if self.is_complete:
             return self._stop_merging(now)
-        is_paused, current = self._pauses.reason is not None, self._open
+        is_paused, current = self._pause.reason is not None, self._open
         effects: tuple[Effect, ...] = self._deadlines.replace_workers(now, is_paused=is_paused)
         if current is not None and not is_paused:
             effects = (*effects, *self._deadlines.suspect(current, now))
@@ -763,7 +763,7 @@ class Rounds:
         names = ", ".join(sorted(str(peer) for peer in late))
         limit, longest = self._settings.timeout, max(waited.values(), default=0.0)
         remedy = "" if limit is None else f" (raise rounds.timeout, {limit:g} s, to wait for longer)"
-        self._pauses.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
+        self._pause.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
         reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
         return (*reports, *self._go_on(now))
 

@@ -61,7 +61,7 @@ class _Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
+class _ArrivedUpdate:
     path: Path
     digest: str
     norm: float
@@ -82,7 +82,7 @@ class RoundCollector:
     workers: frozenset[PeerId] | None = None
     """The job's workers by the newest `SetWorkers`; None before the first one."""
     _members: dict[int, _Membership] = field(default_factory=dict)
-    _updates: dict[tuple[int, PeerId], _Update] = field(default_factory=dict)
+    _updates: dict[tuple[int, PeerId], _ArrivedUpdate] = field(default_factory=dict)
     _refused: set[tuple[int, PeerId]] = field(default_factory=set)
     """Senders of which an update was refused, with its round."""
     _used: dict[PeerId, set[str]] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class RoundCollector:
         """
         self.admit(peer, round_number, digest)
         replaced = self._updates.get((round_number, peer))
-        self._updates[round_number, peer] = _Update(path, digest, norm)
+        self._updates[round_number, peer] = _ArrivedUpdate(path, digest, norm)
         return None if replaced is None else replaced.path
 
     def seconds_until_due(self, now: float) -> float | None:

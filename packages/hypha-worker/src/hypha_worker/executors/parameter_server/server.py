@@ -38,7 +38,7 @@ from hypha_worker.executors.parameter_server.round_collector import (
     UpdateRefusedError,
 )
 from hypha_worker.tasks.execution import Execution, TaskContext
-from hypha_worker.tasks.references import reference_peers
+from hypha_worker.tasks.spec_references import reference_peers
 
 if TYPE_CHECKING:
     from hypha_proto.outer_step import TensorLayout

@@ -36,9 +36,9 @@ from hypha_worker.executors.process.idleness import IDLE_LIMIT, wait_until_idle
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
 from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
 from hypha_worker.logs.run_log import LogFolder
-from hypha_worker.tasks.definition import with_paths
+from hypha_worker.tasks.definition_check import with_paths
 from hypha_worker.tasks.execution import Execution, ExecutionTrace, TaskContext
-from hypha_worker.tasks.references import without_secrets
+from hypha_worker.tasks.spec_references import without_secrets
 
 
 class ProcessExecution(Execution):
@@ -111,14 +111,14 @@ class ProcessExecution(Execution):
         A signal, a limit of the lease, or a job that the executor does not support says nothing about its start. How
         the process of a task that does not train ends may depend on the task, so that only 0 counts there.
         """
-        starts, exit_code = self._host.starts, self._runner.trace.exit_code
-        if starts is None:
+        health, exit_code = self._host.health, self._runner.trace.exit_code
+        if health is None:
             return
         failures = ExecutorStartError if self._training is None else (ExecutorStartError, ExecutorExitError)
         if has_used_bridge or exit_code == 0:
-            starts.note_success()
+            health.note_success()
         elif isinstance(self._failure, failures):
-            starts.note_failure(str(self._failure))
+            health.note_failure(str(self._failure))
 
     async def _run_until_disk_fault(self, socket_path: Path) -> None:
         with self._stopped:

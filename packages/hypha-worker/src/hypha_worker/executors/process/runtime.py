@@ -35,7 +35,7 @@ class ProcessRuntime:
 
     async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
         """See `Runtime.find_fault`."""
-        from hypha_worker.executors.process.start_check import find_fault
+        from hypha_worker.executors.process.executor_check import find_fault
 
         return await find_fault(settings, host, work_dir)
 

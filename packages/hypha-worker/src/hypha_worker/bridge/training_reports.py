@@ -46,7 +46,7 @@ _MAX_COUNT: Final = (1 << 32) - 1
 
 
 @dataclass(slots=True)
-class ProgressReports:
+class TrainingReports:
     """Reports of one executor to its scheduler."""
 
     attempt: AttemptId

@@ -31,7 +31,7 @@ async def _find_nothing() -> None:
 
 
 @dataclass(slots=True)
-class ExecutorStarts:
+class ExecutorHealth:
     """The check and the latest starts of one executor."""
 
     executor: OfferedExecutor

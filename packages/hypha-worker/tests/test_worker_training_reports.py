@@ -26,7 +26,7 @@ from hypha_proto.progress import (
     ScheduleUpdate,
     TrainedBatch,
 )
-from hypha_worker.bridge.progress_reports import BATCH_TIMEOUT, ProgressReports
+from hypha_worker.bridge.training_reports import BATCH_TIMEOUT, TrainingReports
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import BridgeError
 
@@ -49,7 +49,7 @@ class Scene:
     worker: MemoryEndpoint
     scheduler: MemoryEndpoint
     contact: SchedulerContact
-    reports: ProgressReports
+    reports: TrainingReports
     single: list[ProgressRequest] = field(default_factory=list)
     several: list[ReportBatches] = field(default_factory=list)
     answers: list[ProgressResponse] = field(default_factory=list)
@@ -78,7 +78,7 @@ async def open_scene(*, waits: bool = True, takes_batches: bool = True) -> Async
     async with network.endpoint("worker") as worker, network.endpoint("scheduler") as scheduler:
         await worker.connect_peer(scheduler.peer_id)
         contact = SchedulerContact(worker, scheduler.peer_id, may_wait=lambda: waits)
-        reports = ProgressReports(ATTEMPT, contact, takes_batches=takes_batches)
+        reports = TrainingReports(ATTEMPT, contact, takes_batches=takes_batches)
         yield Scene(network, worker, scheduler, contact, reports)
 
 

@@ -1,4 +1,4 @@
-"""Adoption: which tasks of an earlier run of the scheduler still run on their leases, and the renewal of these leases.
+"""Tasks of an earlier run of the scheduler that may still run on their leases, and the renewal of these leases.
 
 The journal says which tasks their workers have confirmed and which have ended. The workers hold the leases of the
 others for the orphan grace; a lease that is renewed in time goes on as if nothing had happened.
@@ -32,7 +32,7 @@ _RETRY_PAUSE: Final = 0.5
 
 
 @dataclass(slots=True)
-class HeldAtEnd:
+class OrphanedTasks:
     """What a job held when its scheduler ended."""
 
     tasks: dict[uuid.UUID, TaskRef] = field(default_factory=dict)
@@ -50,13 +50,13 @@ OnRenewed = Callable[[Lease, float, float], None]
 """Called with a renewed lease, the time at which that was asked for, and the seconds for which it lasts from then."""
 
 
-def held_at_end(records: Iterable[Mapping[str, Any]]) -> HeldAtEnd:
+def read_orphaned(records: Iterable[Mapping[str, Any]]) -> OrphanedTasks:
     """Return what a job held after the records of its journal.
 
     Raises:
         JobFailedError: a record is malformed.
     """
-    held = HeldAtEnd()
+    held = OrphanedTasks()
     for number, record in enumerate(records, 1):
         try:
             _apply(held, record)
@@ -66,7 +66,7 @@ def held_at_end(records: Iterable[Mapping[str, Any]]) -> HeldAtEnd:
     return held
 
 
-def _apply(held: HeldAtEnd, record: Mapping[str, Any]) -> None:
+def _apply(held: OrphanedTasks, record: Mapping[str, Any]) -> None:
     match record.get("record"):
         case "accepted" | "resumed":
             held.tasks.clear()
@@ -86,7 +86,7 @@ def _apply(held: HeldAtEnd, record: Mapping[str, Any]) -> None:
             held.tasks.pop(uuid.UUID(record["lease"]), None)
 
 
-def _add(held: HeldAtEnd, leases: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> None:
+def _add(held: OrphanedTasks, leases: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> None:
     for entry in leases:
         lease = Lease(
             uuid.UUID(entry["lease"]), PeerId.parse(entry["peer"]), entry["role"], float(entry.get("price", 0.0))
@@ -97,7 +97,7 @@ def _add(held: HeldAtEnd, leases: Sequence[Mapping[str, Any]], tasks: Sequence[M
         held.tasks[lease.id] = TaskRef(str(entry["task"]), lease, int(entry["attempt"]))
 
 
-async def take_leases_back(endpoint: Endpoint, tasks: Iterable[TaskRef], on_renewed: OnRenewed) -> None:
+async def renew_orphaned(endpoint: Endpoint, tasks: Iterable[TaskRef], on_renewed: OnRenewed) -> None:
     """Renew the leases of tasks; return when each was renewed or refused, or after `ADOPTION_TIMEOUT` seconds."""
     with anyio.move_on_after(ADOPTION_TIMEOUT):
         async with anyio.create_task_group() as renewals:

@@ -15,7 +15,7 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.worker_status import OfferedExecutor
-from hypha_worker.executor_starts import EXCLUSION, MAX_FAILURES, ExecutorStarts
+from hypha_worker.executor_health import EXCLUSION, MAX_FAILURES, ExecutorHealth
 from hypha_worker.service import open_worker
 
 USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsys.exit(3)\n"
@@ -23,24 +23,24 @@ USES_BRIDGE_AND_FAILS = "post('/status/send', {'status': {'batch_size': 8}})\nsy
 
 def test_failures_in_a_row_take_an_executor_out_for_a_time(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    starts = ExecutorStarts(OfferedExecutor("train", "x", "process"), clock=lambda: now)
+    health = ExecutorHealth(OfferedExecutor("train", "x", "process"), clock=lambda: now)
     for _ in range(MAX_FAILURES - 1):
-        starts.note_failure("no module")
-    starts.note_success()
+        health.note_failure("no module")
+    health.note_success()
     for _ in range(MAX_FAILURES - 1):
-        starts.note_failure("no module")
-    assert starts.exclusion is None
+        health.note_failure("no module")
+    assert health.exclusion is None
     assert not caplog.records
-    starts.note_failure("no module")
-    assert starts.exclusion == "it failed 3 times in a row at its start: no module"
+    health.note_failure("no module")
+    assert health.exclusion == "it failed 3 times in a row at its start: no module"
     assert "executor train/x is taken out of bids for 10 minutes: it failed 3 times in a row" in caplog.text
     now = EXCLUSION
-    assert starts.exclusion is None
-    starts.note_failure("no module")
-    assert starts.exclusion == "it failed 4 times in a row at its start: no module"
+    assert health.exclusion is None
+    health.note_failure("no module")
+    assert health.exclusion == "it failed 4 times in a row at its start: no module"
     now += 1
-    starts.reset()
-    assert starts.exclusion is None
+    health.reset()
+    assert health.exclusion is None
 
 
 async def why_not(lab: Any, peer: Any, *executors: ExecutorDescriptor) -> Reasons:

@@ -26,7 +26,7 @@ QUEUE_LIMIT: Final = 64
 
 
 @dataclass(slots=True)
-class DeliveryQueue:
+class ReceiveQueue:
     """The pushed files of one job."""
 
     work_dir: Path

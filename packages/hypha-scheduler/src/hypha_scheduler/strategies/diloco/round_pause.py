@@ -1,4 +1,4 @@
-"""Pauses of a job: for want of workers or of a parameter server its open round waits. Pure; called by `rounds`."""
+"""Pause of a job: for want of workers or of a parameter server its open round waits. Pure; called by `rounds`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypha_scheduler.strategies.diloco.round_effects import Continued, Paused
 
 
 @dataclass(slots=True)
-class Pauses:
+class RoundPause:
     """Whether the open round waits, and why."""
 
     roster: Roster
