@@ -1,4 +1,7 @@
-"""Concurrency limits per peer: unfinished operations of one peer are bounded and do not delay others."""
+"""Concurrency limits per peer: unfinished operations of one peer are bounded and do not delay others.
+
+`test_transfer` tests the rate of a token bucket.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_net.rpc import MAX_CONCURRENT_READS
+from hypha_net.token_bucket import KeyedTokenBucket
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
@@ -109,3 +113,19 @@ async def test_a_slot_is_released_on_errors_and_nothing_is_kept_of_idle_peers() 
             tasks.start_soon(take, A, "again", first)
     assert log == ["first", "other", "again"]
     assert not limiter._peers
+
+
+def test_keyed_buckets_refill_with_time_and_are_bounded_in_number() -> None:
+    now = [0.0]
+    a, b, c = (PeerId.from_public_key(bytes([n]) * 32) for n in range(3))
+    bucket = KeyedTokenBucket[PeerId](2, 3, 2, lambda: now[0])
+    for _ in range(3):
+        assert bucket.has_token(a)
+        bucket.take(a)
+    assert not bucket.has_token(a)
+    assert bucket.has_token(b)
+    now[0] = 0.5
+    assert bucket.has_token(a)
+    bucket.take(b)
+    bucket.take(c)
+    assert len(bucket) == 2

@@ -1,4 +1,4 @@
-"""Secret parts of URLs are hidden in texts, and nothing else is."""
+"""Texts of errors: the innermost cause is named, and secret parts of URLs are hidden."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import instrumentation
+from hypha_net.errors import describe_root_cause, first_leaf_error, leaf_errors
 from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.logging_setup import LogFormat, configure_logs
 from hypha_net.redaction import has_url_secrets, redact_urls, without_url_secrets
@@ -81,3 +82,33 @@ def test_configurations_are_shown_without_secret_parts() -> None:
         "uri": ["https://bucket.s3.example/model?***"],
         "endpoint": "http://***@h",
     }
+
+
+def _chained(cause: BaseException) -> RuntimeError:
+    error = RuntimeError("outer")
+    error.__cause__ = cause
+    return error
+
+
+def test_leaf_errors_of_nested_groups() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    group = BaseExceptionGroup("outer", [ExceptionGroup("inner", [first]), second])
+    assert list(leaf_errors(group)) == [first, second]
+    assert list(leaf_errors(first)) == [first]
+
+
+def test_first_leaf_error_of_nested_groups() -> None:
+    first = ValueError("first")
+    assert first_leaf_error(ExceptionGroup("outer", [ExceptionGroup("inner", [first]), KeyError()])) is first
+    assert first_leaf_error(first) is first
+
+
+def test_root_cause_is_described_by_the_innermost_error() -> None:
+    assert describe_root_cause(_chained(ExceptionGroup("group", [_chained(OSError(111, "Connection refused"))]))) == (
+        "Connection refused"
+    )
+    assert describe_root_cause(_chained(ValueError("no such name"))) == "no such name"
+
+
+def test_root_cause_without_a_message_is_named_by_its_type() -> None:
+    assert describe_root_cause(_chained(TimeoutError())) == "TimeoutError"

@@ -1,4 +1,4 @@
-"""Requests and responses over the network in memory; the contract tests run the endpoint on both implementations."""
+"""Requests, gossip and dataset records as typed messages over the network in memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import anyio
 import pytest
 from support.memory_pair import memory_pair
 
-from hypha_net import rpc
+from hypha_net import dataset_directory, pubsub, rpc
 from hypha_net.endpoint import Stream
 from hypha_net.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from hypha_proto.datasets import DatasetRecord
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
-from hypha_proto.offers import OFFER
+from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerRequest, WorkerSpec
 from hypha_proto.protocols import API, HEALTH
 from hypha_proto.resources import Resources
 
@@ -89,3 +90,21 @@ async def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
         b.handle(HEALTH, answer_wrongly)
         with pytest.raises(RequestError, match="malformed"):
             await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
+
+
+async def test_typed_gossip_drops_undecodable_messages() -> None:
+    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=())
+    sent = WorkerRequest(id=uuid.UUID(int=5), spec=spec, timeout_ms=5000, bid=2.0)
+    async with memory_pair() as (a, b), pubsub.subscribe(b, WORKER_REQUESTS) as messages:
+        await a.publish(WORKER_REQUESTS.name, b"rubbish")
+        await pubsub.publish(a, WORKER_REQUESTS, sent)
+        assert await anext(messages) == (a.peer_id, sent)
+
+
+async def test_datasets_are_found_by_name_with_their_provider() -> None:
+    async with memory_pair() as (a, b):
+        await dataset_directory.announce_dataset(a, "digits", DatasetRecord(num_slices=4))
+        await b.put_record(b"digits", b"not json")
+        [found] = await dataset_directory.find_dataset(b, "digits")
+        assert (found.provider, found.record.num_slices) == (a.peer_id, 4)
+        assert await dataset_directory.find_dataset(b, "unknown") == []

@@ -1,10 +1,14 @@
-"""Transfers over the in-memory network: interrupted and resumed, refused on a full disk, rate-limited, with events."""
+"""Transfers over the in-memory network: interrupted and resumed, refused on a full disk, rate-limited, with events.
+
+Also incomplete files, slots of incoming pushes, and headers on the wire.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,21 +19,26 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory_pair import memory_pair
 
 from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
 from hypha_net.endpoint import Endpoint
+from hypha_net.errors import (
+    TransferRefusedError,
+)
 from hypha_net.events import Transferred
 from hypha_net.retries import RetryPolicy
-from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
 from hypha_net.token_bucket import TokenBucket
-from hypha_net.transfer.framing import MAX_CONCURRENT, receive_message, send_message
+from hypha_net.transfer.framing import MAX_CONCURRENT, TransferInterruptedError, receive_message, send_message
 from hypha_net.transfer.io import partial_file
+from hypha_net.transfer.push_slots import PushSlots
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
-from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
@@ -317,3 +326,173 @@ async def test_pulls_that_read_nothing_hold_a_bounded_number_of_files(opener: Op
         for stream in streams:
             await stream.reset()
         await transfer.pull(greedy, giver.peer_id, REQUEST, tmp_path / "target")
+
+
+KEY = (PeerId.from_public_key(bytes(32)), "slot")
+
+
+def test_later_of_two_waiting_pushes_gets_the_slot() -> None:
+    async def main(order: str) -> None:
+        slots, ends = PushSlots(), dict[str, str]()
+        free = anyio.Event()
+
+        async def push(name: str) -> None:
+            try:
+                async with slots.hold(KEY, name):
+                    if name == "first":
+                        with anyio.CancelScope(shield=True):
+                            await free.wait()
+                    await anyio.sleep(0.1)
+                ends[name] = "held on"
+            except TransferInterruptedError:
+                ends[name] = "gave way"
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("first", "second", "third"):
+                tasks.start_soon(push, name)
+                await anyio.sleep(0.1)
+            free.set()
+        assert ends == {"first": "gave way", "second": "gave way", "third": "held on"}, order
+
+    for seed in range(8):  # which of two waiting tasks continues first is random
+        simulate(lambda seed=seed: main(f"seed {seed}"), seed=seed)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_slot_is_released_after_its_pushes(count: int) -> None:
+    slots = PushSlots()
+    for _ in range(count):
+        async with slots.hold(KEY, "a file"):
+            pass
+    async with slots.hold(KEY, "another"):
+        pass
+
+
+def _header(path: Path, size: int, digest: str) -> PushHeader:
+    return PushHeader(AttemptId(uuid.UUID(int=1), "train", 0), 1, PSEUDO_GRADIENT, path.name, size, digest, SCHEDULER)
+
+
+async def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
+    """Two pushes at once read it from their own positions."""
+    source, received = tmp_path / "source", list[bytes]()
+    content = bytes(range(256)) * 20_000
+    source.write_bytes(content)
+    async with memory_pair() as (a, b):
+
+        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
+            target = tmp_path / header.name
+
+            async def on_complete(_size: int, _digest: str) -> None:
+                received.append(target.read_bytes())
+
+            return transfer.FilePushTarget(target, 1 << 24, on_complete)
+
+        transfer.serve_pushes(b, accept)
+        with source.open("rb", buffering=0) as file:
+            source.unlink()
+            source.write_bytes(b"other")
+            described = await transfer.describe(file)
+            async with anyio.create_task_group() as tasks:
+                for name in ("first", "second"):
+                    header = _header(Path(name), *described)
+                    tasks.start_soon(transfer.push, a, b.peer_id, file, header)
+    assert received == [content] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)],
+    ids=["full", "quota", "I/O"],
+)
+async def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, number: int, is_full: bool) -> None:
+    """The sender may push the same again when there is room."""
+    content = b"abc" * 1000
+    async with memory_pair() as (a, b):
+
+        async def on_complete(_size: int, _digest: str) -> None:
+            raise OSError(number, "cannot be stored", str(tmp_path))
+
+        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
+            return transfer.FilePushTarget(tmp_path / "target", 1 << 20, on_complete)
+
+        transfer.serve_pushes(b, accept)
+        header = _header(Path("x"), *await transfer.describe(content))
+        with pytest.raises(TransferRefusedError, match="cannot be stored") as refused:
+            await transfer.push(a, b.peer_id, content, header)
+        assert refused.value.reason.startswith(NO_ROOM) is is_full
+
+
+def _suspended_file(folder: Path, digest: str, received: int = 2 << 20) -> Path:
+    file = partial_file.open_partial_file(folder / "target", 3 << 20, digest)
+    file.append(memoryview(bytes(received)))
+    file.suspend()
+    return file.path
+
+
+def test_suspended_files_are_limited_in_number_and_age(tmp_path: Path) -> None:
+    old = _suspended_file(tmp_path, "blake3:" + "f" * 64)
+    os.utime(old, (time.time() - partial_file.MAX_AGE - 60,) * 2)
+    kept = []
+    for number in range(partial_file.MAX_SUSPENDED + 3):
+        kept.append(_suspended_file(tmp_path, f"blake3:{number:064x}"))
+        os.utime(kept[-1], (time.time() - 1000 + number,) * 2)
+    written = partial_file.open_partial_file(tmp_path / "target", 3 << 20, "blake3:" + "e" * 64)
+    os.utime(written.path, (1, 1))  # old, but it is being written
+    _suspended_file(tmp_path, "blake3:" + "d" * 64)
+    assert not old.exists()
+    assert written.path.exists()
+    assert len(list(tmp_path.iterdir())) <= partial_file.MAX_SUSPENDED + 2
+    assert kept[-1].exists()
+    assert not kept[0].exists()
+
+
+def test_stored_bytes_survive_the_end_of_the_process(tmp_path: Path) -> None:
+    digest = "blake3:" + "a" * 64
+    file = partial_file.open_partial_file(tmp_path / "target", 3 << 20, digest)
+    file.append(memoryview(bytes(2 << 20)))
+    file.file.close()  # as the end of the process does
+    assert partial_file.resumable_bytes(tmp_path / "other", digest) == 2 << 20
+    assert partial_file.open_partial_file(tmp_path / "other", 3 << 20, digest).received == 2 << 20
+
+
+def test_small_partial_file_is_not_kept(tmp_path: Path) -> None:
+    _suspended_file(tmp_path, "blake3:" + "a" * 64, 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_suspended_file_uses_only_the_space_of_its_bytes(tmp_path: Path) -> None:
+    file = partial_file.open_partial_file(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    file.append(memoryview(bytes(2 << 20)))
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    file.suspend()
+    assert file.path.stat().st_blocks * 512 < 4 << 20
+    again = partial_file.open_partial_file(tmp_path / "target", 64 << 20, "blake3:" + "a" * 64)
+    assert again.received == 2 << 20
+    assert file.path.stat().st_blocks * 512 >= 64 << 20
+    again.discard()
+
+
+class Quota:
+    """Allows files of 5 MiB in all."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[Path, int] = {}
+
+    def reserve(self, path: Path, size: int) -> None:
+        if sum(self.reserved.values()) - self.reserved.get(path, 0) + size > 5 << 20:
+            raise TransferRefusedError("full")
+        self.reserved[path] = size
+
+    def release(self, path: Path) -> None:
+        self.reserved.pop(path, None)
+
+
+def test_a_quota_is_asked_before_anything_is_allocated(tmp_path: Path) -> None:
+    quota = Quota()
+    first = partial_file.open_partial_file(tmp_path / "a", 3 << 20, "blake3:" + "a" * 64, quota)
+    with pytest.raises(TransferRefusedError):
+        partial_file.open_partial_file(tmp_path / "b", 3 << 20, "blake3:" + "b" * 64, quota)
+    assert [path.name for path in tmp_path.iterdir()] == [first.path.name]
+    first.append(memoryview(bytes(2 << 20)))
+    first.suspend()
+    assert quota.reserved == {}
