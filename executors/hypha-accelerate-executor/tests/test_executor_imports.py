@@ -1,12 +1,20 @@
-"""Cost of imports: what the start of the process waits for."""
+"""The start of the process: what it imports, its garbage collection, and the choice of the compute backend."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from hypha.accelerate_executor.distributed.accelerator import AccelerateBackend, CpuBackend, choose_device
+from hypha.accelerate_executor.environment import collected_at_end
+from hypha.accelerate_executor.errors import JobError
 
 
 @pytest.mark.parametrize("entry", ["training", "inference", "predict.slice_queue"])
@@ -70,3 +78,64 @@ def test_the_compiler_works_after_it_was_deferred(digit_model: Path) -> None:
     command = [sys.executable, "-c", code, str(digit_model)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "42 True module\n"
+
+
+class Cycle:
+    """Refers to itself, as loaders do."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_garbage_of_the_start_is_collected_and_the_rest_is_left_out() -> None:
+    collections = gc.get_stats()[2]["collections"]
+    with collected_at_end():
+        kept = [Cycle() for _ in range(100_000)]
+        dropped = weakref.ref(Cycle())
+        assert gc.get_stats()[2]["collections"] == collections
+        assert dropped() is not None
+    assert dropped() is None
+    assert gc.isenabled()
+    assert gc.get_stats()[2]["collections"] == collections + 1
+    assert gc.get_freeze_count() >= len(kept)
+
+
+def test_a_start_that_fails_leaves_the_collector_as_it_was() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ValueError, match="no model"), collected_at_end():
+        raise ValueError("no model")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+
+
+def test_accelerate_is_used_only_when_needed() -> None:
+    assert isinstance(choose_device({}), CpuBackend)
+    with pytest.raises(JobError, match="'fp16' needs a GPU"):
+        choose_device({"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"})
+    with pytest.raises(JobError, match="gradient_accumulation_steps"):
+        choose_device({"ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"})
+    placed = choose_device({"ACCELERATE_USE_CPU": "true"})
+    assert isinstance(placed, AccelerateBackend)
+    assert placed.torch_device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mode"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed is not supported"),
+        ("ACCELERATE_USE_MEGATRON_LM", "1", "Megatron-LM is not supported"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism_config .* is not supported"),
+        ("FORK_LAUNCHED", "1", "as that of TPUs does, is not supported"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed_precision: 'fp8'"),
+    ],
+)
+def test_modes_of_the_launcher_that_are_not_supported_are_named(variable: str, value: str, mode: str) -> None:
+    with pytest.raises(JobError, match=mode):
+        choose_device({"WORLD_SIZE": "1", variable: value})

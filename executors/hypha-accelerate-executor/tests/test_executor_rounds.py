@@ -1,4 +1,4 @@
-"""What a round of the job decides in each worker: the random generators' seed and the position in the schedule."""
+"""Rounds of a job in each worker: seeds, position in the schedule, optimizer, countdown and metrics."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.diloco import loop
 from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
+from hypha.accelerate_executor.diloco.metrics import RoundTally
+from hypha.accelerate_executor.diloco.round_countdown import NextStep, RoundCountdown
 from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generators
 from hypha.accelerate_executor.distributed.process_group import BeginRound, Command, LoadModel, Shutdown
 from hypha.accelerate_executor.modeling.create import create_model
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, learning_rate_factor
 from hypha.accelerate_executor.train.trainer import Trainer
-from hypha_proto.job_spec import Adam, LinearWithWarmup
+from hypha_proto.job_spec import Adam, CosineWithWarmup, LinearWithWarmup, WarmupStableDecay
+from hypha_proto.progress import ROUND_SECONDS, Acknowledged, Continue, Done, ScheduleUpdate
 from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -149,3 +154,112 @@ def test_the_schedule_follows_the_job_whatever_the_workers_speed(
             names = file.tensors.keys() - metadata.statistics
             moved.append(any(bool(file.tensor(name).any()) for name in names))
     assert moved == moves
+
+
+@given(before=st.integers(0, 20), counter=st.integers(0, 20))
+def test_a_count_of_n_means_n_more_batches(before: int, counter: int) -> None:
+    countdown = RoundCountdown()
+    assert all(countdown.after_batch(Continue()) is NextStep.TRAIN for _ in range(before))
+    following = countdown.after_batch(ScheduleUpdate(counter=counter))
+    more = 0
+    while following is NextStep.TRAIN:
+        following = countdown.after_batch(Continue())
+        more += 1
+    assert (following, more) == (NextStep.SYNCHRONISE, counter)
+    assert countdown.after_merge(Acknowledged()) is NextStep.TRAIN
+    assert countdown.round == 2
+    assert countdown.after_batch(Continue()) is NextStep.TRAIN
+
+
+def test_a_newer_count_replaces_the_older_and_done_ends_all() -> None:
+    countdown = RoundCountdown(7)
+    countdown.after_batch(ScheduleUpdate(counter=9))
+    assert countdown.after_batch(ScheduleUpdate(counter=0)) is NextStep.SYNCHRONISE
+    assert countdown.after_merge(Done()) is NextStep.STOP
+    assert countdown.round == 7
+    assert countdown.after_batch(Done()) is NextStep.STOP
+
+
+def test_without_data_an_announced_round_is_still_sent() -> None:
+    countdown = RoundCountdown()
+    assert countdown.without_data() is NextStep.STOP
+    countdown.after_batch(ScheduleUpdate(counter=3))
+    assert countdown.without_data() is NextStep.SYNCHRONISE
+
+
+def test_the_learning_rate_follows_transformers() -> None:
+    from transformers.optimization import (
+        get_cosine_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+        get_wsd_schedule,
+    )
+
+    def curve(make: Any) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = make(optimizer)
+        rates = []
+        for _ in range(60):
+            rates.append(float(schedule.get_last_lr()[0]))
+            optimizer.step()
+            schedule.step()
+        return rates
+
+    pairs: list[tuple[Any, Any]] = [
+        (CosineWithWarmup(warmup_steps=7, training_steps=50), lambda o: get_cosine_schedule_with_warmup(o, 7, 50)),
+        (CosineWithWarmup(warmup_steps=0, training_steps=50), lambda o: get_cosine_schedule_with_warmup(o, 0, 50)),
+        (LinearWithWarmup(warmup_steps=7, training_steps=50), lambda o: get_linear_schedule_with_warmup(o, 7, 50)),
+        (
+            WarmupStableDecay(warmup_steps=7, decay_steps=10, training_steps=50),
+            lambda o: get_wsd_schedule(o, 7, 10, num_training_steps=50),
+        ),
+    ]
+    for ours, theirs in pairs:
+        factor = learning_rate_factor(ours)
+        limit = 50 if isinstance(ours, CosineWithWarmup) else 60  # theirs turns up again after the end
+        np.testing.assert_allclose([factor(step) for step in range(limit)], curve(theirs)[:limit], atol=1e-12)
+    assert learning_rate_factor(CosineWithWarmup(warmup_steps=7, training_steps=50))(60) == 0.0
+    endless = learning_rate_factor(WarmupStableDecay(warmup_steps=2, decay_steps=10))
+    assert [endless(step) for step in (0, 1, 2, 1000)] == [0.0, 0.5, 1.0, 1.0]
+    assert learning_rate_factor(None)(5) == 1.0
+
+
+def test_the_inner_optimizer_is_adamw_bit_for_bit() -> None:
+    config = Adam(learning_rate=1e-2, betas=(0.8, 0.95), epsilon=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    torch.manual_seed(0)
+    mine, plain = (torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2))
+    plain.data.copy_(mine.data)
+    inner = InnerOptimizer([mine], config)
+    adamw = torch.optim.AdamW([plain], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for _ in range(10):
+        gradient = torch.randn(5, 3)
+        mine.grad, plain.grad = gradient.clone(), gradient.clone()
+        inner.step()
+        torch.nn.utils.clip_grad_norm_([plain], 0.5)
+        adamw.step()
+        assert torch.equal(mine, plain)
+    assert mine.grad is None
+
+
+def test_the_mean_loss_is_weighted_by_samples() -> None:
+    tally = RoundTally()
+    tally.add(1.0, 30, 0.5)
+    tally.add(4.0, 10, 0.25)
+    tally.add(None, 10, 0.25)  # has no labels
+    expected = {"loss": 1.75, "samples": 50.0, "batches": 3.0, "samples_per_second": 50.0}
+    times = {"compute_seconds": 1.0, "data_wait_seconds": 0.0, "report_wait_seconds": 0.0}
+    assert tally.metrics(2).metrics == expected | times
+    assert "loss" not in RoundTally().metrics(1).metrics
+
+
+def test_a_round_says_where_its_time_has_gone() -> None:
+    tally = RoundTally(report_wait=0.125)
+    tally.add(1.0, 8, 0.5, waited=0.25)
+    tally.add(1.0, 8, 0.5, waited=0.125)
+    found = tally.metrics(1).metrics
+    assert {name: value for name, value in found.items() if name in ROUND_SECONDS} == {
+        "compute_seconds": 1.0,
+        "data_wait_seconds": 0.375,
+        "report_wait_seconds": 0.125,
+    }
+    tally.sync = 2.0
+    assert tally.metrics(2).metrics["sync_seconds"] == 2.0

@@ -1,4 +1,4 @@
-"""The option `--verify` of `hypha-data run`."""
+"""Options and checks of `hypha-data run` and `provide`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hypha_data.checks import check_datasets
 from hypha_data.cli import main
 from hypha_data.config import DataConfig
 
@@ -50,3 +51,24 @@ def test_provide_prints_digests_and_runs_with_the_files(tmp_path: Path, monkeypa
     assert [config.provide for config in configured] == [[model]]
     assert CliRunner().invoke(main, ["provide", "--config", str(file)]).exit_code == 2
     assert "no dataset" in CliRunner().invoke(main, ["run", "--config", str(file)]).output
+
+
+@pytest.mark.parametrize(
+    ("made", "told"), [(False, "there is no such folder"), (True, "holds no *.safetensors")], ids=["missing", "empty"]
+)
+def test_a_folder_without_slices_fails(tmp_path: Path, made: bool, told: str) -> None:
+    folder = tmp_path / "dataset"
+    if made:
+        folder.mkdir()
+    config = DataConfig(
+        cert_pem=Path("c"),
+        key_pem=Path("k"),
+        trust_pem=Path("t"),
+        gateway_addresses=["/ip4/127.0.0.1/tcp/1"],
+        dataset_path=folder,
+        provide=[tmp_path / "absent"],
+    )
+    dataset, provided = check_datasets(config)
+    assert (dataset.state, provided.state) == ("FAILED", "FAILED")
+    assert dataset.text.startswith(f"dataset_path {folder}: ")
+    assert told in dataset.text

@@ -1,10 +1,11 @@
-"""The running job of a demo: what is started and killed when, with programs that are simulated."""
+"""The running job of a demo: what is started and killed when, and a whole demo of the task `text`."""
 
 from __future__ import annotations
 
 import io
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import anyio
 import pytest
 from rich.console import Console
 
+from hypha_local.demo_tasks import TEXT
 from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
 from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim
@@ -128,3 +130,19 @@ def test_a_job_that_ends_before_the_kill_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr("hypha_local.job_run.KILL_AFTER", 2.0)
     with pytest.raises(ProcessFailedError, match="--kill worker: the job had ended before"):
         run_job(tmp_path, "worker", monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_joint_training_reaches_a_lower_loss_than_each_worker_alone(tmp_path: Path) -> None:
+    """Compare held-out loss in nats per byte with workers that train alone on their shards for as many steps."""
+    program = str(Path(sys.executable).parent / "hypha-local")
+    command = [program, "demo", "--task", TEXT.name, "--compare", "--dir", str(tmp_path / "run"), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["rounds"], summary["workers"], summary["parameters"]) == (TEXT.rounds, 3, 1_033_488)
+    assert len(summary["alone_losses"]) == 3
+    assert summary["test_loss"] < min(summary["alone_losses"]) - 0.05
+    assert summary["test_loss"] < 2.2
