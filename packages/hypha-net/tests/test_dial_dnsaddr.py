@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import dns.flags
 import dns.message
 import dns.rcode
 import dns.rrset
 import pytest
-import trio
+import trio.testing
 from multiaddr import Multiaddr
 from pydantic import ValidationError
 from support.endpoint_helpers import echo_at_once
@@ -44,7 +43,8 @@ class NameServer:
     def __init__(self) -> None:
         self.records: dict[str, list[str]] = {}
         """Contents of the TXT records of ``_dnsaddr.<name>``, by name."""
-        self.silent: set[str] = set()
+        self.on_silence: dict[str, Callable[[], None]] = {}
+        """Names that get no answer, and what happens when they are asked for."""
         self.asked: Counter[str] = Counter()
         self.place = ("", 0)
 
@@ -64,7 +64,8 @@ class NameServer:
         name = str(asked.name).removeprefix("_dnsaddr.").rstrip(".")
         assert str(asked.name).startswith("_dnsaddr.")
         self.asked[name] += 1
-        if name in self.silent:
+        if name in self.on_silence:
+            self.on_silence[name]()
             return None
         answer = dns.message.make_response(query)
         answer.flags |= dns.flags.RA
@@ -178,33 +179,36 @@ async def test_missing_records_are_explained() -> None:
             await server.find(f"/dnsaddr/{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 60}.example")
 
 
-async def test_queries_are_bounded_in_number_depth_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dnsaddr, "TIMEOUT", 0.5)
-    async with name_server() as server:
-        server.records = {
-            "loop.example": ["dnsaddr=/dnsaddr/loop.example", "dnsaddr=/ip4/192.0.2.1/tcp/1"],
-            "many.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/{port}" for port in range(1, 60)],
-            "wide.example": [f"dnsaddr=/dnsaddr/wide{n}.example" for n in range(16)],
-            **{f"wide{n}.example": [f"dnsaddr=/dnsaddr/wide{n}-{m}.example" for m in range(16)] for n in range(16)},
-            **{f"deep{n}.example": [f"dnsaddr=/dnsaddr/deep{n + 1}.example"] for n in range(10)},
-            "late.example": ["dnsaddr=/ip4/192.0.2.1/tcp/1", "dnsaddr=/dnsaddr/silent.example"],
-        }
-        server.silent = {"silent.example"}
-        assert await server.find("/dnsaddr/loop.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
-        assert server.asked["loop.example"] == 1
-        assert len(await server.find("/dnsaddr/many.example")) == 16
-        server.asked.clear()
-        with pytest.raises(UnreachableError):
-            await server.find("/dnsaddr/wide.example")
-        assert server.asked.total() == 16
-        server.asked.clear()
-        with pytest.raises(UnreachableError, match="more than 4 names"):
-            await server.find("/dnsaddr/deep0.example")
-        assert list(server.asked) == [f"deep{n}.example" for n in range(4)]
-        with anyio.fail_after(5 * dnsaddr.TIMEOUT):
+def test_queries_are_bounded_in_number_depth_and_time() -> None:
+    clock = trio.testing.MockClock()  # time passes when a name gets no answer
+
+    async def main() -> None:
+        async with name_server() as server:
+            server.records = {
+                "loop.example": ["dnsaddr=/dnsaddr/loop.example", "dnsaddr=/ip4/192.0.2.1/tcp/1"],
+                "many.example": [f"dnsaddr=/ip4/192.0.2.1/tcp/{port}" for port in range(1, 60)],
+                "wide.example": [f"dnsaddr=/dnsaddr/wide{n}.example" for n in range(16)],
+                **{f"wide{n}.example": [f"dnsaddr=/dnsaddr/wide{n}-{m}.example" for m in range(16)] for n in range(16)},
+                **{f"deep{n}.example": [f"dnsaddr=/dnsaddr/deep{n + 1}.example"] for n in range(10)},
+                "late.example": ["dnsaddr=/ip4/192.0.2.1/tcp/1", "dnsaddr=/dnsaddr/silent.example"],
+            }
+            server.on_silence["silent.example"] = lambda: clock.jump(dnsaddr.TIMEOUT)
+            assert await server.find("/dnsaddr/loop.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
+            assert server.asked["loop.example"] == 1
+            assert len(await server.find("/dnsaddr/many.example")) == 16
+            server.asked.clear()
+            with pytest.raises(UnreachableError):
+                await server.find("/dnsaddr/wide.example")
+            assert server.asked.total() == 16
+            server.asked.clear()
+            with pytest.raises(UnreachableError, match="more than 4 names"):
+                await server.find("/dnsaddr/deep0.example")
+            assert list(server.asked) == [f"deep{n}.example" for n in range(4)]
             with pytest.raises(UnreachableError, match=r"silent\.example"):
                 await server.find("/dnsaddr/silent.example")
             assert await server.find("/dnsaddr/late.example") == [ResolvedAddress("/ip4/192.0.2.1/tcp/1", None)]
+
+    trio.run(main, clock=clock)
 
 
 # ----------------------------------------------------------------------------------------------------------- dialling
