@@ -14,7 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from support.wheelhouse import OVERRIDE, ROOT, Package, packages
+from support.min_versions import install, lowest, siblings, taken, what_is_missing, wheel_of
+from support.wheelhouse import OVERRIDE, ROOT, Package, packages, passed, quiet_environment, run, uv
 
 BY_NAME = {package.name: package for package in packages()}
 each_package = pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
@@ -142,3 +143,54 @@ def test_the_workflow_is_triggered_by_package_tags_alone() -> None:
     triggers = workflow()[True]  # YAML 1.1 reads the key `on` so
     assert triggers == {"push": {"tags": ["*-v*"]}}
     assert workflow()["permissions"] == {"contents": "write"}
+
+
+VARIANTS = ("mps_cu128", "cpu", "cu126", "cu129", "rocm64")
+EXECUTOR = next(package for package in packages() if package.name == "hypha-accelerate-executor")
+
+
+def test_the_extras_are_those_of_the_documents() -> None:
+    extras = EXECUTOR.project["optional-dependencies"]
+    assert set(VARIANTS) <= set(extras)
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert set(VARIANTS) == set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE))
+    for variant in VARIANTS:
+        [requirement] = extras[variant]
+        assert re.fullmatch(r"torch>=2\.\d+", requirement)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", ["", *VARIANTS])
+def test_a_variant_resolves(wheels: Path, tmp_path: Path, variant: str) -> None:
+    wanted = tmp_path / "wanted.txt"
+    wanted.write_text(f"hypha-accelerate-executor[{variant}]" if variant else "hypha-accelerate-executor")
+    command = [*uv(), "pip", "compile", "--no-header", "--no-annotate", "--python", sys.executable, str(wanted)]
+    resolved = passed(run(command, env=quiet_environment(UV_FIND_LINKS=str(wheels))))
+    names = {canonicalize_name(re.split(r"[=\[ ]", line)[0]) for line in resolved.splitlines() if line}
+    assert {"hypha-accelerate-executor", "hypha-proto", "torch", "accelerate", "transformers"} <= names
+
+
+@pytest.mark.nightly
+def test_the_page_names_the_cuda_version_of_the_lock_file() -> None:
+    """The page names the build in the lock file and must change with it."""
+    lock = (ROOT / "uv.lock").read_text()
+    [version] = re.findall(r'name = "torch"\nversion = "(\d+\.\d+)', lock)
+    [cuda] = set(re.findall(r'name = "nvidia-cudnn-cu(\d+)"\nversion', lock))
+    assert f"for {version} is CUDA {cuda}" in (ROOT / "docs" / "install.md").read_text().replace("\n", " ")
+
+
+WITH_SIBLINGS = [package for package in packages() if siblings(package, BY_NAME)]
+each_with_siblings = pytest.mark.parametrize("package", WITH_SIBLINGS, ids=lambda package: package.name)
+
+
+@pytest.mark.nightly
+@each_with_siblings
+def test_the_lowest_siblings_have_what_is_used_of_them(package: Package, tmp_path: Path, wheels: Path) -> None:
+    required = siblings(package, BY_NAME)
+    chosen = [BY_NAME[canonicalize_name(each.name)] for each in required]
+    built = [wheel_of(sibling, lowest(each), tmp_path, wheels) for sibling, each in zip(chosen, required, strict=True)]
+    place = tmp_path / "installed"
+    install(built, place)
+    needs = list(taken(package.folder / "src", [sibling.module.split(".")[0] for sibling in chosen]))
+    assert needs, "an unused sibling need not be required"
+    assert what_is_missing(needs, place) == []
