@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.interrupts import accept_interrupts
 from support.local_network import processes_of
+from support.process_ready import accept_interrupts
 from support.wheelhouse import ROOT, quiet_environment
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.interrupts import accept_interrupts
+from support.process_ready import accept_interrupts
 from support.task_network import TaskNetwork, task_network
 from support.waiting import wait_until
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.interrupts import accept_interrupts
 from support.local_network import processes_of
+from support.process_ready import accept_interrupts
 from support.waiting import wait_until
 
 from hypha_local.processes import child_environment, script

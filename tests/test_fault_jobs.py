@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.liveness import is_alive
 from support.local_network import Job, LocalNetwork, local_network
 from support.member_faults import CONTINUED, PAUSED, await_record, cut_last_record, refusal_of
 from support.numpy_executor import executor_toml, write_model
+from support.process_ready import is_alive
 from support.proof import check_rounds, check_whole_epochs, prove
 from support.waiting import wait_until
 

@@ -1,12 +1,20 @@
-"""Stream handlers, readers and gossip helpers for tests with endpoints."""
+"""Stream handlers, readers, pulls, gossip helpers and connected pairs for tests with endpoints."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import anyio
 
+from hypha_net import transfer
 from hypha_net.endpoint import Endpoint, GossipMessage, Stream
+from hypha_net.testing import MemoryEndpoint, MemoryNetwork
+from hypha_proto.ids import PeerId
+from hypha_proto.transfer import PullRequest
 
 
 async def read_all(stream: Stream) -> bytes:
@@ -38,3 +46,19 @@ async def publish_until_heard(
             with anyio.move_on_after(0.5):
                 assert (await anext(heard)).data == data
                 return
+
+
+@asynccontextmanager
+async def memory_pair() -> AsyncIterator[tuple[MemoryEndpoint, MemoryEndpoint]]:
+    """Open the endpoints ``a`` and ``b``."""
+    network = MemoryNetwork(seed=3)
+    async with network.endpoint("a") as a, network.endpoint("b") as b:
+        yield a, b
+
+
+async def pull_bytes(endpoint: Endpoint, peer: PeerId, request: PullRequest, **options: Any) -> bytes:
+    """Pull a file with the options of `transfer.pull`, and return its content."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pulled"
+        await transfer.pull(endpoint, peer, request, path, **options)
+        return path.read_bytes()

@@ -17,7 +17,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.pulling import pull_bytes
+from support.endpoint_helpers import pull_bytes
 from support.waiting import until
 
 from hypha_data import announcer, digest_cache, manifest_watch, slice_resolver, verification

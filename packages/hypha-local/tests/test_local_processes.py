@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from support.liveness import is_alive
+from support.process_ready import is_alive
 
 from hypha_local.errors import ProcessFailedError
 from hypha_local.executor_session import ExecutorSession

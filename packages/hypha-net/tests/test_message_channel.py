@@ -10,7 +10,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 import pytest
-from support.memory_pair import memory_pair
+from support.endpoint_helpers import memory_pair
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError

@@ -6,7 +6,7 @@ import uuid
 
 import anyio
 import pytest
-from support.memory_pair import memory_pair
+from support.endpoint_helpers import memory_pair
 
 from hypha_net import dataset_directory, pubsub, rpc
 from hypha_net.endpoint import Stream

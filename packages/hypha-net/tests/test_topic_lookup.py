@@ -1,27 +1,188 @@
-"""Subscribers of a topic behind a gateway that forwards nothing, by scripted nodes (`support.scripted_nodes`)."""
+"""Subscribers of a topic behind a gateway that forwards nothing, by scripted nodes.
+
+They are made of several `wire_peer` connections, and share no code with ours but TLS keys. The gateway is not in the
+topic of worker requests, and so forwards none.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import trio
 import trio.testing
 from multiaddr import Multiaddr
-from support.scripted_nodes import (
-    WORKER_TOPIC,
-    ScriptedGateway,
-    SubscribedNode,
-    running,
-)
 from support.waiting import until
-from support.wire_peer import Stream, dial, field, fields, speak
+from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, speak
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_proto.ids import PeerId
+
+KAD: Final = "/ipfs/kad/1.0.0"
+MESHSUB: Final = "/meshsub/1.1.0"
+WORKER_TOPIC: Final = "hypha/worker"
+PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
+CLOSEST: Final = 20
+
+
+class ScriptedNode:
+    """A node that listens on loopback, dials, and knows who its neighbours are by identify."""
+
+    def __init__(self, identity: Any) -> None:
+        self.identity = identity
+        self.address = ""
+        """Where it listens, with its peer id."""
+        self.handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self.neighbours: dict[bytes, WirePeer] = {}
+        """Connections by peer id."""
+        self.listening: dict[bytes, list[bytes]] = {}
+        """Addresses of connected peers, as multiaddr bytes, by peer id."""
+        self.gates: dict[str, trio.Event] = {}
+        """Protocols to which it agrees only once the event is set."""
+        self.accepted = 0
+        """Connections that others have opened to this node."""
+        self._lifetime = trio.CancelScope()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen until shut down or cancelled."""
+        with self._lifetime:
+            async with trio.open_nursery() as self._tasks:
+                [listener] = await self._tasks.start(partial(trio.serve_tcp, self._accept, 0, host="127.0.0.1"))
+                self.address = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}/p2p/{self.identity.peer_id}"
+                task_status.started()
+
+    def shut_down(self) -> None:
+        """End the node and its connections."""
+        self._lifetime.cancel()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not been shut down."""
+        return not self._lifetime.cancel_called
+
+    async def connect(self, address: str) -> None:
+        """Dial a multiaddr and wait until its node is identified."""
+        await self._tasks.start(self._serve, await dial(address), True)
+
+    async def _accept(self, transport: trio.SocketStream) -> None:
+        self.accepted += 1
+        await self._serve(transport, False)
+
+    async def _serve(
+        self, transport: trio.SocketStream, opened: bool, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        about = {"handlers": self.handlers, "addresses": [_multiaddr(self.address)]}
+        try:
+            async with speak(transport, self.identity, opened=opened, **about) as peer:
+                peer.gates = self.gates
+                self.neighbours[peer.remote] = peer
+                try:
+                    await self._identify(peer)
+                    task_status.started()
+                    await peer.closed.wait()
+                finally:
+                    if self.neighbours.get(peer.remote) is peer:
+                        del self.neighbours[peer.remote]
+                        self.listening.pop(peer.remote, None)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, AssertionError):
+            pass  # the other side left before it was identified
+
+    async def _identify(self, peer: WirePeer) -> None:
+        stream = await peer.open(IDENTIFY)
+        told = fields(await stream.message())
+        await stream.half_close()
+        self.listening[peer.remote] = told.get(2, [])
+        await self.connected(peer, {protocol.decode() for protocol in told.get(3, [])})
+
+    async def connected(self, peer: WirePeer, protocols: set[str]) -> None:
+        """Do what this kind of node does on a new connection."""
+
+
+class ScriptedGateway(ScriptedNode):
+    """A gateway: knows its neighbours and keeps records, and is in no topic."""
+
+    def __init__(self, identity: Any) -> None:
+        super().__init__(identity)
+        self.handlers[KAD] = self._answer
+        self.records: dict[bytes, bytes] = {}
+        self.extra: dict[bytes, list[bytes]] = {}
+        """Further peers in its routing table, with their addresses."""
+        self.find_nodes = 0
+        """Requests for the closest peers so far."""
+
+    async def _answer(self, stream: Stream) -> None:
+        try:
+            while True:
+                asked = fields(await stream.message())
+                kind, key = asked.get(1, [0])[0], asked.get(2, [b""])[0]
+                if kind == ADD_PROVIDER:
+                    continue
+                record = b""
+                if kind == PUT_VALUE:
+                    record = self.records[key] = asked[3][0]
+                elif kind == GET_VALUE:
+                    record = self.records.get(key, b"")
+                self.find_nodes += kind == FIND_NODE
+                closer = b"" if kind == PUT_VALUE else self._closest(stream.peer.remote, key)
+                answer = field(1, kind) + field(2, key) + (field(3, record) if record else b"") + closer
+                await stream.say(answer + field(10, 1))
+        except AssertionError:  # the end of the stream
+            await stream.half_close()
+
+    def _closest(self, asking: bytes, key: bytes) -> bytes:
+        known = {**self.listening, **self.extra}
+        target = int.from_bytes(hashlib.sha256(key).digest(), "big")
+        nearest = sorted(known, key=lambda raw: int.from_bytes(hashlib.sha256(raw).digest(), "big") ^ target)
+        chosen = [raw for raw in nearest if raw != asking][:CLOSEST]
+        return b"".join(
+            field(8, field(1, raw) + b"".join(field(2, address) for address in known[raw]) + field(3, 1))
+            for raw in chosen
+        )
+
+
+class SubscribedNode(ScriptedNode):
+    """A node in the topic of worker requests; it ignores what it hears."""
+
+    def __init__(self, identity: Any) -> None:
+        super().__init__(identity)
+        self.handlers[MESHSUB] = Stream.read_all
+
+    async def connected(self, peer: WirePeer, protocols: set[str]) -> None:
+        """Announce the topic."""
+        if MESHSUB in protocols:
+            self._tasks.start_soon(self._subscribe, peer)
+
+    async def _subscribe(self, peer: WirePeer) -> None:
+        try:
+            stream = await peer.open(MESHSUB)
+            await stream.say(field(1, field(1, 1) + field(2, WORKER_TOPIC.encode())))
+        except (AssertionError, trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # the connection is gone
+
+
+def _multiaddr(address: str) -> bytes:
+    """Encode ``/ip4/<host>/tcp/<port>``; a ``/p2p/`` part is left out."""
+    host, port = address.split("/")[2], int(address.split("/")[4])
+    return bytes((4, *map(int, host.split(".")), 6)) + port.to_bytes(2, "big")
+
+
+@asynccontextmanager
+async def running(*nodes: ScriptedNode) -> AsyncIterator[None]:
+    """Run nodes while the context is open."""
+    async with trio.open_nursery() as tasks:
+        for node in nodes:
+            await tasks.start(node.run)
+        try:
+            yield
+        finally:
+            for node in nodes:
+                node.shut_down()
+            tasks.cancel_scope.cancel()
+
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HOP, STOP = "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"

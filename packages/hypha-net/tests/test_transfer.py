@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.memory_pair import memory_pair
+from support.endpoint_helpers import memory_pair
 
 from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.interrupts import accept_interrupts
+from support.process_ready import accept_interrupts
 
 from hypha_scheduler.submission.live_state import LiveState
 from hypha_scheduler.submission.live_view import render, sparkline

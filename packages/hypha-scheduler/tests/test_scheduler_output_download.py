@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from support.memory_pair import memory_pair
+from support.endpoint_helpers import memory_pair
 
 from hypha_net import retries, transfer
 from hypha_net.errors import ContentMismatchError, NetError, NoSpaceError, TransferError, TransferRefusedError

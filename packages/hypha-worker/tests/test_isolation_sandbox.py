@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 from support.confined_runs import NOBODY, ConfinedRuns, require_layer, users
-from support.liveness import is_alive
+from support.process_ready import is_alive
 from support.waiting import wait_until
 
 from hypha_worker.executors.isolation.own_uid import COUNT, FIRST_UID

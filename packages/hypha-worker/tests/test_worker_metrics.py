@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from support.pulling import pull_bytes
+from support.endpoint_helpers import pull_bytes
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import TransferRefusedError

@@ -14,7 +14,7 @@ import anyio
 import psutil
 import pytest
 from anyio.abc import Process
-from support.liveness import is_alive
+from support.process_ready import is_alive
 
 from hypha_worker.executors.isolation.stack import ConfinedRun
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree

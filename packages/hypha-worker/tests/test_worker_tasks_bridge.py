@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pulling import pull_bytes
+from support.endpoint_helpers import pull_bytes
 from support.task_bridge_client import EXECUTOR
 
 from hypha_proto.bridge_api import read_progress_update, read_resource_transfer

@@ -15,8 +15,8 @@ import anyio
 import msgspec
 import pytest
 from blake3 import blake3
+from support.endpoint_helpers import pull_bytes
 from support.fake_http_server import files, served
-from support.pulling import pull_bytes
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 
 from hypha_net import rpc, transfer

@@ -17,8 +17,8 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
-from support.liveness import is_alive
-from support.pulling import pull_bytes
+from support.endpoint_helpers import pull_bytes
+from support.process_ready import is_alive
 from support.scripted_task_scheduler import kind_of
 
 from hypha_net import rpc
