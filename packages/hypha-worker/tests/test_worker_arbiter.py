@@ -1,4 +1,4 @@
-"""The arbiter: prices, quotas, defaults, devices, fairness, and reasons for rejection."""
+"""The arbiter: prices, preferences, quotas, defaults, devices, fairness, and reasons for rejection."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
 MACHINE = Resources(cpu=8.0, memory=32.0, storage=100.0)
 
 
-def request(number: int = 0, bid: float = 100.0, timeout_ms: int = 5000, **amounts: float) -> WorkerRequest:
+def request(
+    number: int = 0, bid: float = 100.0, timeout_ms: int = 5000, executor: ExecutorDescriptor = TRAIN, **amounts: float
+) -> WorkerRequest:
     return WorkerRequest(
         id=uuid.UUID(int=number),
-        spec=WorkerSpec(resources=Resources(**amounts), executor=(TRAIN,)),
+        spec=WorkerSpec(resources=Resources(**amounts), executor=(executor,)),
         bid=bid,
         timeout_ms=timeout_ms,
     )
@@ -343,3 +345,45 @@ def test_a_flood_never_takes_everything_before_an_equal_or_better_bid(flood: int
     offers = arbiter().decide(batch, Capacity(Resources(cpu=float(cores))), 0.2)
     served = {offer.received_request.scheduler for offer in offers}
     assert PEERS[1] in served or (cores == 1 and bid == 100.0)
+
+
+RARE = ExecutorDescriptor("train", "rare")
+
+
+def asking(
+    number: int, peer: int = 0, bid: float = 100.0, cpu: float = 5.0, executor: ExecutorDescriptor = TRAIN
+) -> ReceivedRequest:
+    return received(request(number, bid, executor=executor, cpu=cpu), peer)
+
+
+def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
+    """Return the numbers of the requests that get an offer, in order."""
+    machine = Capacity(MACHINE)
+    worker = Arbiter(OfferPolicy(**policy), Capabilities(machine, frozenset({TRAIN, RARE})))  # type: ignore[arg-type]
+    return [offer.received_request.request.id.int for offer in worker.decide(batch, machine, 0.1)]
+
+
+def test_profit_prefers_the_highest_price() -> None:
+    assert chosen([asking(0), asking(1, bid=140.0), asking(2, bid=120.0)]) == [1]
+
+
+def test_utilization_prefers_the_fullest_use() -> None:
+    assert chosen([asking(0, bid=140.0, cpu=3.0), asking(1, cpu=8.0)], evaluation="utilization") == [1]
+
+
+def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None:
+    batch = [asking(0, bid=150.0), asking(1, peer=1), asking(2, peer=2, executor=RARE)]
+    assert chosen(batch, evaluation="affinity", prefer=(PEERS[1], "rare")) == [1]
+    assert chosen(batch, evaluation="affinity", prefer=("rare", PEERS[1])) == [2]
+    assert chosen(batch, evaluation="affinity") == [0]
+
+
+def test_affinity_excludes_nobody() -> None:
+    assert chosen([asking(0, peer=3)], evaluation="affinity", prefer=(PEERS[1], "rare")) == [0]
+
+
+@pytest.mark.parametrize("name", ["profit", "utilization"])
+def test_preference_decides_between_equal_prices(name: str) -> None:
+    batch = [asking(0), asking(1, peer=1)]
+    assert chosen(batch, evaluation=name) == [0]
+    assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]

@@ -1,9 +1,17 @@
-"""Every metric of a worker in docs/telemetry.md gets a value."""
+"""Telemetry of a worker: every metric of docs/telemetry.md gets a value, resource use, and spans of executors."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
+import subprocess
+import sys
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +19,13 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from support.endpoint_helpers import pull_bytes
+from support.otlp_collector import Collector, http_collector
 
-from hypha_net import rpc, transfer
+from hypha_net import instrumentation, rpc, transfer
 from hypha_net.errors import TransferRefusedError
+from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.telemetry import open_export
+from hypha_proto.bridge_api import ExecutorSpan, SpanReport
 from hypha_proto.commands import SetMembers
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
@@ -23,7 +35,11 @@ from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS, PushedFile,
 from hypha_proto.tasks import Stop, TaskResource, UriSource
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
+from hypha_worker.bridge import spans as spans_module
+from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.errors import BridgeError
 from hypha_worker.hardware import usage
+from hypha_worker.hardware.usage import ProcessUsage, UsageAccumulator, read_tree
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "telemetry.md"
 ELSEWHERE = {
@@ -245,3 +261,151 @@ async def test_spans_of_reports_name_the_kind_of_report(in_lab: Any, recorded: A
         await lab.scheduler.ended()
     kinds = [kind for span in recorded.spans if (kind := span.attributes.get("hypha.report"))]
     assert kinds == ["Update", "RoundMetrics", "Updated", "UpdateReceived"]
+
+
+def test_use_of_starting_and_ending_processes_is_summed() -> None:
+    accumulator = UsageAccumulator()
+    first, second = (10, 1.0), (11, 2.0)
+    assert accumulator.add_sample({first: ProcessUsage(2.0, 1.0, 100, 50, 1000)}) == ProcessUsage(
+        2.0, 1.0, 100, 50, 1000
+    )
+    both = {first: ProcessUsage(3.0, 1.5, 150, 50, 900), second: ProcessUsage(5.0, 0.0, 10, 0, 300)}
+    assert accumulator.add_sample(both) == ProcessUsage(6.0, 0.5, 60, 0, 1200)
+    assert accumulator.add_sample({second: ProcessUsage(5.5, 0.0, 10, 7, 300)}) == ProcessUsage(0.5, 0.0, 0, 7, 300)
+    assert accumulator.add_sample({(10, 9.0): ProcessUsage(0.25, 0.0, 1, 0, 10)}) == ProcessUsage(0.25, 0.0, 1, 0, 10)
+
+
+def test_a_process_tree_is_read_and_an_ended_one_is_empty() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        seen = read_tree(os.getpid())
+        assert {child.pid, os.getpid()} <= {pid for (pid, _), use in seen.items() if use.memory > 0}
+        child.communicate(b"\n")
+    assert read_tree(child.pid) == {}
+
+
+async def test_a_job_is_counted_measured_and_traced(
+    in_lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "INTERVAL", 0.1)  # the first sample may see a process that has just been forked
+
+    least: list[float] = []
+    began = time.monotonic()
+    async with in_lab() as lab:
+        await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
+        await lab.scheduler.until(lambda: recorded.total("process.memory.usage") > 1 << 20)
+        seen, count = time.monotonic(), len(recorded.values)
+        await lab.scheduler.until(lambda: len(recorded.values) > count)
+        least.append(time.monotonic() - seen)
+        [work_dir] = lab.folder.glob("work/hypha-*")
+        (work_dir / "go").touch()
+        await lab.scheduler.ended()
+    lasted = time.monotonic() - began
+    assert recorded.total("hypha.worker.tasks.started") == recorded.total("hypha.worker.tasks.ended") == 1
+    assert recorded.total("hypha.worker.tasks.active") == recorded.total("hypha.worker.executors.active") == 0
+    assert least[0] < recorded.total("hypha.worker.task.duration", hypha_outcome="finished") < lasted
+    assert ("hypha.worker.executors.ended", 1, {"process.exit.code": "0"}) in recorded.values
+    assert recorded.total("hypha.worker.executor.processes") >= 1
+    assert {"process.memory.usage", "hypha.worker.prefetch.depth"} <= recorded.gone
+    assert {"evaluate", "offer", "WorkerOffer", "execute task"} <= {span.name for span in recorded.spans}
+    assert ("hypha.worker.requests", 1, {"hypha.offered": True}) in recorded.values
+    assert ("hypha.worker.lease.renewals", 1, {"hypha.outcome": "renewed"}) in recorded.values
+
+
+JOB = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+OTHER = JOB.removesuffix("f-01") + "e-01"
+STRANGE = "00-fedcba9876543210fedcba9876543210-0123456789abcdef-01"
+
+SCRIPT = """
+import os
+time.sleep(0.3)
+span = {"name": "round", "ago_ms": 250, "duration_ms": 200, "attributes": {"batches": 3, "loss": 0.5, "ok": True}}
+span["inside"] = [{"name": "train", "ago_ms": 240, "duration_ms": 100, "error": "no data"}]
+answers = [post("/telemetry/spans", {"spans": [span], "traceparent": os.environ.get("TRACEPARENT")})]
+for bad in BAD:
+    answers.append(post("/telemetry/spans", bad))
+print(json.dumps(answers), flush=True)
+"""
+FINE = {"name": "x", "ago_ms": 1, "duration_ms": 1}
+BAD: list[Any] = [
+    [],
+    {},
+    {"spans": [{**FINE, "name": ""}]},
+    {"spans": [{**FINE, "name": "x" * 65}]},
+    {"spans": [{**FINE, "duration_ms": 2}]},
+    {"spans": [{**FINE, "ago_ms": -1}]},
+    {"spans": [{**FINE, "ago_ms": 1e9}]},
+    {"spans": [{**FINE, "attributes": {"a": [1]}}]},
+    {"spans": [{**FINE, "attributes": {"a": 2**63}}]},
+    {"spans": [{**FINE, "attributes": {str(n): n for n in range(33)}}]},
+    {"spans": [{**FINE, "error": "x" * 301}]},
+    {"spans": [FINE] * 257},
+    {"spans": [{**FINE, "inside": [{**FINE, "inside": [{**FINE, "inside": [{**FINE, "inside": [FINE]}]}]}]}]},
+    {"spans": [FINE], "traceparent": STRANGE},
+    {"spans": [FINE], "traceparent": "x" * 65},
+]
+
+
+@contextmanager
+def exporting() -> Iterator[Collector]:
+    with http_collector() as collector:
+        files = {f"{kind}_pem": Path(kind) for kind in ("cert", "key", "trust")}
+        keys: dict[str, Any] = {**files, "gateway_addresses": ["/ip4/127.0.0.1/tcp/1"]}
+        config = NodeConfig.model_validate({**keys, "telemetry_endpoint": collector.url})
+        export = open_export(config, service="hypha-worker", version="1", instance="12D3")
+        try:
+            yield collector
+        finally:
+            export.close()
+
+
+async def test_an_executors_spans_are_in_the_trace_of_its_job(in_lab: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with exporting() as collector:
+        async with in_lab() as lab:
+            with instrumentation.span("job"):
+                await lab.start(SCRIPT.replace("BAD", repr(BAD)))
+            assert (await lab.scheduler.ended()).outcome == "finished"
+    [printed] = [record.getMessage() for record in caplog.records if "[[200" in record.getMessage()]
+    taken, *refused = json.loads(printed[printed.index("[[") :])
+    assert taken == [200, {"recorded": 2}]
+    assert len(refused) == len(BAD)
+    for bad, (status, answer) in zip(BAD, refused, strict=True):
+        assert (status, answer["error"]) == (400, "bad-request"), bad
+    spans = {span.name: span for span in collector.spans}
+    job, executed, outer, inner = spans["job"], spans["execute task"], spans["round"], spans["train"]
+    assert {span.trace_id for span in (job, executed, outer, inner)} == {job.trace_id}
+    assert outer.parent_span_id == executed.span_id
+    assert inner.parent_span_id == outer.span_id
+    assert abs(outer.end_time_unix_nano - outer.start_time_unix_nano - 200e6) < 50e6
+    assert executed.start_time_unix_nano < outer.start_time_unix_nano < inner.start_time_unix_nano
+    assert inner.end_time_unix_nano < outer.end_time_unix_nano < executed.end_time_unix_nano
+    about = {pair.key: pair.value for pair in outer.attributes}
+    assert (about["batches"].int_value, about["loss"].double_value, about["ok"].bool_value) == (3, 0.5, True)
+    assert about["hypha.executor"].bool_value
+    assert (inner.status.code, inner.status.message) == (2, "no data")
+    assert "x" not in spans
+    # FastAPI traces each request of the bridge if OpenTelemetry's global providers are set
+    assert not [name for name in spans if name.startswith(("POST", "fastapi"))]
+
+
+def report(**changes: Any) -> SpanReport:
+    return SpanReport(spans=(ExecutorSpan(name="x", ago_ms=1.0, duration_ms=1.0),) * 3, **changes)
+
+
+def test_without_a_collector_or_a_trace_spans_are_accepted_and_dropped() -> None:
+    clock = iter(range(100)).__next__
+    assert SpanRecorder(clock).record(report(), JOB) == 0
+    with exporting() as collector:
+        assert SpanRecorder(clock).record(report(), None) == 0
+        assert SpanRecorder(clock).record(report(traceparent=OTHER), JOB) == 3
+        with pytest.raises(BridgeError, match="not one of the job's trace"):
+            SpanRecorder(clock).record(report(traceparent=STRANGE), JOB)
+    assert {span.parent_span_id.hex() for span in collector.spans} == {OTHER.split("-")[2]}
+
+
+def test_the_number_of_spans_per_job_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans_module, "MAX_SPANS_PER_JOB", 5)
+    recorder = SpanRecorder(iter(range(100)).__next__)
+    with exporting() as collector:
+        assert [recorder.record(report(), JOB) for _ in range(3)] == [3, 2, 0]
+    assert len(collector.spans) == 5

@@ -1,4 +1,4 @@
-"""The request batch: when it is decided, and how its places are shared among schedulers."""
+"""The request batch: when it is decided, and how its places are shared; and the requests that are deferred."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.request_batch import ReceivedRequest, RequestBatch
+from hypha_worker.bidding.request_batch import DeferredRequests, ReceivedRequest, RequestBatch
 
 PEERS = [PeerId.from_public_key(n.to_bytes(32, "big")) for n in range(200)]
+TRAIN = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
+SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("aggregate", "x"),))
 
 
-def received(number: int, peer: int = 0, bid: float = 100.0, received_at: float = 0.0) -> ReceivedRequest:
-    spec = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
+def received(
+    number: int, peer: int = 0, bid: float = 100.0, received_at: float = 0.0, spec: WorkerSpec = TRAIN
+) -> ReceivedRequest:
     request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
     return ReceivedRequest(PEERS[peer], request, received_at)
 
@@ -81,3 +84,44 @@ def test_places_are_shared_evenly_and_each_schedulers_best_bids_stay(wanted: lis
         )
         if places[scheduler] < count:
             assert places[scheduler] >= max(places.values()) - 1
+
+
+def kept(deferred: DeferredRequests) -> list[int]:
+    return sorted(each.request.id.int for each in deferred.pending)
+
+
+def test_a_repeated_request_replaces_the_older_one() -> None:
+    deferred = DeferredRequests()
+    for number in range(3):
+        deferred.add(received(number, received_at=number / 100))
+    assert kept(deferred) == [2]
+
+
+def test_a_publication_replaces_all_of_the_one_before() -> None:
+    deferred = DeferredRequests()
+    deferred.add(received(0))
+    deferred.add(received(1, received_at=0.05, spec=SERVER))
+    deferred.add(received(2, peer=1, spec=SERVER))
+    assert kept(deferred) == [0, 1, 2]
+    deferred.drop_superseded([received(3, received_at=0.5)])
+    assert kept(deferred) == [2]
+
+
+def test_the_next_deadline_is_that_of_the_oldest_request() -> None:
+    deferred = DeferredRequests()
+    assert deferred.next_deadline == float("inf")
+    deferred.add(received(0, received_at=1.0))
+    deferred.add(received(1, received_at=1.1, spec=SERVER))
+    assert deferred.next_deadline == 6.0
+    deferred.forget(PEERS[0])
+    assert deferred.pending == ()
+
+
+def test_a_flood_of_different_requests_leaves_a_place_to_others() -> None:
+    deferred = DeferredRequests()
+    for number in range(2 * REQUEST_BATCH_SIZE):
+        spec = WorkerSpec(resources=Resources(cpu=number / 1000), executor=TRAIN.executor)
+        deferred.add(received(number, spec=spec))
+    deferred.add(received(9999, peer=1, received_at=0.1))
+    assert len(deferred.pending) == REQUEST_BATCH_SIZE
+    assert 9999 in kept(deferred)
