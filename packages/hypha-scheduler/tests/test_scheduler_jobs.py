@@ -1,9 +1,10 @@
-"""Jobs that wait, run and are cancelled at a running scheduler, as clients of its socket see them."""
+"""Jobs that wait, run and are cancelled at a running scheduler, as clients of its socket see them; configured jobs."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import uuid
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def _parse_scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scheduler:
     """A scheduler's `serve` in the background, and clients of its socket."""
 
-    def __init__(self, lab: Lab, runs: Path, **queue: Any) -> None:
+    def __init__(self, lab: Lab, runs: Path, jobs: int = 0, **queue: Any) -> None:
         self.lab, self.runs = lab, runs
         self.terminated, self.ended = anyio.Event(), anyio.Event()
         self.error: BaseException | None = None
@@ -63,7 +64,9 @@ class Scheduler:
             strategies=None,
             model_command=(),
         )
-        self._config: Any = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=())
+        self._config: Any = SimpleNamespace(
+            bridge_address=None, scheduler=table, runs_dir=runs, jobs=(ScriptedJob(),) * jobs
+        )
         self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
         lab.tasks.start_soon(self._serve)
 
@@ -88,6 +91,15 @@ class Scheduler:
             raise JobCommandError(answer)
         assert answer["accepted"] is True
         return str(answer["job_id"])
+
+    async def connect(self) -> anyio.abc.ByteStream:
+        """Submit a job; return the connection once the job is accepted."""
+        await self.is_up()
+        stream = await anyio.connect_unix(socket_path(self.runs))
+        await stream.send(json.dumps({"job": {"type": "scripted"}}).encode())
+        await stream.send_eof()
+        assert json.loads(await stream.receive())["accepted"] is True
+        return stream
 
     async def command(self, command: str, **arguments: Any) -> dict[str, Any]:
         await self.is_up()
@@ -361,3 +373,71 @@ def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
         write_queued(directory, ScriptedJob(), 1.0, 1)
     assert list(directory.iterdir()) == []
     assert read_queue(runs) == []
+
+
+@pytest.mark.parametrize("last", ["configured", "submitted"])
+@pytest.mark.virtual_clock
+async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
+    open_jobs: OpenJobs, runs: Path, last: str
+) -> None:
+    strategy = ScriptedStrategy()
+    async with open_jobs(strategy) as lab:
+        scheduler = Scheduler(lab, runs, jobs=1)
+        configured: QuietOperator = await strategy.operator()
+        connection = await scheduler.connect()
+        submitted: QuietOperator = await strategy.operator(1)
+        for operator in (configured, submitted):
+            await operator.until("acquired")
+        first, second = (submitted, configured) if last == "configured" else (configured, submitted)
+        first.act(EndJob())
+        while not (first.context.directory / "result.json").exists():
+            await anyio.sleep(0.01)
+        with anyio.move_on_after(60) as waited:
+            await scheduler.ended.wait()
+        assert waited.cancelled_caught
+        second.act(EndJob())
+        await scheduler.ended.wait()
+        assert scheduler.error is None
+        assert "result" in json.loads(await connection.receive())
+        assert not socket_path(runs).exists()
+
+
+@pytest.mark.virtual_clock
+async def test_scheduler_without_configured_jobs_stays(open_jobs: OpenJobs, runs: Path) -> None:
+    strategy = ScriptedStrategy()
+    async with open_jobs(strategy) as lab:
+        scheduler = Scheduler(lab, runs)
+        for number in range(2):
+            connection = await scheduler.connect()
+            operator: QuietOperator = await strategy.operator(number)
+            operator.act(EndJob())
+            assert "result" in json.loads(await connection.receive())
+        with anyio.move_on_after(60) as waited:
+            await scheduler.ended.wait()
+        assert waited.cancelled_caught
+
+
+@pytest.mark.parametrize("jobs", [0, 1])
+@pytest.mark.virtual_clock
+async def test_configured_jobs_run_although_no_jobs_can_be_submitted(
+    open_jobs: OpenJobs, runs: Path, caplog: pytest.LogCaptureFixture, jobs: int
+) -> None:
+    """Another scheduler has the socket; without configured jobs that is an error."""
+    strategy = ScriptedStrategy()
+    with caplog.at_level(logging.WARNING):
+        async with open_jobs(strategy) as lab:
+            other = Scheduler(lab, runs)
+            await other.connect()
+            (await strategy.operator()).act(EndJob())
+            scheduler = Scheduler(lab, runs, jobs=jobs)
+            if jobs:
+                operator: QuietOperator = await strategy.operator(len(strategy.operators))
+                operator.act(EndJob())
+            await scheduler.ended.wait()
+            if jobs:
+                assert scheduler.error is None
+                assert "no jobs can be submitted beside the configured ones" in caplog.text
+            else:
+                assert isinstance(scheduler.error, ExceptionGroup)
+                assert scheduler.error.subgroup(OSError) is not None
+            await other.connect()  # the other scheduler's socket is as it was

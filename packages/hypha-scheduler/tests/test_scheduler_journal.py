@@ -1,15 +1,28 @@
-"""Journal: truncated lines are skipped and failed syncs are raised."""
+"""Journal: truncated lines are skipped and failed syncs are raised; and jobs that a journal shows to be unfinished."""
 
 from __future__ import annotations
 
 import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 
+from hypha_net.node.config.loader import load_config
+from hypha_net.node.lifecycle import Node
+from hypha_net.testing import MemoryNetwork
+from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.events import EndRecord, JobEvents
 from hypha_scheduler.jobs.journal import Journal, check_names, read_journal
+from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
+from hypha_scheduler.service import serve
+from hypha_scheduler.strategies.diloco.records import round_record
+from hypha_scheduler.strategies.diloco.result_model import Advance
 
 
 def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
@@ -98,3 +111,152 @@ def test_failure_of_a_sync_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.
         assert journal.synced == 0
         with pytest.raises(OSError, match="Input/output"):
             journal.append("round", round=2)
+
+
+@contextmanager
+def running_job(runs: Path, rounds: int) -> Iterator[tuple[uuid.UUID, JobEvents]]:
+    """Report a job with this many closed rounds; it runs within the context and has no end."""
+    job_id = uuid.uuid4()
+    (runs / str(job_id)).mkdir(parents=True)
+    with JobEvents(job_id, runs / str(job_id)) as report:
+        report.accepted({"dataset": "digits"})
+        for number in range(1, rounds + 1):
+            advance = Advance("blake3:" + "0" * 64, "blake3:" + "1" * 64, "blake3:" + "2" * 64)
+            record = round_record(number, 1, [], [], advance, 0.5)
+            report.journal.append(record.kind, **record.fields)
+        yield job_id, report
+
+
+def interrupted_job(runs: Path, rounds: int) -> Path:
+    with running_job(runs, rounds) as (job_id, _):
+        pass
+    return runs / str(job_id)
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_job_without_an_end_is_found_and_left_as_it_is(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=7)
+    before = contents(tmp_path)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.directory, found.progress) == (directory.name, directory, "round 7")
+    assert found.began is not None
+    assert abs(found.began - found.last_record) < 60
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["failed", "finished"])
+def test_job_with_an_end_is_not_unfinished(tmp_path: Path, kind: str) -> None:
+    with running_job(tmp_path, rounds=2) as (_, report):
+        end = report.failed("why") if kind == "failed" else report.finished({"rounds": 2})
+        end.write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_a_job_that_was_resumed_after_a_failure_is_unfinished(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=2)
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
+    with Journal(directory / "journal.jsonl") as journal:
+        journal.record("resumed")
+    assert [job.directory for job in find_unfinished(tmp_path)] == [directory]
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_job_with_a_result_is_not_unfinished(tmp_path: Path) -> None:
+    (interrupted_job(tmp_path, rounds=2) / "result.json").write_text("{}")
+    assert find_unfinished(tmp_path) == []
+
+
+def test_running_job_is_not_unfinished(tmp_path: Path) -> None:
+    with running_job(tmp_path, rounds=2):
+        assert find_unfinished(tmp_path) == []
+    [_] = find_unfinished(tmp_path)
+
+
+def test_end_that_is_recorded_later_finishes_the_job(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=2)
+    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
+    assert find_unfinished(tmp_path) == []
+
+
+def test_what_is_not_a_job_is_skipped(tmp_path: Path) -> None:
+    assert find_unfinished(tmp_path / "none") == []
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "scheduler.sock").touch()
+    assert find_unfinished(tmp_path) == []
+
+
+@pytest.mark.parametrize("planted", ["fifo", "link to a job", "link to a journal", "of another user"])
+def test_what_others_have_put_there_is_not_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, planted: str
+) -> None:
+    elsewhere = interrupted_job(tmp_path / "elsewhere", rounds=1)
+    runs = tmp_path / "runs"
+    folder = runs / str(uuid.uuid4())
+    match planted:
+        case "fifo":
+            folder.mkdir(parents=True)
+            os.mkfifo(folder / "journal.jsonl")
+        case "link to a job":
+            runs.mkdir()
+            folder.symlink_to(elsewhere)
+        case "link to a journal":
+            folder.mkdir(parents=True)
+            (folder / "journal.jsonl").symlink_to(elsewhere / "journal.jsonl")
+        case _ if os.geteuid():
+            pytest.skip("only root can give files away")
+        case _:
+            os.chown(interrupted_job(runs, rounds=1) / "journal.jsonl", 12345, -1)
+    assert find_unfinished(runs) == []
+    assert "is not looked at" in caplog.text
+
+
+@pytest.mark.parametrize("journal", [b"", b"\xff\x00\n{}\n[1]\n" + b"[" * 100_000, b'{"round": "x", "job_id": 3}\n'])
+def test_damaged_journal_is_an_unfinished_job(tmp_path: Path, journal: bytes) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "journal.jsonl").write_bytes(journal)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.began, found.progress) == ("job", None, None)
+
+
+def test_long_journal_is_read_from_both_ends(tmp_path: Path) -> None:
+    directory = interrupted_job(tmp_path, rounds=5000)
+    assert (directory / "journal.jsonl").stat().st_size > 3 * (64 << 10)
+    [found] = find_unfinished(tmp_path)
+    assert (found.job_id, found.progress) == (directory.name, "round 5000")
+
+
+def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(MAX_NAMED + 3):
+        journal = interrupted_job(tmp_path, rounds=0) / "journal.jsonl"
+        os.utime(journal, (1_000_000 + number, 1_000_000 + number))
+    log_unfinished(find_unfinished(tmp_path), tmp_path)
+    messages = [record.getMessage() for record in caplog.records]
+    assert journal.parent.name in messages[0]
+    assert len(messages) == MAX_NAMED + 1
+    assert messages[-1] == f"3 further jobs in {tmp_path} have no end"
+
+
+async def test_scheduler_names_unfinished_jobs_when_it_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = interrupted_job(tmp_path / "runs", rounds=3)
+    for name in ("round-9", "round-10", "round-.new"):
+        (directory / "checkpoints" / name).mkdir(parents=True)
+    file = tmp_path / "scheduler.toml"
+    file.write_text('cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n')
+    config = load_config(SchedulerConfig, file, {}, {"output_dir": str(tmp_path / "runs")}).config
+
+    async with MemoryNetwork(seed=1).endpoint("s") as endpoint, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, config, Node(endpoint, tasks))
+        while not await anyio.Path(tmp_path / "runs" / "scheduler.sock").exists():
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+    [message] = [record.getMessage() for record in caplog.records if record.name == "hypha_scheduler.jobs.unfinished"]
+    assert message.startswith(f"job {directory.name} has no end: its scheduler ended while it ran. It began 2")
+    assert "completed round 3 and was last recorded 2" in message
+    assert f"its files are in {directory}. Resume it with `hypha-scheduler resume {directory} --config FILE`" in message
+    newest = directory / "checkpoints" / "round-10"
+    assert f"with model.path = '{newest}' to start from the model that it had" in message

@@ -1,11 +1,13 @@
-"""Artifacts of a job: copies of the start model and the preprocessor, and how they are served."""
+"""Artifacts of a job: copies of the start model and the preprocessor, and files that are served."""
 
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -15,11 +17,14 @@ from support.stored_model import write_model
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, UriReference
+from hypha_proto.tasks import OutputPath
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.model_files import missing_files
+from hypha_scheduler.jobs.resource_locations import ServedFiles, checked_location
+from hypha_scheduler.jobs.specs import task_spec
 
 PEER = PeerId.from_public_key(bytes(32))
 
@@ -142,3 +147,53 @@ async def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
     with pytest.raises(JobFailedError, match="No space left on device"):
         await open_start_model(table, copy, uuid.UUID(int=5), PEER, unchanged=True)
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
+HERE = PeerId.from_public_key(bytes(32))
+
+
+class Context:
+    """Part of `JobContext` that is used."""
+
+    job_id = uuid.UUID(int=7)
+    scheduler = HERE
+
+
+def served(files: dict[str, Path | bytes]) -> ServedFiles:
+    context: Any = Context()
+    return ServedFiles(context, "results", files)
+
+
+def test_the_files_are_located_here_and_served_as_they_are_requested(tmp_path: Path) -> None:
+    files = served({"a.json": b"{}", "deep/b.bin": tmp_path / "b"})
+    answer, _ = checked_location((files.location(), ()))
+    assert answer.pull is not None
+    assert [(file.path, file.peers) for file in answer.pull.files] == [("a.json", (HERE,)), ("deep/b.bin", (HERE,))]
+    found = [files.resolve(PullRequest(dataset=file.dataset, index=file.index)) for file in answer.pull.files]
+    assert found == [PullSource(b"{}"), PullSource(tmp_path / "b")]
+
+
+def test_other_files_are_refused() -> None:
+    files = served({"a": b"1"})
+    for wrong in (
+        PullRequest(dataset=files.dataset, index=1),
+        PullRequest(dataset=f"{uuid.UUID(int=8)}/results", index=0),
+        PullRequest(dataset="digits", index=0),
+    ):
+        assert isinstance(files.resolve(wrong), Refusal)
+
+
+def test_a_resource_without_files_is_located_and_empty() -> None:
+    answer = served({}).location()
+    assert answer.pull is not None
+    assert answer.pull.files == ()
+
+
+def test_a_task_names_its_resources_and_outputs() -> None:
+    spec = task_spec("shell/bash", {"input": "data", "n": 3}, resources=("data",), outputs={"best": "out/best"})
+    assert (spec.executor, json.loads(spec.settings)) == ("shell/bash", {"input": "data", "n": 3})
+    [resource] = spec.resources
+    assert resource.name == "data"
+    assert resource.result is not None
+    assert spec.outputs == (OutputPath(name="best", path="out/best"),)
+    assert task_spec("shell/bash", {}).resources == ()
