@@ -276,11 +276,6 @@ def test_the_update_is_that_of_the_whole_batch(run: Callable[..., Any], monkeypa
         np.testing.assert_allclose(value, theirs[name], atol=2e-6, rtol=0, err_msg=name)
 
 
-def test_it_is_stated_with_the_update(run: Callable[..., Any]) -> None:
-    assert run(micro_batch=4).sent[0]["contribution"]["micro_batch"] == 4
-    assert "micro_batch" not in run().sent[0]["contribution"]
-
-
 def test_none_is_refused(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     assert training.main(make_worker().arguments(micro_batch=0)) == 2
     assert "micro_batch must be at least 1" in caplog.text

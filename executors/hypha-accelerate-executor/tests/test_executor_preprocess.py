@@ -307,11 +307,6 @@ def test_output_without_one_row_per_sample_is_refused() -> None:
         )
 
 
-def test_files_that_are_not_a_tokenizer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded as 'tokenizer'"):
-        load_preprocessor("tokenizer", tmp_path, ("text",), None)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_nested_preprocessor_files_are_refused(tokenizer: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(tokenizer, tmp_path / "copy")

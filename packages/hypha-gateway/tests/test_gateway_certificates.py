@@ -147,13 +147,3 @@ def test_revoked_node_is_disconnected_within_a_minute(gateway: Gateway) -> None:
     run(main, REVOKED_WITHIN + 40)
     gateway.wait_for("certificate 'leaving'")
     assert gateway.probe()["healthy"] is True
-
-
-@pytest.mark.nightly
-def test_second_gateway_on_a_used_port_reports_it_and_ends(gateway: Gateway) -> None:
-    second = subprocess.run(gateway.command(), capture_output=True, text=True, timeout=30)
-    assert second.returncode == 1
-    assert gateway.address in second.stderr
-    assert "another program uses the port?" in second.stderr
-    assert "Traceback" not in second.stderr
-    assert gateway.probe()["healthy"] is True

@@ -366,13 +366,6 @@ def test_another_kind_of_key_is_refused(authority: Any) -> None:
         load_identity(cert, key, trust)
 
 
-def test_a_key_that_does_not_match_the_certificate_is_refused(authority: Any) -> None:
-    cert, _, trust = authority.files("w1")
-    _, key, _ = authority.files("w2")
-    with pytest.raises(IdentityError, match="does not belong"):
-        load_identity(cert, key, trust)
-
-
 @pytest.mark.parametrize(("valid", "words"), [((-10 * DAY, -DAY), "expired"), ((DAY, 10 * DAY), "not valid before")])
 def test_a_certificate_outside_its_validity_is_refused(
     authority: Any, valid: tuple[dt.timedelta, dt.timedelta], words: str

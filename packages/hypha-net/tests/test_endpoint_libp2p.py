@@ -103,12 +103,6 @@ async def test_host_names_are_resolved_by_the_system(authority: Any, kind: str) 
         assert await two.connect(f"/{kind}/localhost/tcp/{port}") == one.peer_id
 
 
-async def test_an_address_without_listener_is_unreachable(authority: Any) -> None:
-    async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
-        with pytest.raises(UnreachableError):
-            await leaf.connect(f"/ip4/127.0.0.1/tcp/{free_port()}")
-
-
 async def test_connected_peers_hear_of_protocols_that_are_added(libp2p_opener: Opener) -> None:
     """A node that starts is dialled before its services have registered their handlers."""
     async with libp2p_opener(2) as (gateway, leaf):

@@ -24,7 +24,7 @@ from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
 from support.waiting import until
 
-from hypha_net import EndpointSettings, instrumentation, open_endpoint, pubsub
+from hypha_net import EndpointSettings, instrumentation, open_endpoint
 from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.gossipsub import validation
@@ -37,7 +37,6 @@ from hypha_net.events import QUEUE, GossipDropped
 from hypha_net.pubsub import SubscriptionQueue
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
-from hypha_proto.offers import WORKER_REQUESTS
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TOPIC = "test/topic"
@@ -365,19 +364,6 @@ def made_up(number: int) -> Any:
     made = rpc_pb2.Message(from_id=origin.raw, seqno=bytes(8), topicIDs=[TOPIC], data=b"made up")
     made.signature = key.sign(b"libp2p-pubsub:" + made.SerializeToString())
     return made
-
-
-async def test_an_undecodable_message_emits_an_event() -> None:
-    network = MemoryNetwork()
-    async with network.endpoint("a") as a, network.endpoint("b") as b:
-        with b.events.follow(GossipDropped) as lost:
-            async with pubsub.subscribe(b, WORKER_REQUESTS) as requests, anyio.create_task_group() as tasks:
-                tasks.start_soon(anext, requests)
-                await a.publish(WORKER_REQUESTS.name, b"rubbish")
-                with anyio.fail_after(15):
-                    event = await anext(aiter(lost))
-                tasks.cancel_scope.cancel()
-    assert event == GossipDropped(WORKER_REQUESTS.name, "undecodable", a.peer_id)
 
 
 async def test_messages_dropped_for_a_slow_subscriber_emit_events() -> None:

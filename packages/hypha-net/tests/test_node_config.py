@@ -78,20 +78,6 @@ def refused(load: Any, *args: Any, **kwargs: Any) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_each_source_overrides_the_one_below(load: Any) -> None:
-    text = "[resources]\ngpu = 8\ncpu = 2\n"
-    assert load().config.resources.gpu == 0
-    assert load(text).config.resources.gpu == 8
-    env = {"HYPHA_RESOURCES__GPU": "24"}
-    assert load(text, env).config.resources.gpu == 24
-    loaded = load(text, env, resources__gpu="48")
-    assert loaded.config.resources == Resources(cpu=2, gpu=48)
-    assert loaded.origins["resources.gpu"] == "--set resources.gpu"
-    assert loaded.origins["resources.cpu"].endswith("node.toml:7")
-    assert load(text, env).origins["resources.gpu"] == "HYPHA_RESOURCES__GPU"
-    assert "work_dir" not in loaded.origins
-
-
 def test_configuration_from_the_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = {

@@ -23,7 +23,7 @@ from hypha_net import instrumentation, rpc
 from hypha_net.node.config.loader import ConfigError, load_config
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.otlp import targets
-from hypha_net.node.telemetry import Export, make_sampler, open_export
+from hypha_net.node.telemetry import Export, open_export
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLease
@@ -148,11 +148,6 @@ def test_sampler_decides_what_is_recorded(sampler: str, ratio: float, alone: boo
             with instrumentation.span("below", parent=PARENT):
                 assert (instrumentation.current_traceparent() or "").endswith("-01" if below else "-00")
         assert {span.name for span in collector.spans} == set(["alone"] * alone + ["below"] * below)
-
-
-def test_ratio_sampler_records_a_share_of_traces() -> None:
-    config = node_config(telemetry_sampler="parentbased_traceidratio", telemetry_sample_ratio=0.1)
-    assert make_sampler(config).get_description().startswith("ParentBased{root:TraceIdRatioBased{0.1}")
 
 
 # --------------------------------------------------------------------------------------------------------------- logs

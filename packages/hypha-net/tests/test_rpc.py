@@ -10,10 +10,8 @@ from support.endpoint_helpers import memory_pair
 
 from hypha_net import dataset_directory, pubsub, rpc
 from hypha_net.endpoint import Stream
-from hypha_net.errors import (
-    RequestError,
-    RequestTimeoutError,
-)
+from hypha_net.errors import RequestError, RequestTimeoutError
+from hypha_net.events import GossipDropped
 from hypha_proto.datasets import DatasetRecord
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
@@ -21,16 +19,6 @@ from hypha_proto.leases import RENEW_LEASE, LeaseRenewal, RenewalFailed, RenewLe
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerRequest, WorkerSpec
 from hypha_proto.protocols import API, HEALTH
 from hypha_proto.resources import Resources
-
-
-async def _healthy(_peer: PeerId, _request: HealthRequest) -> Health:
-    return Health(healthy=True)
-
-
-async def test_a_request_is_answered() -> None:
-    async with memory_pair() as (a, b):
-        rpc.serve(b, HEALTH_CHECK, _healthy)
-        assert await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest()) == Health(healthy=True)
 
 
 async def test_methods_share_a_protocol_and_receive_the_peer_id() -> None:
@@ -92,13 +80,15 @@ async def test_a_malformed_answer_is_an_error(answer: bytes) -> None:
             await rpc.call(a, b.peer_id, HEALTH_CHECK, HealthRequest())
 
 
-async def test_typed_gossip_drops_undecodable_messages() -> None:
+async def test_typed_gossip_drops_undecodable_messages_with_an_event() -> None:
     spec = WorkerSpec(resources=Resources(cpu=1.0), executor=())
     sent = WorkerRequest(id=uuid.UUID(int=5), spec=spec, timeout_ms=5000, bid=2.0)
     async with memory_pair() as (a, b), pubsub.subscribe(b, WORKER_REQUESTS) as messages:
-        await a.publish(WORKER_REQUESTS.name, b"rubbish")
-        await pubsub.publish(a, WORKER_REQUESTS, sent)
-        assert await anext(messages) == (a.peer_id, sent)
+        with b.events.follow(GossipDropped) as lost:
+            await a.publish(WORKER_REQUESTS.name, b"rubbish")
+            await pubsub.publish(a, WORKER_REQUESTS, sent)
+            assert await anext(messages) == (a.peer_id, sent)
+            assert await anext(aiter(lost)) == GossipDropped(WORKER_REQUESTS.name, "undecodable", a.peer_id)
 
 
 async def test_datasets_are_found_by_name_with_their_provider() -> None:

@@ -669,15 +669,6 @@ async def test_the_server_begins_with_the_first_connection(
     assert list(short.iterdir()) == []
 
 
-async def test_a_bridge_that_nobody_uses_starts_no_server(
-    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = count_servers(monkeypatch)
-    async with with_bridge():
-        await anyio.lowlevel.checkpoint()
-    assert begun == []
-
-
 async def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
     """As by an executor that reports when it gets SIGTERM."""
     answers: list[tuple[int, str]] = []

@@ -151,16 +151,6 @@ def test_a_file_that_is_gone_when_it_is_published_is_an_error_of_the_path(files:
     assert (status, detail) == (400, "path: 'a/x' cannot be used: No such file or directory")
 
 
-def test_a_name_that_something_has_is_not_taken_away(files: JobFiles) -> None:
-    (files.work_dir / "u.bin").symlink_to("nowhere")
-    names = []
-    for number in range(3):
-        with files.staged() as staged:
-            staged.write_text(f"{number}")
-            names.append(str(files.publish_beside(staged, PurePosixPath(), "u.bin")))
-    assert names == ["u-1.bin", "u-2.bin", "u-3.bin"]
-
-
 def test_what_is_written_for_a_job_only_its_owner_reads(files: JobFiles, tmp_path: Path) -> None:
     (files.work_dir / "job.json").symlink_to(tmp_path / "outside" / "secret")
     assert files.write_file("job.json", b"{}") == files.work_dir / "job.json"

@@ -234,12 +234,6 @@ def run(settings: ExecutorSettings, folder: Path, *layers: LimitingLayer) -> Non
     anyio.run(main, backend="trio")
 
 
-def test_the_reason_of_the_layer_that_ended_a_process_is_reported(tmp_path: Path) -> None:
-    settings = ExecutorSettings(sys.executable, ("-I", "-S", "-c", "import os; os.kill(os.getpid(), 9)"))
-    with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has"):
-        run(settings, tmp_path, LimitingLayer())
-
-
 @pytest.mark.parametrize(
     ("end", "is_failed_start"),
     [
@@ -262,7 +256,7 @@ def test_an_exit_that_a_layer_explains_is_no_failed_start(tmp_path: Path) -> Non
     settings = ExecutorSettings(cmd=sys.executable, args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
     with pytest.raises(ExecutorExitError):
         run(settings, tmp_path)
-    with pytest.raises(ExecutionError, match="more memory") as found:
+    with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has") as found:
         run(settings, tmp_path, LimitingLayer())
     assert not isinstance(found.value, ExecutorExitError)
 
