@@ -1,7 +1,7 @@
 """Faults during inference jobs on a real network: every row gets one result, as `hypha-scheduler audit` proves.
 
 The workers classify handwritten digits with a model that was not trained. Their executors wait at every batch, so that
-jobs last long enough for faults; while a file exists they compute nothing.
+jobs last long enough for faults; while files exist they compute nothing, or die of one row.
 
 Parts that are cut, corrupt, of another slice or sent twice are faults of workers that no real one has: see
 ``test_inference_job.py`` of the scheduler.
@@ -10,6 +10,7 @@ Parts that are cut, corrupt, of another slice or sent twice are faults of worker
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,24 +28,31 @@ from hypha_local.processes import script
 
 ROWS: Final = 180
 SLICES: Final = 30
+DEADLY: Final = 100
+"""Number of the row that executors die of while `InferenceNetwork.poison` exists."""
+_MARK: Final = 0.3
+"""Value of a pixel of that row alone: all others are multiples of 1/16."""
 _EXECUTOR: Final = """
-import os, sys, time
+import os, signal, sys, time
 import torch
 from hypha.accelerate_executor.inference import main
 
-def wait(module, inputs):
+def wait_or_die(module, inputs):
     while os.path.exists({hold!r}):
         time.sleep(0.05)
+    if inputs and torch.is_tensor(inputs[0]) and os.path.exists({poison!r}):
+        if ((inputs[0] - {mark}).abs() < 1e-6).any():
+            os.kill(os.getpid(), signal.SIGKILL)
 
 torch.set_num_threads(1)
-torch.nn.modules.module.register_module_forward_pre_hook(wait)
+torch.nn.modules.module.register_module_forward_pre_hook(wait_or_die)
 sys.exit(main())
 """
 
 
 def executor(switches: Path, delay: float) -> str:
-    """Return TOML of the executor, which waits `delay` seconds at every batch and looks for a file in `switches`."""
-    args = ["-c", _EXECUTOR.format(hold=str(switches / "hold"))]
+    """Return TOML of the executor, which waits `delay` seconds at every batch and looks for files in `switches`."""
+    args = ["-c", _EXECUTOR.format(poison=str(switches / "poison"), hold=str(switches / "hold"), mark=_MARK)]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     table = '\n[[executors]]\nclass = "inference"\nname = "transformers"\nruntime = "process"\n'
     table += f"readable = {json.dumps([str(switches)])}\n"
@@ -61,6 +69,8 @@ class InferenceNetwork(TaskNetwork):
         super().__init__(root, workers, leases=1)
         switches = root / "switches"
         switches.mkdir()
+        self.poison = switches / "poison"
+        """While it exists, executors die of the row `DEADLY`."""
         self.hold = switches / "hold"
         """While it exists, executors compute nothing."""
         for name in self.trainers:
@@ -77,6 +87,7 @@ class InferenceNetwork(TaskNetwork):
         from safetensors.numpy import save_file
 
         pixels = (load_digits()[0][:ROWS].reshape(-1, 1, 8, 8) / 16.0).astype(numpy.float32)
+        pixels[DEADLY, 0, 0, 0] = _MARK
         source = self.folders.data / "numbers.safetensors"
         save_file({"pixel_values": pixels, "number": numpy.arange(ROWS, dtype=numpy.int64)}, source)
         out = str(self.folders.data / "numbers")
@@ -138,6 +149,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceNetwo
 @pytest.fixture(autouse=True)
 def _no_process_is_left(network: InferenceNetwork) -> Iterator[None]:
     yield
+    network.poison.unlink(missing_ok=True)
     network.hold.unlink(missing_ok=True)
     network.revive()
     network.check_quiet()
@@ -186,3 +198,15 @@ def test_a_job_whose_scheduler_was_killed_is_resumed(network: InferenceNetwork) 
     assert [record["slice"] for record in job.records("part")][: len(committed)] == committed
     assert summary["rows"] == ROWS
     assert summary["rows_assigned"] <= ROWS - (len(committed) - IN_HAND) * A_SLICE
+
+
+def test_an_executor_that_dies_of_one_row_fails_the_job_which_is_resumed(network: InferenceNetwork) -> None:
+    network.poison.touch()
+    job = network.classify()
+    why = job.wait_for_failure(120)
+    assert f"exit code {-signal.SIGKILL}" in why
+    network.poison.unlink()
+    network.resume(job).wait(60)
+    network.check(job)
+    [index] = [row["slice"] for row in network.rows(job) if row["number"] == DEADLY]
+    assert f"slice {index} " in why

@@ -33,6 +33,7 @@ from hypha_proto.model_listing import (
     names_in,
     reader_of,
 )
+from hypha_proto.update_file import apply_update_to_dir, open_update
 
 # written out, to catch errors in the rule that derives class names
 CLASSES = {
@@ -111,6 +112,12 @@ def test_a_task_loads_its_auto_class(task: str, tmp_path: Path, monkeypatch: pyt
     assert asked == [(tmp_path, False, True)]
 
 
+def test_the_torch_task_loads_a_class_of_the_owner(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_class": "owners:Net"}')
+    with pytest.raises(JobError, match="--allow-module owners"):
+        load_model("torch", tmp_path)
+
+
 @pytest.mark.parametrize("task", PREPROCESSOR_TASKS)
 def test_a_preprocessor_loads_its_auto_class(task: str, tmp_path: Path, fake_auto_class: Any) -> None:
     asked: list[Any] = []
@@ -187,6 +194,10 @@ class WithoutLoss(Net):
     def forward(self, pixel_values):
         return self.inner(pixel_values.flatten(1))
 
+class WithDict(Net):
+    def forward(self, image, target):
+        return {"loss": super().forward(image, target)}
+
 NOT_A_CLASS = 3
 """
 
@@ -210,6 +221,33 @@ def _create(out: Path, name: str, *options: str) -> Path:
 
 def _model(*names: str) -> dict[str, Any]:
     return {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": list(names)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "inputs"), [("Net", ()), ("WithDict", ("pixel_values", "labels"))])
+def test_a_class_of_the_owner_trains(
+    owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, digits: Any, name: str, inputs: tuple[str, ...]
+) -> None:
+    start = _create(tmp_path / "model", f"{owners_module}:{name}", "--kwargs", '{"width": 24}')
+    worker = make_worker(rounds=3, batches=25, model_dir=start)
+    arguments = [*worker.arguments(model=_model(*inputs)), "--allow-module", "other", "--allow-module", owners_module]
+    assert training.main(arguments) == 0
+    file, metadata = open_update(worker.updates[0])
+    with file:
+        assert file.tensors.keys() == safetensors.numpy.load_file(start / "model.safetensors").keys()
+        assert file.tensors["inner.weight"].shape == (24, 64)
+    assert metadata.statistics == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    losses = [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
+    assert losses[-1] < 0.8 * losses[0]
+    for outer in worker.outers:
+        apply_update_to_dir(start, outer)
+    if name == "Net":
+        test = tmp_path / "test.safetensors"
+        safetensors.numpy.save_file(digits["test"], test)
+        options = ["--task", "torch", "--model", str(start), "--data", str(test), "--allow-module", owners_module]
+        result = json.loads(CliRunner().invoke(command, ["evaluate", *options]).stdout)
+        assert result["loss"] < 1.5
+        assert result["accuracy"] is None
 
 
 def test_a_module_that_the_owner_has_not_allowed_is_refused(

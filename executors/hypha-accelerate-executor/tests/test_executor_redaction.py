@@ -70,6 +70,18 @@ def test_an_error_that_quotes_the_token_is_redacted(
     assert TOKEN not in _written(worker)
 
 
+def test_a_complete_run_writes_no_token(make_worker: Callable[..., Any]) -> None:
+    worker = make_worker(rounds=2, batches=4)
+    asked: list[Any] = []
+    worker.answers["/resources/fetch"] = lambda body: asked.append(body) or worker.fetch(body)
+    code, output = _run(worker, _job(worker))
+    assert code == 0
+    assert TOKEN in str(asked)  # sent to the bridge, which may not insert tokens itself
+    assert TOKEN not in output
+    assert TOKEN not in _written(worker)
+    assert TOKEN not in str(worker.reports) + str(worker.sent)
+
+
 @pytest.mark.parametrize("change", [{"batch_size": "many"}, {"optimizer": None}, {"batch_size": 0}])
 def test_a_malformed_job_is_reported_without_its_token(make_worker: Callable[..., Any], change: Any) -> None:
     worker = make_worker()

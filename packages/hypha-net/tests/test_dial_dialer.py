@@ -291,6 +291,23 @@ def test_backoff_counts_and_forgets_failures() -> None:
 # ------------------------------------------------------------------------------------------------ simultaneous dials
 
 
+async def test_simultaneous_dials_lose_no_stream(authority: Any) -> None:
+    async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two", LOOPBACK) as two:
+        for _ in range(8):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.connect, two.addresses[0])
+                tasks.start_soon(two.connect, one.addresses[0])
+            async with anyio.create_task_group() as tasks:
+                for node, peer in ((one, two), (two, one)):
+                    for _ in range(5):
+                        tasks.start_soon(check_echo, node, peer)
+            for node, peer in ((one, two), (two, one)):
+                assert 1 <= len(node._dialer.connections(peer.peer_id)) <= 2
+                assert list(node.connected_peers()) == [peer.peer_id]
+            await one.disconnect(two.peer_id)
+            await until(lambda: not one.connected_peers() and not two.connected_peers())
+
+
 async def test_concurrent_requests_for_a_peer_share_one_dial(authority: Any) -> None:
     async with opened(authority, "one", LOOPBACK) as one, opened(authority, "two") as two:
         with two.events.follow(DialFinished, Connected, Disconnected) as events:

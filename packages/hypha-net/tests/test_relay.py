@@ -40,7 +40,7 @@ from hypha_net.settings import RelayLimits
 from hypha_net.testing import MemoryNetwork, simulate
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
-from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
@@ -462,6 +462,26 @@ async def test_closing_one_of_two_circuits_to_a_node_leaves_the_other_open(autho
         assert await taken[1].receive_some() == b""
         await taken[1].send_all(b"half closed")
         assert await second.receive_some() == b"half closed"
+
+
+@pytest.mark.nightly
+async def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp_path: Path) -> None:
+    """64 MiB with its digest: by default a gateway does not limit circuits to 128 MiB or 10 minutes."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as file:
+        for number in range(64):
+            file.write(number.to_bytes(2, "big") * (1 << 19))
+    async with hidden_nodes(authority) as (_gateway, one, two):
+        size, digest = await transfer.describe(source)
+
+        async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
+            return transfer.PullSource(source, digest)
+
+        transfer.serve_pulls(two, resolve)
+        pulled = await transfer.pull(one, two.peer_id, PullRequest(dataset="d", index=0), target, digest=digest)
+        assert pulled.size == size == 64 << 20
+        assert not one.is_direct(two.peer_id)
+    assert target.read_bytes() == source.read_bytes()
 
 
 async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:

@@ -212,6 +212,17 @@ async def test_a_publisher_behind_a_foreign_gateway_finds_the_subscribers_at_onc
             await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
 
 
+async def test_a_publish_alone_looks_for_subscribers(authority: Any) -> None:
+    gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
+    worker = SubscribedNode(authority.identity("worker", "worker"))
+    async with running(gateway, worker):
+        await worker.connect(gateway.address)
+        async with leaf_of(authority, gateway.address) as leaf:
+            assert not leaf.topic_peers(WORKER_TOPIC)
+            await leaf.publish(WORKER_TOPIC, b"x")
+            await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
+
+
 async def test_a_publisher_finds_more_peers_than_one_answer_names(authority: Any) -> None:
     """An answer to FIND_NODE names the 20 peers closest to its key, and the worker is far from this node's."""
     own = authority.identity("leaf", "scheduler")

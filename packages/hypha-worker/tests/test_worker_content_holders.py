@@ -51,9 +51,7 @@ class Net:
         )
 
     @asynccontextmanager
-    async def holder(
-        self, name: str, content: bytes | None = CONTENT, digest: str = SHA256
-    ) -> AsyncIterator[PeerId]:
+    async def holder(self, name: str, content: bytes | None = CONTENT, digest: str = SHA256) -> AsyncIterator[PeerId]:
         """Announce the content and serve `content` for it, or refuse."""
         async with self.network.endpoint(name) as endpoint:
 
