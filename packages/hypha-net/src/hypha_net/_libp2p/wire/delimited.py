@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
+from libp2p.utils.varint import encode_varint_prefixed
 
 from hypha_net.endpoint import Stream
 from hypha_net.errors import TransferError
@@ -22,13 +23,7 @@ class TooLongError(TransferError):
 
 async def write_message(stream: Stream, message: Any) -> None:
     """Send a message after its length."""
-    data = message.SerializeToString()
-    size, prefix = len(data), bytearray()
-    while size > 0x7F:
-        prefix.append(size & 0x7F | 0x80)
-        size >>= 7
-    prefix.append(size)
-    await stream.send_all(bytes(prefix) + data)
+    await stream.send_all(encode_varint_prefixed(message.SerializeToString()))
 
 
 async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> Any:
@@ -38,11 +33,15 @@ async def read_message(stream: Stream, kind: Any, limit: int = MAX_MESSAGE) -> A
         TooLongError: the message exceeds `limit` bytes.
         TransferError: the message is truncated or malformed.
     """
-    size = await _read_length(stream)
-    if size is None:
-        return None
-    if size > limit:
-        raise TooLongError(f"a message of {size} bytes is over the limit of {limit}")
+    prefix = bytearray()
+    while (found := _parse_length(prefix, limit)) is None:
+        byte = await stream.receive_some(1)
+        if not byte and prefix:
+            raise TransferError("the stream ended within a message")
+        if not byte:
+            return None
+        prefix += byte
+    _, size = found
     data = bytearray()
     while len(data) < size:
         part = await stream.receive_some(size - len(data))
@@ -63,7 +62,7 @@ class MessageReader:
 
     async def next(self) -> Any:
         """Return the next message; None at the clean end of the stream. Raises as `read_message`."""
-        while (found := self._length()) is None or len(self._buffer) < sum(found):
+        while (found := _parse_length(self._buffer, self._limit)) is None or len(self._buffer) < sum(found):
             part = await self._stream.receive_some(64 << 10)
             if not part:
                 if self._buffer:
@@ -75,18 +74,19 @@ class MessageReader:
         del self._buffer[: start + size]
         return _parse(self._stream, self._kind, data)
 
-    def _length(self) -> tuple[int, int] | None:
-        """Return the size of the length prefix and the length; None while the prefix is incomplete."""
-        size = 0
-        for index, byte in enumerate(self._buffer[:5]):
-            size |= (byte & 0x7F) << 7 * index
-            if byte < 0x80:
-                if size > self._limit:
-                    raise TooLongError(f"a message of {size} bytes is over the limit of {self._limit}")
-                return index + 1, size
-        if len(self._buffer) >= 5:
-            raise TransferError("a message's length has too many bytes")
-        return None
+
+def _parse_length(data: bytearray, limit: int) -> tuple[int, int] | None:
+    """Return the size of the length prefix and the length; None while the prefix is incomplete."""
+    size = 0
+    for index, byte in enumerate(data[:5]):
+        size |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            if size > limit:
+                raise TooLongError(f"a message of {size} bytes is over the limit of {limit}")
+            return index + 1, size
+    if len(data) >= 5:
+        raise TransferError("a message's length has too many bytes")
+    return None
 
 
 def _parse(stream: Stream, kind: Any, data: bytearray) -> Any:
@@ -94,19 +94,3 @@ def _parse(stream: Stream, kind: Any, data: bytearray) -> Any:
         return kind.FromString(bytes(data))
     except DecodeError as error:
         raise TransferError(f"not a message of {stream.protocol}: {error}") from None
-
-
-async def _read_length(stream: Stream) -> int | None:
-    size, shift = 0, 0
-    while True:
-        byte = await stream.receive_some(1)
-        if not byte:
-            if shift:
-                raise TransferError("the stream ended within a message")
-            return None
-        size |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if byte[0] < 0x80:
-            return size
-        if shift > 28:
-            raise TransferError("a message's length has too many bytes")
