@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from benchmarks.children import options, serve_commands
-from hypha_proto.outer_step import OuterOptimizer, outer_step
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.outer_step import outer_step
 from hypha_proto.update_file import UpdateMetadata, write_update
 
 WEIGHTS: Final = (4.0, 1.0)
@@ -29,7 +30,9 @@ def main() -> None:
         files, result = list(zip(updates, WEIGHTS, strict=True)), folder / "outer"
         result.unlink(missing_ok=True)  # each round has its own
         began = time.perf_counter()
-        outer_step(files, folder / "momentum", result, OuterOptimizer(0.7, 0.9), metadata, threads=threads)
+        outer_step(
+            files, folder / "momentum", result, Nesterov(learning_rate=0.7, momentum=0.9), metadata, threads=threads
+        )
         return time.perf_counter() - began
 
     metadata = UpdateMetadata(1)

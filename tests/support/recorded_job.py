@@ -49,7 +49,7 @@ from hypha_proto.datasets import Manifest, SliceEntry
 from hypha_proto.global_model import GlobalModel, digest_directory, digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference, TrainConfig, UriReference
-from hypha_proto.outer_step import OuterOptimizer, outer_step
+from hypha_proto.outer_step import outer_step
 from hypha_proto.progress import (
     Acknowledged,
     Continue,
@@ -265,12 +265,11 @@ class Scheduler:
         updates = [self._member(number, member, about) for member, _, about in counting]
         file, metadata = open_update(counting[0][1])
         file.close()
-        optimizer = outer_optimizer(self.job)
         outer_step(
             [(path, float(update.samples)) for (_, path, _), update in zip(counting, updates, strict=True)],
             self.momentum,
             self.update_of(number),
-            OuterOptimizer(optimizer.learning_rate, optimizer.momentum),
+            outer_optimizer(self.job),
             UpdateMetadata(round=number, statistics=metadata.statistics),
         )
         state = self._model.add(self.update_of(number), number)

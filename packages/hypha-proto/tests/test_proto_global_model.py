@@ -129,7 +129,7 @@ def test_weights_are_the_sum_in_float32_and_the_model_their_rounding(tmp_path: P
             else:
                 expected[name] = expected[name] + change
             velocity[name] = derive_momentum(
-                change, velocity.get(name, 0.0), learning_rate=0.7, momentum=0.9, nesterov=True
+                change, velocity.get(name, 0.0), Nesterov(learning_rate=0.7, momentum=0.9, nesterov=True)
             )
         assert (state.round, state.before, state.update) == (number, before, digest_file(update))
         assert state.weights == digest_weights((name, expected[name]) for name in exchanged)
@@ -312,8 +312,12 @@ def test_the_digest_of_a_directory_depends_on_names_and_contents(tmp_path: Path)
 def test_momentum_of_a_first_step_is_the_mean_of_the_updates() -> None:
     mean = np.array([1.0, -2.0, 0.5], "f4")
     nesterov = np.float32(0.7) * (mean + np.float32(0.9) * mean)
-    found = derive_momentum(nesterov, 0.0, learning_rate=0.7, momentum=0.9, nesterov=True)
+    found = derive_momentum(nesterov, 0.0, Nesterov(learning_rate=0.7, momentum=0.9, nesterov=True))
     np.testing.assert_allclose(found, mean, rtol=3e-7)
-    classical = derive_momentum(np.float32(0.5) * mean, mean * 100, learning_rate=0.5, momentum=0.9, nesterov=False)
+    classical = derive_momentum(
+        np.float32(0.5) * mean, mean * 100, Nesterov(learning_rate=0.5, momentum=0.9, nesterov=False)
+    )
     np.testing.assert_array_equal(classical, mean)
-    assert math.isinf(derive_momentum(np.array([3e38], "f4"), 0.0, learning_rate=0.1, momentum=0.0, nesterov=False)[0])
+    assert math.isinf(
+        derive_momentum(np.array([3e38], "f4"), 0.0, Nesterov(learning_rate=0.1, momentum=0.0, nesterov=False))[0]
+    )

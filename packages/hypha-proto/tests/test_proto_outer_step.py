@@ -16,7 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.outer_step import BLOCK, PART, OuterOptimizer, inspect_update, outer_step
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.outer_step import BLOCK, PART, inspect_update, outer_step
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -69,7 +70,7 @@ def sgd(gradients: list[NDArray[np.float64]], rate: float, momentum: float, nest
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_twenty_rounds_equal_sgd_in_float64(tmp_path: Path, nesterov: bool) -> None:
     rng, weights = np.random.default_rng(1), (4.0, 1.0, 2.0, 1.0)
-    settings = OuterOptimizer(0.7, 0.9, nesterov)
+    settings = Nesterov(learning_rate=0.7, momentum=0.9, nesterov=nesterov)
     moved = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     means: dict[str, list[NDArray[np.float64]]] = {name: [] for name in SHAPES}
     for number in range(20):
@@ -91,7 +92,7 @@ def test_the_weighted_mean_is_exact_to_float32_rounding(tmp_path: Path) -> None:
     rng, weights = np.random.default_rng(2), (4.0, 1.0, 2.0, 1.0)
     updates = [random_update(rng) for _ in weights]
     files = [(write(tmp_path / f"{n}", update), w) for n, (update, w) in enumerate(zip(updates, weights, strict=True))]
-    outer_step(files, tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.0), LAYOUT)
+    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), LAYOUT)
     for name, values in read(tmp_path / "result").items():
         exact = sum(w * u[name].astype(np.float64) for w, u in zip(weights, updates, strict=True)) / 8.0
         np.testing.assert_array_equal(values, np.asarray(exact, dtype=np.float32), err_msg=name)
@@ -119,7 +120,7 @@ def test_results_are_those_of_earlier_versions_to_the_bit(
             seed = 97 * number + 11 * worker
             update = {name: numbers(shape, seed + place) for place, (name, shape) in enumerate(shapes.items())}
             files.append((write(tmp_path / f"{worker}", update, metadata), weight))
-        optimizer = OuterOptimizer(rate, 0.9, nesterov)
+        optimizer = Nesterov(learning_rate=rate, momentum=0.9, nesterov=nesterov)
         about = UpdateMetadata(number, None, metadata.statistics)
         outer_step(files, tmp_path / "momentum", tmp_path / "result", optimizer, about, threads=threads)
         digest.update((tmp_path / "result").read_bytes() + (tmp_path / "momentum").read_bytes())
@@ -137,7 +138,7 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path: Path, thread
         found = []
         for folder, count in ((tmp_path / "one", 1), (tmp_path / "several", threads)):
             folder.mkdir(exist_ok=True)
-            step = folder / "m", folder / "result", OuterOptimizer(0.7, 0.9), UpdateMetadata()
+            step = folder / "m", folder / "result", Nesterov(learning_rate=0.7, momentum=0.9), UpdateMetadata()
             outer_step(files, *step, threads=count)
             found.append((folder / "result").read_bytes() + (folder / "m").read_bytes())
         assert found[0] == found[1]
@@ -151,7 +152,7 @@ def write_counts(path: Path, count: float, metadata: UpdateMetadata = COUNTS) ->
 
 
 def step_counts(folder: Path, files: list[tuple[Path, float]]) -> Arrays:
-    outer_step(files, folder / "m", folder / "result", OuterOptimizer(0.7, 0.9), COUNTS)
+    outer_step(files, folder / "m", folder / "result", Nesterov(learning_rate=0.7, momentum=0.9), COUNTS)
     return read(folder / "result")
 
 
@@ -174,7 +175,7 @@ def test_integers_that_not_every_member_declares_are_averaged(tmp_path: Path) ->
 
 def test_all_zero_weights_count_equally(tmp_path: Path) -> None:
     files = [(write(tmp_path / f"{n}", {"a": np.full(3, n, np.float32)}, UpdateMetadata()), 0.0) for n in (1, 3)]
-    outer_step(files, tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.0), UpdateMetadata())
+    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), UpdateMetadata())
     np.testing.assert_array_equal(read(tmp_path / "result")["a"], np.full(3, 2, np.float32))
 
 
@@ -183,7 +184,7 @@ def test_half_precision_updates_give_a_float32_result(tmp_path: Path) -> None:
         with TensorFileWriter(tmp_path / f"{number}", {"a": TensorInfo(dtype, (4,))}) as writer:
             writer.write("a", np.full(4, 1.5 + number, np.float32))
     files = [(tmp_path / "0", 3.0), (tmp_path / "1", 1.0)]
-    outer_step(files, tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.0), UpdateMetadata())
+    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), UpdateMetadata())
     with TensorFile(tmp_path / "result") as file:
         assert file.tensors["a"] == TensorInfo("F32", (4,))
         np.testing.assert_array_equal(file.tensor("a"), np.full(4, 1.75, np.float32))
@@ -191,23 +192,31 @@ def test_half_precision_updates_give_a_float32_result(tmp_path: Path) -> None:
 
 def test_a_failed_step_leaves_the_momentum_unchanged(tmp_path: Path) -> None:
     good = write(tmp_path / "good", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    outer_step([(good, 1.0)], tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata())
+    outer_step(
+        [(good, 1.0)], tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.9), UpdateMetadata()
+    )
     before = (tmp_path / "m").read_bytes()
     other = write(tmp_path / "other", {"a": np.ones(4, np.float32)}, UpdateMetadata())
     with pytest.raises(TensorFileError, match="differ in the shape"):
-        outer_step([(good, 1.0), (other, 1.0)], tmp_path / "m", tmp_path / "r", OuterOptimizer(1.0, 0.9), LAYOUT)
+        outer_step(
+            [(good, 1.0), (other, 1.0)],
+            tmp_path / "m",
+            tmp_path / "r",
+            Nesterov(learning_rate=1.0, momentum=0.9),
+            LAYOUT,
+        )
     assert (tmp_path / "m").read_bytes() == before
     assert not (tmp_path / "r").exists()
     with pytest.raises(ValueError, match="at least one update"):
-        outer_step([], tmp_path / "m", tmp_path / "r", OuterOptimizer(1.0, 0.9), LAYOUT)
+        outer_step([], tmp_path / "m", tmp_path / "r", Nesterov(learning_rate=1.0, momentum=0.9), LAYOUT)
     with pytest.raises(ValueError, match="negative"):
-        outer_step([(good, -1.0)], tmp_path / "m", tmp_path / "r", OuterOptimizer(1.0, 0.9), LAYOUT)
+        outer_step([(good, -1.0)], tmp_path / "m", tmp_path / "r", Nesterov(learning_rate=1.0, momentum=0.9), LAYOUT)
 
 
 def test_the_momentum_is_replaced_only_after_the_result(tmp_path: Path) -> None:
     """Otherwise the step could not be taken again: its updates would enter the momentum twice."""
     update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    optimizer = OuterOptimizer(1.0, 0.9)
+    optimizer = Nesterov(learning_rate=1.0, momentum=0.9)
     outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", optimizer, UpdateMetadata())
     before = (tmp_path / "m").read_bytes()
     (tmp_path / "folder").mkdir()  # no file can be moved there
@@ -228,7 +237,13 @@ def test_a_full_disk_fails_the_step_and_leaves_nothing_of_it(
     if not reserves:
         monkeypatch.delattr(os, "posix_fallocate")
     update = write(tmp_path / "u", {"a": numbers((2 * PART + 3,), 0)}, UpdateMetadata())
-    step = [(update, 1.0)], tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata()
+    step = (
+        [(update, 1.0)],
+        tmp_path / "m",
+        tmp_path / "result",
+        Nesterov(learning_rate=1.0, momentum=0.9),
+        UpdateMetadata(),
+    )
     outer_step(*step)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with limited(resource.RLIMIT_FSIZE, 3 * PART), pytest.raises(OSError, match="File too large"):
@@ -248,7 +263,7 @@ def test_a_step_needs_memory_for_a_few_blocks_only(tmp_path: Path) -> None:
         files.append((tmp_path / name, 1.0))
     [used] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
     with limited(resource.RLIMIT_DATA, (int(used.split()[1]) << 10) + (40 << 20)):
-        step = tmp_path / "m", tmp_path / "result", OuterOptimizer(1.0, 0.9), UpdateMetadata()
+        step = tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.9), UpdateMetadata()
         outer_step(files, *step, threads=2)
     with TensorFile(tmp_path / "result") as result:
         assert result.tensors == {"a": TensorInfo("F32", (elements,))}
@@ -256,7 +271,7 @@ def test_a_step_needs_memory_for_a_few_blocks_only(tmp_path: Path) -> None:
 
 def test_a_momentum_of_another_model_is_refused(tmp_path: Path) -> None:
     update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    optimizer = OuterOptimizer(1.0, 0.9)
+    optimizer = Nesterov(learning_rate=1.0, momentum=0.9)
     cases = [((2,), "a", "m and u differ in the shape of 'a'"), ((3,), "b", "m holds no tensor 'a'")]
     for shape, name, message in cases:
         momentum = write(tmp_path / "m", {name: np.ones(shape, np.float32)}, UpdateMetadata()).read_bytes()

@@ -24,7 +24,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import One, PeersReference, Reference, SliceAddress, UriReference
+from hypha_proto.job_spec import Nesterov, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.progress import Continue, Done, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import Member
@@ -515,7 +515,7 @@ async def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler
         lab.scheduler.answer = done_after(2)
         momentum: Float32 | float = 0.0
         for update in whole[:2]:
-            momentum = derive_momentum(update, momentum, learning_rate=RATE, momentum=FACTOR, nesterov=True)
+            momentum = derive_momentum(update, momentum, Nesterov(learning_rate=RATE, momentum=FACTOR, nesterov=True))
         assert isinstance(momentum, np.ndarray)
         serve_momentum(lab, {"w": momentum})
         reference = momentum_reference(lab.scheduler.endpoint.peer_id)

@@ -16,7 +16,7 @@ from hypha_proto.commands import SetMembers
 from hypha_proto.global_model import MOMENTUM, GlobalModel
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov
-from hypha_proto.outer_step import OuterOptimizer, outer_step
+from hypha_proto.outer_step import outer_step
 from hypha_proto.round_membership import Member
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.update_file import UpdateMetadata, write_update
@@ -243,7 +243,7 @@ def check(folder: Path, rate: float, momentum: float, nesterov: bool, scale: flo
         updates = [{n: rng.normal(0, scale, s).astype("f4") for n, s in SHAPES.items()} for _ in WEIGHTS]
         files = [(write(folder / str(i), u), w) for i, (u, w) in enumerate(zip(updates, WEIGHTS, strict=True))]
         step = folder / "outer"
-        optimizer = OuterOptimizer(rate, momentum, nesterov)
+        optimizer = Nesterov(learning_rate=rate, momentum=momentum, nesterov=nesterov)
         outer_step(files, folder / "momentum", step, optimizer, UpdateMetadata(number, None, STATISTICS))
         model.add(step, number)
         of_server, of_scheduler = read(folder / "momentum"), read(model.directory(number) / MOMENTUM)
@@ -279,5 +279,7 @@ def test_momentum_of_any_settings(rate: float, momentum: float, nesterov: bool, 
 def test_a_learning_rate_of_zero_keeps_the_momentum(tmp_path: Path) -> None:
     update = write(tmp_path / "u", {name: np.ones(shape, "f4") for name, shape in SHAPES.items()})
     for _ in range(2):
-        outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "o", OuterOptimizer(0.0, 0.5), UpdateMetadata())
+        outer_step(
+            [(update, 1.0)], tmp_path / "m", tmp_path / "o", Nesterov(learning_rate=0.0, momentum=0.5), UpdateMetadata()
+        )
     assert read(tmp_path / "m")["bias"].tolist() == [1.5] * 7

@@ -316,13 +316,7 @@ def _write_momentum(
     for name, info in infos.items():
         digest.begin(name, info.shape)
         for moved, added in _zip_blocks(before, change, name):
-            values = derive_momentum(
-                added,
-                moved,
-                learning_rate=optimizer.learning_rate,
-                momentum=optimizer.momentum,
-                nesterov=optimizer.nesterov is not False,
-            )
+            values = derive_momentum(added, moved, optimizer)
             digest.update(values)
             writer.write_stored(name, values)
     return digest.digest()

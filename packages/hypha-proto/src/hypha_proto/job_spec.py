@@ -139,6 +139,11 @@ class Nesterov(Message, frozen=True, rename="kebab"):
     nesterov: Annotated[bool | None, OMIT] = None
     """False for classical momentum; None means true."""
 
+    @property
+    def is_classical(self) -> bool:
+        """Whether its momentum is not Nesterov's."""
+        return self.nesterov is False
+
 
 class CosineWithWarmup(Message, frozen=True, tag="cosine-with-warmup"):
     """Learning-rate schedule: linear warmup, then half a cosine to zero. Counted in inner steps of the whole job."""

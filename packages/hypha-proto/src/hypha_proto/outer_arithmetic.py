@@ -7,27 +7,18 @@ result depends only on the numbers at the same position, so neither on the size 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from hypha_proto.job_spec import Nesterov
 from hypha_proto.outer_momentum import Float64Array, derive_momentum_into
 from hypha_proto.safetensors_io import Float32Array
-
-
-@dataclass(frozen=True, slots=True)
-class OuterOptimizer:
-    """Settings of the outer optimizer."""
-
-    learning_rate: float
-    momentum: float
-    nesterov: bool = True
 
 
 class BlockArithmetic:
     """Computes an outer step block by block. For one thread; arrays that it returns are valid until the next block."""
 
-    def __init__(self, optimizer: OuterOptimizer, elements: int) -> None:
+    def __init__(self, optimizer: Nesterov, elements: int) -> None:
         """Allocate arrays for blocks of up to `elements` elements."""
         self._optimizer = optimizer
         self._wide = np.empty((2, elements))
@@ -61,25 +52,14 @@ class BlockArithmetic:
         moved += self._mean
         if optimizer.learning_rate == 0.0:  # nothing follows from updates that are zero
             _round(moved, momentum)
-        if optimizer.nesterov:
+        if not optimizer.is_classical:
             moved *= optimizer.momentum
             moved += self._mean
         moved *= optimizer.learning_rate
         _round(moved, update)
         if optimizer.learning_rate != 0.0:
-            self._derive_momentum(momentum, update, velocity)
+            derive_momentum_into(momentum, update, velocity, (moved, self._mean), optimizer)
         return update, momentum
-
-    def _derive_momentum(self, momentum: Float32Array, update: Float32Array, velocity: Float32Array | float) -> None:
-        derive_momentum_into(
-            momentum,
-            update,
-            velocity,
-            (self._wide[1, : update.size], self._mean),
-            learning_rate=self._optimizer.learning_rate,
-            momentum=self._optimizer.momentum,
-            nesterov=self._optimizer.nesterov,
-        )
 
 
 def _round(values: Float64Array, result: Float32Array) -> Float32Array:

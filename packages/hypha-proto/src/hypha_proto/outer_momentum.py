@@ -15,27 +15,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hypha_proto.job_spec import Nesterov
 from hypha_proto.safetensors_io import Float32Array
 
 Float64Array = NDArray[np.float64]
 
 
-def derive_momentum(
-    update: Float32Array, previous: Float32Array | float, *, learning_rate: float, momentum: float, nesterov: bool
-) -> Float32Array:
+def derive_momentum(update: Float32Array, previous: Float32Array | float, optimizer: Nesterov) -> Float32Array:
     """Return the momentum after an outer step, rounded once from float64.
 
     Args:
         update: the outer update of the step, or a block of it.
         previous: the momentum before the step, of the same shape; 0 before the first one.
-        learning_rate: learning rate of the outer optimizer, not 0.
-        momentum: its momentum factor.
-        nesterov: whether its momentum is Nesterov's.
+        optimizer: the outer optimizer, whose learning rate is not 0.
     """
     result, spare = np.empty(update.shape, np.float32), (np.empty(update.shape), np.empty(update.shape))
-    derive_momentum_into(
-        result, update, previous, spare, learning_rate=learning_rate, momentum=momentum, nesterov=nesterov
-    )
+    derive_momentum_into(result, update, previous, spare, optimizer)
     return result
 
 
@@ -44,10 +39,7 @@ def derive_momentum_into(
     update: Float32Array,
     previous: Float32Array | float,
     spare: tuple[Float64Array, Float64Array],
-    *,
-    learning_rate: float,
-    momentum: float,
-    nesterov: bool,
+    optimizer: Nesterov,
 ) -> None:
     """Compute `derive_momentum` into an existing array, without allocating memory.
 
@@ -56,18 +48,16 @@ def derive_momentum_into(
         update: see `derive_momentum`.
         previous: see `derive_momentum`.
         spare: two arrays of the same shape for intermediate results.
-        learning_rate: see `derive_momentum`.
-        momentum: see `derive_momentum`.
-        nesterov: see `derive_momentum`.
+        optimizer: see `derive_momentum`.
     """
     derived, kept = spare
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(derived, update)
-        if nesterov:
-            derived /= learning_rate * (1.0 + momentum)
-            np.copyto(kept, previous)
-            kept *= momentum / (1.0 + momentum)
-            derived += kept
+        if optimizer.is_classical:
+            derived /= optimizer.learning_rate
         else:
-            derived /= learning_rate
+            derived /= optimizer.learning_rate * (1.0 + optimizer.momentum)
+            np.copyto(kept, previous)
+            kept *= optimizer.momentum / (1.0 + optimizer.momentum)
+            derived += kept
         np.copyto(result, derived, casting="same_kind")

@@ -34,7 +34,8 @@ from typing import Final
 import numpy as np
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.outer_arithmetic import BlockArithmetic, OuterOptimizer
+from hypha_proto.job_spec import Nesterov
+from hypha_proto.outer_arithmetic import BlockArithmetic
 from hypha_proto.update_file import (
     Float32Array,
     TensorFile,
@@ -43,16 +44,6 @@ from hypha_proto.update_file import (
     UpdateMetadata,
     open_update,
 )
-
-__all__ = [
-    "LARGEST",
-    "InspectedUpdate",
-    "OuterOptimizer",
-    "TensorLayout",
-    "inspect_momentum",
-    "inspect_update",
-    "outer_step",
-]
 
 BLOCK: Final = 1 << 17
 """Numbers per block: small enough that two blocks in float64 fit into the processor's caches, large enough that threads
@@ -177,7 +168,7 @@ def outer_step(
     updates: Sequence[tuple[Path, float]],
     momentum: Path,
     result: Path,
-    optimizer: OuterOptimizer,
+    optimizer: Nesterov,
     metadata: UpdateMetadata,
     *,
     threads: int | None = None,
@@ -283,7 +274,7 @@ class _Step:
     """Momentum before the step."""
     out: TensorFileWriter
     after: TensorFileWriter
-    optimizer: OuterOptimizer
+    optimizer: Nesterov
 
     def compute(self, parts: deque[_Part]) -> None:
         """Compute parts until none is left; several threads may do so at the same time."""

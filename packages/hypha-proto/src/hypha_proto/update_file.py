@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 import numpy as np
 
-from hypha_proto.codec import parse_json
-from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import weights_of
 from hypha_proto.safetensors_io import (
     FLOAT_DTYPES,
@@ -40,12 +39,10 @@ __all__ = [
     "TensorFileWriter",
     "TensorInfo",
     "UpdateMetadata",
-    "apply_update",
     "apply_update_to_dir",
     "check_fit",
     "from_float",
     "open_update",
-    "stage_files",
     "to_float32",
     "write_update",
 ]
@@ -53,8 +50,8 @@ __all__ = [
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
 _BLOCK: Final = 1 << 18
-_OWN_KEYS: Final = frozenset({"codec", "statistics", "integers", "aliases", "round", "samples"})
 _COUNT_LIMIT: Final = 1 << 63
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +68,10 @@ class UpdateMetadata:
     """Names of the statistics that are integers in the model, such as counts: taken from one member, not averaged."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names that the model's files have for a tensor of the update, such as those of tied weights."""
-    codec: str = CODEC_FP32
-    """Encoding of the numbers; always ``fp32`` so far."""
-    extra: Mapping[str, str] = field(default_factory=dict)
-    """All other metadata of the header."""
 
     def encode(self) -> dict[str, str]:
         """Return the metadata as the header's `__metadata__`."""
-        texts = dict(self.extra) | {"codec": self.codec, "statistics": json.dumps(sorted(self.statistics))}
+        texts = {"codec": CODEC_FP32, "statistics": json.dumps(sorted(self.statistics))}
         if self.integers:
             texts["integers"] = json.dumps(sorted(self.integers))
         if self.aliases:
@@ -108,8 +101,6 @@ class UpdateMetadata:
             statistics=statistics,
             integers=integers,
             aliases=decode_aliases(texts),
-            codec=codec,
-            extra={key: text for key, text in texts.items() if key not in _OWN_KEYS},
         )
 
 
@@ -123,13 +114,14 @@ def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
 
 
 def _decode_names(texts: Mapping[str, str], key: str) -> frozenset[str]:
+    return _decode_json(texts.get(key, "[]"), key, frozenset[str], "a list")
+
+
+def _decode_json(text: str, key: str, kind: type[T], what: str) -> T:
     try:
-        names = parse_json(texts.get(key, "[]"))
-    except DecodeError as error:
-        raise TensorFileError(f"metadata {key}: not JSON: {str(error)[:120]}") from None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TensorFileError(f"metadata {key}: not a list of tensor names")
-    return frozenset(names)
+        return msgspec.json.decode(text, type=kind)
+    except ValueError as error:
+        raise TensorFileError(f"metadata {key}: not {what} of tensor names: {str(error)[:120]}") from None
 
 
 def encode_aliases(aliases: Mapping[str, str]) -> str:
@@ -143,13 +135,7 @@ def decode_aliases(texts: Mapping[str, str]) -> dict[str, str]:
     Raises:
         TensorFileError: they are malformed.
     """
-    try:
-        names = parse_json(texts.get("aliases", "{}"))
-    except DecodeError as error:
-        raise TensorFileError(f"metadata aliases: not JSON: {str(error)[:120]}") from None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise TensorFileError("metadata aliases: not an object of tensor names")
-    return names
+    return _decode_json(texts.get("aliases", "{}"), "aliases", dict[str, str], "an object")
 
 
 def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
@@ -199,32 +185,13 @@ def write_update(
             writer.write(name, values)
 
 
-def apply_update(model_in: Path, update: Path, model_out: Path) -> None:
-    """Add every tensor of an update to the tensor of the same name in a model file.
+def apply_update_to_dir(model_dir: Path, update: Path) -> None:
+    """Add every tensor of an update to the tensor of the same name in the model in a directory, which may be sharded.
 
     Computes in float32 (in float64 for F64 and integer tensors; integers are rounded) and stores the result in the
-    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only. For the updates of
-    many rounds see `global_model`: here each sum is rounded to the dtype of the model.
-
-    Args:
-        model_in: the model file.
-        update: the update file.
-        model_out: file to write, replaced atomically; may be `model_in`.
-
-    Raises:
-        TensorFileError: a file is malformed, or a tensor of the update is not in the model or has another shape.
-        OSError: a file cannot be read or written.
-    """
-    change, metadata = open_update(update)
-    with change, TensorFile(model_in) as model:
-        check_fit(change, model.tensors, metadata.aliases)
-        _write_sum(model, change, metadata.aliases, model_out)
-
-
-def apply_update_to_dir(model_dir: Path, update: Path) -> None:
-    """Add an update to the model in a directory, which may be sharded (several files and an index).
-
-    Writes all new files before it replaces the first old one, so an error while writing leaves the model unchanged.
+    model's dtype. Tensors that are not in the update are copied. Needs memory for one block only. Writes all new files
+    before it replaces the first old one, so an error while writing leaves the model unchanged. For the updates of many
+    rounds see `global_model`: here each sum is rounded to the dtype of the model.
 
     Raises:
         TensorFileError: a file is malformed, or the update does not fit the model.
@@ -238,28 +205,16 @@ def apply_update_to_dir(model_dir: Path, update: Path) -> None:
             with TensorFile(path) as shard:
                 known |= shard.tensors
         check_fit(change, known, metadata.aliases)
-        with stage_files(paths) as new:
-            for path in paths:
+        staged = {path: path.with_name(f"{path.name}.{secrets.token_hex(4)}.new") for path in paths}
+        try:
+            for path, new in staged.items():
                 with TensorFile(path) as shard:
-                    _write_sum(shard, change, metadata.aliases, new[path])
-
-
-@contextmanager
-def stage_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Yield a temporary path beside each path; at the end all are moved into place, after an error none is.
-
-    Raises:
-        OSError: a file cannot be moved.
-    """
-    ending = f".{secrets.token_hex(4)}.new"
-    staged = {path: path.with_name(path.name + ending) for path in paths}
-    try:
-        yield staged
-        for path, new in staged.items():
-            os.replace(new, path)
-    finally:
-        for new in staged.values():
-            new.unlink(missing_ok=True)
+                    _write_sum(shard, change, metadata.aliases, new)
+            for path, new in staged.items():
+                os.replace(new, path)
+        finally:
+            for new in staged.values():
+                new.unlink(missing_ok=True)
 
 
 def check_fit(change: TensorFile, model: Mapping[str, TensorInfo], aliases: Mapping[str, str]) -> None:

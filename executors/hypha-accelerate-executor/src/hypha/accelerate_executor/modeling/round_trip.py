@@ -22,7 +22,7 @@ from hypha.accelerate_executor.modeling.delivery import check_delivery, copy_com
 from hypha.accelerate_executor.modeling.hf import load_model, load_stored_model
 from hypha_proto.global_model import GlobalModel
 from hypha_proto.job_spec import Nesterov
-from hypha_proto.outer_step import OuterOptimizer, inspect_update, outer_step
+from hypha_proto.outer_step import inspect_update, outer_step
 from hypha_proto.update_file import UpdateMetadata
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,9 @@ def _deliver(replica: Replica, model_dir: Path, folder: Path, chance: torch.Gene
     replica.write_update(update, 1, _ROWS)
     layout = inspect_update(update).layout
     metadata = UpdateMetadata(round=1, statistics=layout.statistics, aliases=layout.aliases)
-    outer_step([(update, 1.0)], folder / "momentum.safetensors", outer, OuterOptimizer(1.0, 0.0, False), metadata)
-    written = GlobalModel(model_dir, folder / "outer-state", Nesterov(learning_rate=1.0, momentum=0.0))
+    plain = Nesterov(learning_rate=1.0, momentum=0.0)
+    outer_step([(update, 1.0)], folder / "momentum.safetensors", outer, plain, metadata)
+    written = GlobalModel(model_dir, folder / "outer-state", plain)
     written.add(outer, 1)
     copy_companions(model_dir, folder / "model")
     written.write_model(1, folder / "model")

@@ -25,7 +25,7 @@ from hypha_proto.global_model import digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov, TrainConfig
 from hypha_proto.outer_momentum import derive_momentum
-from hypha_proto.outer_step import OuterOptimizer, outer_step
+from hypha_proto.outer_step import outer_step
 from hypha_proto.replay_plan import RecordedRound, RecordedUpdate, ReplayPlan
 from hypha_proto.update_file import Float32Array, TensorFile, TensorFileWriter, UpdateMetadata, open_update
 
@@ -204,7 +204,7 @@ class RoundComputation:
             return None, frozenset()
         file, metadata = open_update(present[0])
         file.close()
-        settings, result = self._plan.runs[recorded.run].outer, self._folder / "outer.safetensors"
+        result = self._folder / "outer.safetensors"
         replaced = self._folder / "replaced-momentum.safetensors"  # by that of this outer update, recorded or not
         replaced.unlink(missing_ok=True)
         if self._momentum.exists():
@@ -213,7 +213,7 @@ class RoundComputation:
             [(path, float(update.samples)) for path, update in zip(present, recorded.members, strict=True)],
             replaced,
             result,
-            OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
+            self._plan.runs[recorded.run].outer,
             UpdateMetadata(round=recorded.round, statistics=metadata.statistics, aliases=metadata.aliases),
         )
         if (digest := digest_file(result)) == recorded.update:
@@ -284,7 +284,4 @@ def write_momentum(update: Path, momentum: Path, optimizer: Nesterov) -> None:
         for name in infos:
             previous: Iterator[Float32Array | float] = repeat(0.0) if before is None else before.blocks(name, _BLOCK)
             for block, moved in zip(file.blocks(name, _BLOCK), previous, strict=False):
-                out.write(name, derive_momentum(
-                    block, moved, learning_rate=optimizer.learning_rate, momentum=optimizer.momentum,
-                    nesterov=optimizer.nesterov is not False,
-                ))  # fmt: skip
+                out.write(name, derive_momentum(block, moved, optimizer))

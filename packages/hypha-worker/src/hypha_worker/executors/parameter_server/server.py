@@ -422,10 +422,10 @@ class ParameterServer(Execution):
             return await self._compute_step(done)
 
     async def _compute_step(self, done: CompleteRound) -> Path:
-        from hypha_proto.outer_step import OuterOptimizer, outer_step
+        from hypha_proto.outer_step import outer_step
         from hypha_proto.update_file import UpdateMetadata
 
-        settings, started = self._config.optimizer, anyio.current_time()
+        started = anyio.current_time()
         storage, momentum = self._context.storage, self._momentum_path
         folder, reference = momentum.parent, self._reference
         assert reference is not None
@@ -437,7 +437,7 @@ class ParameterServer(Execution):
             [(path, weight) for _, path, weight in done.updates],
             momentum,
             result,
-            OuterOptimizer(settings.learning_rate, settings.momentum, settings.nesterov is not False),
+            self._config.optimizer,
             UpdateMetadata(round=done.round, statistics=layout.statistics, aliases=layout.aliases),
             abandon=True,  # when the job is cancelled, its thread may finish on files that are deleted
         )
