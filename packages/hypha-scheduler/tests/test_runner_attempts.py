@@ -40,9 +40,9 @@ class AttemptsMachine(RuleBasedStateMachine):
         newest = max((other.attempt for other in self.started if other.name == name), default=-1)
         if lease.id in self.running or attempt <= newest:
             with pytest.raises(AttemptError, match=f"task {name} cannot start"):
-                self.attempts.start(task, SPEC)
+                self.attempts.register(task, SPEC)
             return task
-        assert self.attempts.start(task, SPEC).task == task
+        assert self.attempts.register(task, SPEC).task == task
         self.started.append(task)
         self.running[lease.id] = task
         return task
@@ -52,7 +52,7 @@ class AttemptsMachine(RuleBasedStateMachine):
         running = self.running.get(task.lease.id) == task
         attempt = self.attempts.get(task)
         assert self.attempts.runs(task) == running == (attempt is not None)
-        assert self.attempts.end(task) == running
+        assert self.attempts.record_end(task) == running
         if attempt is not None:
             assert attempt.ended.is_set()
             del self.running[task.lease.id]
@@ -85,13 +85,13 @@ def test_an_adopted_attempt_is_confirmed_and_has_no_specification() -> None:
     found = attempts.get(task)
     assert found is not None
     assert (found.spec, found.confirmed.is_set(), found.ended.is_set()) == (None, True, False)
-    attempts.end(task)
+    attempts.record_end(task)
     with pytest.raises(AttemptError, match="attempts at a task grow"):
-        attempts.start(task, SPEC)
+        attempts.register(task, SPEC)
 
 
 def test_an_answer_that_nobody_has_asked_for_is_not_kept() -> None:
-    attempt = AttemptRegister().start(TaskRef("a", LEASES[0]), SPEC)
+    attempt = AttemptRegister().register(TaskRef("a", LEASES[0]), SPEC)
     attempt.add_answer(CommandAnswer(number=0, accepted=True))
     assert attempt.answers == {}
     attempt.commands = 1
@@ -123,19 +123,19 @@ def test_task_is_ready_when_its_inputs_exist() -> None:
     graph.provide("model")
     assert names(graph.ready()) == ["aggregate"]
     with pytest.raises(TaskError, match="cannot start"):
-        graph.start("train")
-    graph.start("aggregate")
+        graph.mark_running("train")
+    graph.mark_running("aggregate")
     assert names(graph.ready()) == ["train"]
 
 
 def test_first_final_state_counts() -> None:
     graph = graph_of(task("a", 1))
-    graph.start("a")
-    assert graph.end("a", TaskState.FAILED)
-    assert not graph.end("a", TaskState.FINISHED)
+    graph.mark_running("a")
+    assert graph.mark_ended("a", TaskState.FAILED)
+    assert not graph.mark_ended("a", TaskState.FINISHED)
     assert names(graph.running()) == []
     with pytest.raises(TaskError, match="not an ending"):
-        graph.end("a", TaskState.RUNNING)
+        graph.mark_ended("a", TaskState.RUNNING)
 
 
 def test_task_is_found_by_its_lease() -> None:
@@ -148,10 +148,10 @@ def test_task_is_found_by_its_lease() -> None:
 
 def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
     graph = graph_of(task("a", 1))
-    graph.start("a")
+    graph.mark_running("a")
     with pytest.raises(TaskError, match="one name or one lease"):
         graph.add(task("a.1", 1))
-    graph.end("a", TaskState.FAILED)
+    graph.mark_ended("a", TaskState.FAILED)
     graph.add(task("a.1", 1))
     found = graph.of_lease(uuid.UUID(int=1))
     assert found is not None
@@ -161,7 +161,7 @@ def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
 
 def test_task_waits_while_an_input_exists_no_more() -> None:
     graph = graph_of(task("aggregate", 1, (), ("server",)))
-    graph.start("aggregate")
+    graph.mark_running("aggregate")
     graph.withdraw("server")
     graph.add(task("train", 2, ("server",)))
     assert names(graph.ready()) == []

@@ -66,7 +66,7 @@ class AttemptRegister:
     _peers: defaultdict[PeerId, set[uuid.UUID]] = field(default_factory=lambda: defaultdict(set))
     """Leases with a running attempt, by peer; none of a peer on which all have ended."""
 
-    def start(self, task: TaskRef, spec: TaskSpec) -> Attempt:
+    def register(self, task: TaskRef, spec: TaskSpec) -> Attempt:
         """Add an attempt that is about to start.
 
         Raises:
@@ -91,7 +91,7 @@ class AttemptRegister:
         self._peers[task.lease.peer].add(task.lease.id)
         return attempt
 
-    def end(self, task: TaskRef) -> bool:
+    def record_end(self, task: TaskRef) -> bool:
         """Record the end of an attempt; return whether it was running."""
         attempt = self.get(task)
         if attempt is None:

@@ -762,7 +762,7 @@ class JobRunner:
         attempt = self._attempts.on(lease.id)
         self._tell(self._running_operator.on_lease_lost, lease, reason, now)
         if attempt is not None:
-            self._lifecycle.ended(attempt.task, TaskEnded(TaskState.FAILED, reason))
+            self._lifecycle.record_end(attempt.task, TaskEnded(TaskState.FAILED, reason))
 
     def on_allocation_timeout(self, roles: Sequence[str], reasons: str) -> None:
         """Tell the operator that roles lack workers."""
@@ -883,9 +883,9 @@ class JobRunner:
         if traffic is not None:
             self._traffic[task.lease.peer] += traffic
         if isinstance(update, TaskEnded):
-            ticket = self._lifecycle.ended(task, update)
+            ticket = self._lifecycle.record_end(task, update)
         elif isinstance(update, TaskStarted):
-            ticket = self._lifecycle.started(task)
+            ticket = self._lifecycle.record_start(task)
         else:
             ticket = self._tell_update(task, update)
         if ticket is not None:

@@ -76,11 +76,11 @@ class TaskLifecycle:
             self.tell_update(task, TaskNotStarted("its lease is no longer held"))
             return
         grace_ms = int(self.orphan_grace * 1000) or None
-        attempt = self.attempts.start(task, msgspec.structs.replace(effect.spec, orphan_grace_ms=grace_ms))
+        attempt = self.attempts.register(task, msgspec.structs.replace(effect.spec, orphan_grace_ms=grace_ms))
         about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
         try:
             with instrumentation.span("dispatch", about, parent=self.trace):
-                self.streams.start(attempt)
+                self.streams.send_start(attempt)
         except ChannelError as error:
             self._not_started(task, f"worker {task.lease.peer}: {error}")
         else:
@@ -94,11 +94,11 @@ class TaskLifecycle:
 
     def _not_started(self, task: TaskRef, why: str) -> None:
         """Release the lease of a task that its worker did not take; nothing if it has ended."""
-        if self.attempts.end(task):
+        if self.attempts.record_end(task):
             self.pool.release(task.lease.id, "its task did not start")
             self.tell_update(task, TaskNotStarted(why))
 
-    def started(self, task: TaskRef) -> int | None:
+    def record_start(self, task: TaskRef) -> int | None:
         """Record that a worker has confirmed a task; return the ticket of the operator's effects."""
         try:
             record = self.events.task_started(task)
@@ -122,15 +122,15 @@ class TaskLifecycle:
 
     def _release_and_end(self, effect: StopTask) -> None:
         self.pool.release(effect.task.lease.id, effect.reason)
-        self.ended(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
+        self.record_end(effect.task, TaskEnded(TaskState.CANCELLED, effect.reason))
 
     def _stop_and_keep_lease(self, effect: StopTask, attempt: Attempt) -> None:
         """Let a task stop, or drain first; its lease stays unless the worker does not report the end."""
         try:
             if effect.drain_seconds > 0:
-                self.streams.drain(attempt, effect.reason, effect.drain_seconds)
+                self.streams.send_drain(attempt, effect.reason, effect.drain_seconds)
             else:
-                self.streams.stop(attempt, effect.reason)
+                self.streams.send_stop(attempt, effect.reason)
         except ChannelError as error:
             self._release_unstopped(effect, str(error))
         else:
@@ -140,7 +140,7 @@ class TaskLifecycle:
         """Wait for the end of a task that was told to drain or to stop."""
         try:
             if effect.drain_seconds > 0 and not await _happens(attempt.ended, effect.drain_seconds):
-                self.streams.stop(attempt, effect.reason)
+                self.streams.send_stop(attempt, effect.reason)
             if not await _happens(attempt.ended, _STOP_TIMEOUT):
                 self._release_unstopped(effect, "its end was not reported")
         except ChannelError as error:
@@ -153,9 +153,9 @@ class TaskLifecycle:
             _log.warning("task %s at %s cannot be cancelled, releasing its lease: %s", task.name, task.lease.peer, why)
             self._release_and_end(effect)
 
-    def ended(self, task: TaskRef, end: TaskEnded) -> int | None:
+    def record_end(self, task: TaskRef, end: TaskEnded) -> int | None:
         """Record the end of a task, once; return the ticket of the operator's effects."""
-        if not self.attempts.end(task) or self.is_closed():
+        if not self.attempts.record_end(task) or self.is_closed():
             return None
         self.pool.task_ended()
         try:

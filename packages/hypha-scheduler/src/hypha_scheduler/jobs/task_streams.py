@@ -114,7 +114,7 @@ class TaskStreams:
 
     # --------------------------------------------------------------------------------------------------- for the runner
 
-    def start(self, attempt: Attempt) -> None:
+    def send_start(self, attempt: Attempt) -> None:
         """Tell the worker to start an attempt.
 
         Raises:
@@ -124,7 +124,7 @@ class TaskStreams:
         start = replace(attempt.spec, traceparent=instrumentation.current_traceparent())
         self._send(attempt.task, start=start)
 
-    def stop(self, attempt: Attempt, reason: str) -> None:
+    def send_stop(self, attempt: Attempt, reason: str) -> None:
         """Tell the worker once to end an attempt.
 
         Raises:
@@ -134,7 +134,7 @@ class TaskStreams:
             attempt.is_stopping = True
             self._send(attempt.task, stop=Stop(reason=reason))
 
-    def drain(self, attempt: Attempt, reason: str, seconds: float) -> None:
+    def send_drain(self, attempt: Attempt, reason: str, seconds: float) -> None:
         """Tell the worker to let an attempt finish within some seconds.
 
         Raises:
@@ -204,7 +204,7 @@ class TaskStreams:
         reason = f"its worker reported {error}"
         if traffic_of(received) is None:
             with suppress(ChannelError):  # then the next start fails, and the lease is released
-                self.stop(attempt, reason)
+                self.send_stop(attempt, reason)
         return TaskEnded(TaskState.FAILED, reason)
 
     def _count_refusal(self, lease: uuid.UUID, received: StatusUpdate, reason: str) -> None:

@@ -79,7 +79,7 @@ class DependencyGraph:
             if self._states[name] is TaskState.WAITING and task.inputs <= self._results
         )
 
-    def start(self, name: str) -> None:
+    def mark_running(self, name: str) -> None:
         """Record that a ready task was dispatched, and that its outputs exist.
 
         Raises:
@@ -90,7 +90,7 @@ class DependencyGraph:
         self._states[name] = TaskState.RUNNING
         self._results |= self._tasks[name].outputs
 
-    def end(self, name: str, state: TaskState) -> bool:
+    def mark_ended(self, name: str, state: TaskState) -> bool:
         """Record the final state of a task; only the first one counts. Return whether this was the first.
 
         Raises:

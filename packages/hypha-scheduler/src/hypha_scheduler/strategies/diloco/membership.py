@@ -159,7 +159,7 @@ class Membership:
         peer = task.lease.peer
         return (*self.avoidance.record_failure(TRAIN, peer, None, why, now), *self.lost(peer, why, now))
 
-    def executor_ended(self, task: TaskRef, end: TaskEnded, now: float) -> Effects | JobFault:
+    def retry_or_fail(self, task: TaskRef, end: TaskEnded, now: float) -> Effects | JobFault:
         """Start an executor again that has ended before the job was done, or go on without its worker."""
         peer, lease = task.lease.peer, task.lease.id
         if end.state is TaskState.CANCELLED:

@@ -303,7 +303,7 @@ class DilocoOperator(Operator):
         assert self._running is not None
         if self._is_unneeded(graph_task):
             return self._task_lost(graph_task, why, now)
-        if not self._running.graph.end(graph_task.name, TaskState.FAILED):
+        if not self._running.graph.mark_ended(graph_task.name, TaskState.FAILED):
             return ()
         not_started = (self._handover if graph_task.role == AGGREGATE else self._membership).not_started
         return (*not_started(task, why, now), *self._check_outcome(now))
@@ -311,7 +311,7 @@ class DilocoOperator(Operator):
     def _task_lost(self, task: TaskOfLease, why: str, now: float) -> Effects:
         assert self._running is not None
         unneeded = self._is_unneeded(task)
-        if not self._running.graph.end(task.name, TaskState.FAILED):
+        if not self._running.graph.mark_ended(task.name, TaskState.FAILED):
             return ()
         if unneeded:
             return self._finish_if_over()
@@ -332,7 +332,7 @@ class DilocoOperator(Operator):
         running = self._running
         assert running is not None
         unneeded = self._is_unneeded(task)
-        if not running.graph.end(task.name, end.state):
+        if not running.graph.mark_ended(task.name, end.state):
             return ()
         told_done = task.peer in running.training.told_done
         if (end.state is TaskState.FINISHED and told_done) or (end.state is TaskState.CANCELLED and unneeded):
@@ -344,7 +344,7 @@ class DilocoOperator(Operator):
             return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
         if task.role == AGGREGATE:
             return (*self._handover.failed(describe(end, with_lines=True), now), *self._check_outcome(now))
-        found = self._membership.executor_ended(running.tasks[task.name], end, now)
+        found = self._membership.retry_or_fail(running.tasks[task.name], end, now)
         if not isinstance(found, JobFault):
             return (*found, *self._check_outcome(now))
         server = running.placed.server

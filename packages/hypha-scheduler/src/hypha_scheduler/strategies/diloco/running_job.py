@@ -111,7 +111,7 @@ class RunningJob:
     def adopt(self, task: TaskRef) -> None:
         """Add a task that runs already."""
         self._add(task)
-        self.graph.start(task_key(task))
+        self.graph.mark_running(task_key(task))
 
     def note_worker(self, peer: PeerId, lease: uuid.UUID) -> None:
         """Add a worker."""
@@ -145,7 +145,7 @@ class RunningJob:
         self.placed = replace(self.placed, closed=closed, workers=tuple(self.workers), slots=self._slots())
         started = []
         for task in self.graph.ready():
-            self.graph.start(task.name)
+            self.graph.mark_running(task.name)
             self.unconfirmed.add(task.name)
             started.append(self._start(self.tasks[task.name]))
         return tuple(started)

@@ -217,10 +217,10 @@ class InferenceOperator(Operator):
             return ()
         held = self._slices.release(worker.task)
         event = EmitEvent("worker_lost", {"worker": str(lease.peer), "reason": reason, "slices": list(held)})
-        blame = self._retries.blame(worker.task, held, reason, now)
+        avoided = self._retries.avoid_worker(worker.task, held, reason, now)
         if held and (failure := self._retries.count_loss(held[0], reason)) is not None:
             return (event, *self._fail(failure))
-        return (event, *blame, *self._start_tasks(now))
+        return (event, *avoided, *self._start_tasks(now))
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
         """Fail the job unless workers are avoided: there is nobody to compute what is left."""
@@ -307,9 +307,9 @@ class InferenceOperator(Operator):
             return (EmitEvent("warning", {"text": f"task {task.name} on {task.lease.peer}: {why}"}),)
         fields = {"worker": str(task.lease.peer), "task": task.name, "slices": list(held), "reason": why}
         event = EmitEvent("attempt_failed", fields)
-        blame = self._retries.blame(task, held, why, now)
+        avoided = self._retries.avoid_worker(task, held, why, now)
         failure = self._retries.count_failure(worker, held, why)
-        return (event, *(blame if failure is None else self._fail(failure)))
+        return (event, *(avoided if failure is None else self._fail(failure)))
 
     def _note_report(self, worker: InferenceWorker, now: float) -> None:
         if worker.task is not None and self._slices.held_by(worker.task):
@@ -470,7 +470,7 @@ class InferenceOperator(Operator):
         if worker is None:
             return tuple(effects)
         if self._slices.give_back(part.task, part.index):
-            effects += self._retries.blame(part.task, (part.index,), f"its part was invalid: {part.reason}", now)
+            effects += self._retries.avoid_worker(part.task, (part.index,), f"its part was invalid: {part.reason}", now)
             failure = self._retries.count_slice_failure(part.index, f"its part was invalid: {part.reason}")
             effects += () if failure is None else self._fail(failure)
         worker.refused += 1

@@ -93,7 +93,7 @@ class SliceRetries:
         what = f"{self.dataset.describe(index)} of dataset {self.dataset.name!r}"
         return f"{what} is not to be had: {reasons}; restore it there, then resume the job"
 
-    def blame(self, task: TaskRef, held: Sequence[int], reason: str, now: float) -> Effects:
+    def avoid_worker(self, task: TaskRef, held: Sequence[int], reason: str, now: float) -> Effects:
         """Assign the slice that was computed to others from now on; exclude a worker at which attempts fail in a row.
 
         Each attempt counts, also at the same slice: others compute that one if there are any.

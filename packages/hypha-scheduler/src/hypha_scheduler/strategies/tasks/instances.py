@@ -119,14 +119,14 @@ class Instances:
 
     # ------------------------------------------------------------------------------------------------------ instances
 
-    def start(self, instance: Instance) -> int:
+    def mark_running(self, instance: Instance) -> int:
         """Record that a ready instance starts; return the number of the attempt."""
         self._set(instance, Phase.RUNNING)
         instance.attempts += 1
         instance.attempt += 1
         return instance.attempt - 1
 
-    def finish(self, instance: Instance) -> bool:
+    def mark_finished(self, instance: Instance) -> bool:
         """Record that an instance has finished; return whether it was the last of its task."""
         self._set(instance, Phase.FINISHED)
         return not self._unfinished[instance.task.name]

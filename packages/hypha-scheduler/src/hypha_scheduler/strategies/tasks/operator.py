@@ -36,10 +36,10 @@ from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
-from hypha_scheduler.strategies.tasks import locations, records, retries
-from hypha_scheduler.strategies.tasks.collection import FETCH, Collection
+from hypha_scheduler.strategies.tasks import records, result_locations, retries
 from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
 from hypha_scheduler.strategies.tasks.instances import Instance, Instances
+from hypha_scheduler.strategies.tasks.output_collection import FETCH, OutputCollection
 from hypha_scheduler.strategies.tasks.output_holders import MadeOutput, OutputHolders
 from hypha_scheduler.strategies.tasks.placement import Placement, TaskLease
 from hypha_scheduler.strategies.tasks.summary import summarize
@@ -109,7 +109,7 @@ class TasksOperator(base.Operator):
     holders: OutputHolders = field(default_factory=OutputHolders)
     avoidance: Avoidance = field(default_factory=lambda: Avoidance(MAX_FAILURES_OF_WORKER))
     placement: Placement = field(init=False)
-    collection: Collection = field(init=False)
+    collection: OutputCollection = field(init=False)
     _running: dict[uuid.UUID, RunningAttempt] = field(default_factory=dict)
     """By lease."""
     _made: dict[Key, StoredOutput] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class TasksOperator(base.Operator):
     def __post_init__(self) -> None:
         self.instances = Instances(self.graph, self._on_ready, self.context.first_attempt + 1)
         self.placement = Placement(self.graph, self.instances, self._input_holders, self.avoidance)
-        self.collection = Collection(self.context, self.holders)
+        self.collection = OutputCollection(self.context, self.holders)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
         self._replay()
@@ -365,7 +365,7 @@ class TasksOperator(base.Operator):
             self.instances.add_output(instance, output.name)
             if output.name in instance.task.keep:
                 self.collection.add(key)
-        is_last = self.instances.finish(instance)
+        is_last = self.instances.mark_finished(instance)
         for output in outputs:
             self._release_if_unneeded((instance.name, output.name))
         if is_last:
@@ -397,7 +397,7 @@ class TasksOperator(base.Operator):
     def _retry_failed(self, run: RunningAttempt, end: base.TaskEnded, reason: str, now: float) -> None:
         instance = run.instance
         self._records.append(records.failed(instance.name, reason))
-        self._blame_worker(run, reason, now)
+        self._avoid_worker(run, reason, now)
         may_be_workers = self._may_be_workers(instance)
         failure = retries.count_failure(instance, reason, end.last_lines, may_be_workers=may_be_workers)
         self._fail_or_tell(run, failure, f"failed: {reason}")
@@ -413,7 +413,7 @@ class TasksOperator(base.Operator):
             return False
         return self.placement.holds_proven(role)
 
-    def _blame_worker(self, run: RunningAttempt, reason: str, now: float) -> None:
+    def _avoid_worker(self, run: RunningAttempt, reason: str, now: float) -> None:
         """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
         lease = run.task.lease
         run.instance.failed_at.add(lease.peer)
@@ -421,7 +421,7 @@ class TasksOperator(base.Operator):
 
     def _retry_lost(self, run: RunningAttempt, reason: str, now: float) -> None:
         instance = run.instance
-        self._blame_worker(run, reason, now)
+        self._avoid_worker(run, reason, now)
         self._fail_or_tell(run, retries.count_loss(instance, reason), reason)
         if run.is_lost:
             self.instances.run_again(instance)
@@ -436,7 +436,7 @@ class TasksOperator(base.Operator):
         for key in list(self.instances.keys(result)):
             if (stored := self.holders.get(key)) is not None:
                 self._doubt(run, key, stored, reason)
-        self._blame_worker(run, reason, now)
+        self._avoid_worker(run, reason, now)
         self._run_again_later(instance, instance.lacks, now)
 
     def _fail_or_tell(self, run: RunningAttempt, failure: str | None, reason: str) -> None:
@@ -652,11 +652,11 @@ class TasksOperator(base.Operator):
         can_push = all(part.holder is not None and part.holder != consumer for part in parts)
         wants_push = number < _MAX_DELIVERIES and (self.graph.job.transfer == "push") is (number % 2 == 0)
         if not (can_push and wants_push and any(part.output.files for part in parts)):
-            return locations.pull(parts, self.context.scheduler)
+            return result_locations.to_pull(parts, self.context.scheduler)
         job, attempt = self.context.job_id, run.task.attempt
         delivery = uuid.uuid5(job, f"{run.instance.name}/{attempt}/{resource}/{number}")
         tag = f"{_PUSH}:{run.task.lease.id}:{attempt}:{resource}"
-        answer, messages = locations.push(parts, job, delivery, consumer, tag)
+        answer, messages = result_locations.to_push(parts, job, delivery, consumer, tag)
         self._others += messages
         return answer
 
@@ -697,7 +697,7 @@ class TasksOperator(base.Operator):
         return effects
 
     def _start(self, held: TaskLease, instance: Instance, now: float) -> None:
-        task = base.TaskRef(instance.name, held.lease, self.instances.start(instance))
+        task = base.TaskRef(instance.name, held.lease, self.instances.mark_running(instance))
         run = self._running[held.lease.id] = RunningAttempt(task, instance, now)
         if self.avoidance.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
@@ -719,7 +719,7 @@ class TasksOperator(base.Operator):
         result = (resource.result.task, resource.result.output)
         if len(self.graph.tasks[result[0]].names) > _MAX_LOCATED:  # do not look at all of them for each attempt
             return None
-        return locations.pull(self._parts(result), self.context.scheduler).pull
+        return result_locations.to_pull(self._parts(result), self.context.scheduler).pull
 
     def _parts(self, result: Result) -> list[MadeOutput]:
         return [stored for key in self.instances.keys(result) if (stored := self.holders.get(key)) is not None]

@@ -15,10 +15,10 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.config import ArtifactTable
 from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.tasks import records
-from hypha_scheduler.strategies.tasks.collection import copies_of_hubs, remove_copies, remove_incomplete
 from hypha_scheduler.strategies.tasks.config import HuggingFaceTable, PeersTable, TasksJob, UriTable
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
+from hypha_scheduler.strategies.tasks.output_collection import copies_of_hubs, remove_copies, remove_incomplete
 
 
 class TasksStrategy:

@@ -36,7 +36,7 @@ _INCOMING: Final = "incoming"
 
 
 @dataclass(slots=True)
-class Collection:
+class OutputCollection:
     """Outputs that are fetched, or are to be."""
 
     context: JobContext

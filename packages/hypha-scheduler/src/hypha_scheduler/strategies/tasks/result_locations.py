@@ -20,7 +20,7 @@ from hypha_scheduler.strategies.base import SendMessage
 from hypha_scheduler.strategies.tasks.output_holders import MadeOutput
 
 
-def pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:
+def to_pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:
     """Answer that the parts of a result are to be pulled from their holders, or from the scheduler's copies."""
     files = tuple(
         LocatedFile(
@@ -36,7 +36,7 @@ def pull(parts: Sequence[MadeOutput], scheduler: PeerId) -> ResourceLocation:
     return ResourceLocation(pull=PullFiles(files=files))
 
 
-def push(
+def to_push(
     parts: Sequence[MadeOutput], job: uuid.UUID, delivery: uuid.UUID, to: PeerId, tag: str
 ) -> tuple[ResourceLocation, tuple[SendMessage, ...]]:
     """Answer that holders push the parts of a result, and tell them to; each part has a holder."""
