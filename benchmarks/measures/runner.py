@@ -25,7 +25,6 @@ from hypha_net import dataset_directory, pubsub, rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_json
-from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.datasets import DataRequest, DatasetRecord, Manifest, SliceAssigned, SliceEntry
 from hypha_proto.health import HEALTH_CHECK, Health
 from hypha_proto.ids import PeerId
@@ -246,26 +245,13 @@ class FakeWorker:
 
     async def _renew(self, scheduler: PeerId, request: RenewLease) -> Renewed:
         if self._stream is None:
-            self._stream = TaskStream(self.endpoint, scheduler, self._lease, self)
+            self._stream = TaskStream(self.endpoint, scheduler, self._lease, self._start, lambda _attempt: None)
             self._tasks.start_soon(self._stream.run)
         return Renewed(id=request.id, timeout_ms=3_600_000)
 
-    def start(self, attempt: AttemptId, _spec: TaskSpec) -> None:
-        """See `DefinitionHandler.start`."""
+    def _start(self, attempt: AttemptId, _spec: TaskSpec) -> None:
         assert self._stream is not None
         self._stream.send_update(StatusUpdate(attempt=attempt, started=Started()))
-
-    def stop(self, _attempt: AttemptId, _reason: str) -> bool:
-        """See `DefinitionHandler.stop`."""
-        return False
-
-    def drain(self, _attempt: AttemptId, _left_ms: int, _reason: str) -> bool:
-        """See `DefinitionHandler.drain`."""
-        return False
-
-    def handle_command(self, _attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
-        """See `DefinitionHandler.handle_command`."""
-        return CommandAnswer(number=command.number, accepted=False)
 
     async def _release(self, _peer: PeerId, _request: ReleaseLease) -> LeaseReleased:
         return LeaseReleased(known=True)

@@ -196,7 +196,7 @@ class Scheduler:
             self.network.nodes[task.lease.peer].end(task, TaskEnded(TaskState.CANCELLED, effect.reason))
             return
         self.release(task.lease.id)
-        self.later(lambda: self._task_over(task, TaskEnded(TaskState.CANCELLED, effect.reason)))
+        self.later(lambda: self._task_ended(task, TaskEnded(TaskState.CANCELLED, effect.reason)))
 
     def task_over(self, task: TaskRef, end: TaskEnded) -> None:
         """Tell the operator of the end of a task, once.
@@ -204,9 +204,9 @@ class Scheduler:
         Raises:
             SchedulerDied: it has died of it.
         """
-        self.tell(lambda: self._task_over(task, end))
+        self.tell(lambda: self._task_ended(task, end))
 
-    def _task_over(self, task: TaskRef, end: TaskEnded) -> Iterable[Any]:
+    def _task_ended(self, task: TaskRef, end: TaskEnded) -> Iterable[Any]:
         if self.running.get(task.lease.id) != task:
             return ()
         del self.running[task.lease.id]
@@ -266,7 +266,7 @@ class Scheduler:
         task = self.task_on(lease.id)
         self.try_tell(lambda: self.operator.on_lease_lost(lease, reason, self.now))
         if task is not None:
-            self.try_tell(lambda: self._task_over(task, TaskEnded(TaskState.FAILED, reason)))
+            self.try_tell(lambda: self._task_ended(task, TaskEnded(TaskState.FAILED, reason)))
 
     def drain(self, lease: Lease, seconds: float) -> None:
         """Hear that the worker of a lease drains."""

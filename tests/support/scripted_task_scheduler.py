@@ -69,14 +69,14 @@ class ScriptedTaskScheduler:
 
     endpoint: MemoryEndpoint
     job_id: uuid.UUID = field(default_factory=uuid.uuid4)
-    reports: list[StatusUpdate] = field(default_factory=list)
+    updates: list[StatusUpdate] = field(default_factory=list)
     subscriptions: list[Subscribe] = field(default_factory=list)
     questions: list[LocateResource] = field(default_factory=list)
     refuse: str | None = None
     clean_ends: int = 0
     """Streams that their workers have ended."""
     locate: Callable[[PeerId, LocateResource], Awaitable[ResourceLocation]] = _nothing
-    on_report: Callable[[StatusUpdate], None] = lambda _report: None
+    on_update: Callable[[StatusUpdate], None] = lambda _update: None
     streams: dict[uuid.UUID, Stream] = field(default_factory=dict)
     _commands: int = 0
     _channels: dict[uuid.UUID, MessageChannel[TaskDefinition, StatusUpdate]] = field(default_factory=dict)
@@ -117,9 +117,9 @@ class ScriptedTaskScheduler:
             self._channels[lease] = MessageChannel(SchedulerCodec(), self._handle, MAX_FRAME)
         return self._channels[lease]
 
-    async def _handle(self, report: StatusUpdate) -> None:
-        self.reports.append(report)
-        self.on_report(report)
+    async def _handle(self, update: StatusUpdate) -> None:
+        self.updates.append(update)
+        self.on_update(update)
         self._notify()
 
     def _notify(self) -> None:
@@ -166,11 +166,11 @@ class ScriptedTaskScheduler:
         self.define(lease, task, attempt, start=TaskSpec(settings=text, outputs=paths, **spec))
 
     def of(self, task: str, attempt: int = 0) -> list[StatusUpdate]:
-        """Return the reports of an attempt."""
-        return [report for report in self.reports if report.attempt == self.name(task, attempt)]
+        """Return the status updates of an attempt."""
+        return [report for report in self.updates if report.attempt == self.name(task, attempt)]
 
     def kinds(self, task: str, attempt: int = 0) -> list[str]:
-        """Return the kinds of the reports of an attempt."""
+        """Return the kinds of the status updates of an attempt."""
         return [kind_of(report) for report in self.of(task, attempt)]
 
     async def command(self, lease: uuid.UUID, task: str, command: Command, attempt: int = 0) -> CommandAnswer:
@@ -187,7 +187,7 @@ class ScriptedTaskScheduler:
         return found
 
     async def end(self, task: str, attempt: int = 0, seconds: float = 15.0) -> StatusUpdate:
-        """Wait for the end of an attempt; return the report of it."""
+        """Wait for the end of an attempt; return the status update of it."""
 
         def ended() -> StatusUpdate | None:
             return next((report for report in self.of(task, attempt) if kind_of(report) in ENDS), None)

@@ -200,7 +200,7 @@ def test_a_late_worker_that_the_round_needs_takes_part_when_it_reports() -> None
     effects = silent(rounds, 60.0)
     assert [type(effect) for effect in effects] == [Suspected, Late, Paused]
     rounds.batch_done(C, 16, 61.0)
-    assert [type(effect) for effect in rounds.take_news(61.0)] == [Continued]
+    assert [type(effect) for effect in rounds.take_effects(61.0)] == [Continued]
     assert announced(post(rounds, 62.0, C)) == [[A, B, C]]
 
 
@@ -348,10 +348,10 @@ def test_executors_that_are_done_are_answered_so() -> None:
     rounds.step_committed(1, 13.0)
     assert rounds.update_merged(A, 14.0) == Done()
     assert rounds.batch_done(C, 16, 14.0) == Done()
-    assert not rounds.over
+    assert not rounds.is_over
     effects = silent(rounds, 200.0)
     assert Late(B, 1, 60.0) in effects  # it never merges the last outer update
-    assert rounds.over
+    assert rounds.is_over
 
 
 def test_reports_of_a_former_executor_change_nothing() -> None:

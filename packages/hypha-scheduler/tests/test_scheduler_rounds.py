@@ -274,10 +274,10 @@ def test_last_round_does_not_wait_for_a_late_executor() -> None:
     rounds.update_started(PEERS[0], 2.0)
     assert rounds.expire(6.0) == (Suspected(PEERS[1], 1, 5.0),)
     assert rounds.expire(10.0) == (Late(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
-    assert not rounds.over
+    assert not rounds.is_over
     rounds.outer_step_taken(11.0)
     assert rounds.update_merged(PEERS[0], 12.0) == Done()
-    assert rounds.over
+    assert rounds.is_over
     assert rounds.deadline() is None
     assert rounds.batch_done(PEERS[1], 16, 13.0) == Done()
 
@@ -368,7 +368,7 @@ def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> No
     rounds.outer_step_taken(3.0)
     assert rounds.update_merged(PEERS[0], 4.0) == Done()
     assert rounds.worker_lost(PEERS[1], "power", 5.0) == ()
-    assert rounds.over
+    assert rounds.is_over
 
 
 @pytest.mark.parametrize("samples", [None, 320], ids=["of unknown size", "of 320 samples"])

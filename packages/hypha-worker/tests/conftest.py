@@ -118,7 +118,7 @@ class Scheduler:
     endpoint: MemoryEndpoint
     ends: list[End] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
-    """Kinds of all reports."""
+    """Kinds of all status updates."""
     reports: list[ProgressRequest] = field(default_factory=list)
     refused: list[UpdateRefused] = field(default_factory=list)
     answer: Callable[[ProgressRequest], ProgressResponse] = lambda _report: Continue()
@@ -133,7 +133,7 @@ class Scheduler:
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
-        self.tasks = ScriptedTaskScheduler(self.endpoint, on_report=self._on_report)
+        self.tasks = ScriptedTaskScheduler(self.endpoint, on_update=self._on_update)
 
     @property
     def job_id(self) -> uuid.UUID:
@@ -162,7 +162,7 @@ class Scheduler:
         self._notify()
         return self.answer(report)
 
-    def _on_report(self, report: StatusUpdate) -> None:
+    def _on_update(self, report: StatusUpdate) -> None:
         kind = kind_of(report)
         self.statuses.append(kind)
         if kind in ENDS:

@@ -168,7 +168,7 @@ class Process:
 
     @property
     def ends(self) -> list[StatusUpdate]:
-        return [report for report in self.tasks.reports if kind_of(report) in ENDS]
+        return [report for report in self.tasks.updates if kind_of(report) in ENDS]
 
     async def _push(self, _peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if not self.knows_job or header is None:

@@ -457,7 +457,7 @@ async def test_a_broken_stream_goes_on_without_loss_or_repetition(in_task_lab: I
             if number % 3 == 1:
                 await lab.scheduler.endpoint.disconnect(lab.peer)
             assert (await tasks.end(f"t{number}")).finished is not None
-        kinds = [(report.attempt.task, kind_of(report)) for report in tasks.reports]
+        kinds = [(report.attempt.task, kind_of(report)) for report in tasks.updates]
         expected = [(f"t{number}", kind) for number in range(12) for kind in ("started", "ready", "finished")]
         assert kinds == expected
         assert len(tasks.subscriptions) > 5

@@ -1,4 +1,4 @@
-"""The tasks of a worker: a session for each lease, which starts, stops and drains the attempts at tasks on it.
+"""The tasks of a worker: a session for each lease, which starts the attempts at tasks on it.
 
 A session begins with the first renewal of its lease and ends with the lease. It gets definitions from its
 `task_stream`, and runs one `task_run` at a time.
@@ -18,7 +18,6 @@ import anyio.abc
 
 from hypha_net import instrumentation
 from hypha_proto.attempt_id import AttemptId
-from hypha_proto.commands import CommandAnswer, TaskCommand
 from hypha_proto.tasks import TaskSpec
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError
@@ -50,7 +49,7 @@ class TaskSession:
         self._check_beside = check
         self._retention = retention
         self._host = host
-        self._stream = TaskStream(host.endpoint, lease.scheduler, lease.id, self)
+        self._stream = TaskStream(host.endpoint, lease.scheduler, lease.id, self.start, self._find)
         self._end_reason = ""
         self._end = anyio.Event()
         self._stream_scope = anyio.CancelScope(shield=True)
@@ -98,7 +97,12 @@ class TaskSession:
     # ----------------------------------------------------------------------------------------------------- definitions
 
     def start(self, attempt: AttemptId, spec: TaskSpec) -> None:
-        """See `DefinitionHandler.start`."""
+        """Start an attempt on the lease.
+
+        Raises:
+            ExecutionError: its definition is malformed, or cannot run on this worker.
+            LeaseError: it cannot run here now.
+        """
         settings = self._check(attempt, spec)
         stream = self._stream
         run = TaskRun(
@@ -116,28 +120,6 @@ class TaskSession:
         self.running = run
         assert self._tasks is not None
         self._tasks.start_soon(self._run, run)
-
-    def stop(self, attempt: AttemptId, reason: str) -> bool:
-        """See `DefinitionHandler.stop`."""
-        run = self._find(attempt)
-        if run is not None:
-            run.stop(reason)
-        return run is not None
-
-    def drain(self, attempt: AttemptId, left_ms: int, reason: str) -> bool:
-        """See `DefinitionHandler.drain`."""
-        run = self._find(attempt)
-        if run is not None:
-            run.drain(left_ms, reason)
-        return run is not None
-
-    def handle_command(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
-        """See `DefinitionHandler.handle_command`."""
-        run = self._find(attempt)
-        if run is None:
-            reason = f"attempt {attempt.number} at it does not run on this lease"
-            return CommandAnswer(number=command.number, accepted=False, reason=reason)
-        return run.handle_command(command)
 
     def _find(self, attempt: AttemptId) -> TaskRun | None:
         """Return an attempt if it runs."""

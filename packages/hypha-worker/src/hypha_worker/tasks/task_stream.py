@@ -1,7 +1,7 @@
 """The worker's side of the stream of one lease: definitions of tasks come down, status updates go up.
 
-Opened again whenever it breaks; `hypha_net.message_channel` loses and repeats none. `task_sessions` carries out what a
-definition asks for: to start, stop or drain an attempt at a task, or to handle a command.
+Opened again whenever it breaks; `hypha_net.message_channel` loses and repeats none. A definition starts an attempt at a
+task, by the session of the lease (`task_sessions`), or stops, drains or commands the one that runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import OrderedDict
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final
 
 import anyio
 
@@ -38,7 +39,7 @@ from hypha_proto.tasks import (
 )
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import LeaseError
-from hypha_worker.tasks.task_run import one_line
+from hypha_worker.tasks.task_run import TaskRun, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -53,31 +54,6 @@ _REFUSED: Final = instrumentation.Counter(
     "{definition}",
     "Task definitions that were refused, by why: stale (an older attempt), malformed, unable (not now).",
 )
-
-
-class DefinitionHandler(Protocol):
-    """What carries out definitions; the session of the lease."""
-
-    def start(self, attempt: AttemptId, spec: TaskSpec) -> None:
-        """Start an attempt.
-
-        Raises:
-            ExecutionError: its definition is malformed, or cannot run on this worker.
-            LeaseError: it cannot run here now.
-        """
-        ...
-
-    def stop(self, attempt: AttemptId, reason: str) -> bool:
-        """Stop an attempt; return False if it does not run."""
-        ...
-
-    def drain(self, attempt: AttemptId, left_ms: int, reason: str) -> bool:
-        """Let an attempt end by itself within some time; return False if it does not run."""
-        ...
-
-    def handle_command(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
-        """Let an attempt carry out a command of its strategy."""
-        ...
 
 
 class _WorkerCodec:
@@ -98,11 +74,29 @@ class StreamRefusedError(RequestError):
 class TaskStream:
     """The worker's side of the stream of one lease."""
 
-    def __init__(self, endpoint: Endpoint, scheduler: PeerId, lease: uuid.UUID, handler: DefinitionHandler) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        scheduler: PeerId,
+        lease: uuid.UUID,
+        start: Callable[[AttemptId, TaskSpec], None],
+        find: Callable[[AttemptId], TaskRun | None],
+    ) -> None:
+        """Prepare; nothing is opened before `run`.
+
+        Args:
+            endpoint: opens the streams.
+            scheduler: the holder of the lease.
+            lease: the lease.
+            start: starts an attempt; raises `ExecutionError` if its definition is malformed or cannot run on this
+                worker, and `LeaseError` if it cannot run here now.
+            find: returns an attempt if it runs.
+        """
         self._endpoint = endpoint
         self._scheduler = scheduler
         self._lease = lease
-        self._handler = handler
+        self._start = start
+        self._find = find
         self._channel = MessageChannel[StatusUpdate, TaskDefinition](_WorkerCodec(), self._handle, MAX_FRAME)
         self._newest: OrderedDict[str, int] = OrderedDict()
         """Newest attempt that was defined, by task."""
@@ -152,27 +146,30 @@ class TaskStream:
             reason = "the definition has several of start, stop, drain and command"
             self._refuse("malformed", attempt, reason, failed=TaskFailed(reason=reason))
         elif definition.command is not None:
-            self._update(attempt, answered=self._handler.handle_command(attempt, definition.command))
+            self._update(attempt, answered=self._answer(attempt, definition.command))
         elif definition.start is not None:
-            self._start(attempt, definition.start)
-        elif not self._stop_or_drain(definition) and is_new:
+            self._try_to_start(attempt, definition.start)
+        elif (run := self._find(attempt)) is not None:
+            if definition.stop is not None:
+                run.stop(definition.stop.reason)
+            elif definition.drain is not None:
+                run.drain(definition.drain.left_ms, definition.drain.reason)
+        elif is_new and (definition.stop or definition.drain):
             self._update(attempt, cancelled=TaskCancelled(reason="it was never begun on this lease"))
 
-    def _start(self, attempt: AttemptId, spec: TaskSpec) -> None:
+    def _try_to_start(self, attempt: AttemptId, spec: TaskSpec) -> None:
         try:
-            self._handler.start(attempt, spec)
+            self._start(attempt, spec)
         except ExecutionError as error:
             self._refuse("malformed", attempt, str(error), failed=TaskFailed(reason=one_line(str(error))))
         except LeaseError as error:
             self._refuse("unable", attempt, str(error), cancelled=TaskCancelled(reason=one_line(str(error))))
 
-    def _stop_or_drain(self, definition: TaskDefinition) -> bool:
-        """Stop or drain an attempt; return False if it does not run, True for a definition without either."""
-        if definition.stop is not None:
-            return self._handler.stop(definition.attempt, definition.stop.reason)
-        if definition.drain is not None:
-            return self._handler.drain(definition.attempt, definition.drain.left_ms, definition.drain.reason)
-        return True
+    def _answer(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
+        if (run := self._find(attempt)) is not None:
+            return run.handle_command(command)
+        reason = f"attempt {attempt.number} at it does not run on this lease"
+        return CommandAnswer(number=command.number, accepted=False, reason=reason)
 
     def _update(self, attempt: AttemptId, **fields: Any) -> None:
         self.send_update(StatusUpdate(attempt=attempt, **fields))

@@ -675,7 +675,7 @@ class DilocoOperator(Operator):
         if self._phase is not _Phase.TRAINING:
             return ()
         is_recorded = self._data.result.round >= self._job.rounds.update_rounds
-        if not running.training.rounds.over and not (is_recorded and running.server is None):
+        if not running.training.rounds.is_over and not (is_recorded and running.server is None):
             return ()
         if not is_recorded:
             self._last_update_deadline = self._last_update_deadline or now + _LAST_UPDATE_TIMEOUT
@@ -711,7 +711,7 @@ class DilocoOperator(Operator):
             return self._exit_deadline
         if self._paused_since is not None or self._phase is not _Phase.TRAINING or self._running is None:
             return None
-        if self._running.training.rounds.over:
+        if self._running.training.rounds.is_over:
             return self._last_update_deadline
         return self._running.training.rounds.deadline() if self._without_data is None else self._look_again
 
@@ -721,7 +721,7 @@ class DilocoOperator(Operator):
         assert self._running is not None
         if self._phase is _Phase.EXITING:
             return self._stop_waiting(self._running)
-        if self._running.training.rounds.over:
+        if self._running.training.rounds.is_over:
             missing = self._data.result.round + 1
             return self._fail(f"the outer update of round {missing} did not come from the parameter server")
         if self._without_data is not None or not self._context.reaches(self._data.dataset.name):

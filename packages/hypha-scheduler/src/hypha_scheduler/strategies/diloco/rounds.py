@@ -113,7 +113,7 @@ class Rounds:
         return self._closed >= self._settings.rounds
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the last outer step was taken, and merged by every worker that is not left out of the last round."""
         settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
         return self.is_complete and settled
@@ -196,7 +196,7 @@ class Rounds:
         if self.may_begin(peer):  # the question was repeated, or it is a worker of the first round
             member.heard(now)
             return member.round, ()
-        effects = self._give_up(peer, member, f"worker {peer} begins anew", now)
+        effects = self._drop_open_work(peer, member, f"worker {peer} begins anew", now)
         if waits or not self.can_join_now(peer):
             member.asked_in = self._closed + 1 if member.asked_in is None else member.asked_in
             member.heard(now)
@@ -234,7 +234,7 @@ class Rounds:
         member = self._members.get(peer)
         if member is None:
             return ()
-        effects = self._give_up(peer, member, f"the executor of {peer} ended: {why}", now)
+        effects = self._drop_open_work(peer, member, f"the executor of {peer} ended: {why}", now)
         member.asked_in = None
         member.change(Standing.PREPARING, now)
         current = self._open
@@ -242,7 +242,7 @@ class Rounds:
             return effects
         return (*effects, AnnounceRound(current.number, current.announced, self._hurry()))
 
-    def _give_up(self, peer: PeerId, member: RoundMember, why: str, now: float) -> tuple[Effect, ...]:
+    def _drop_open_work(self, peer: PeerId, member: RoundMember, why: str, now: float) -> tuple[Effect, ...]:
         """Go on without what a worker has trained in open rounds, apart from updates that are under way."""
         if member.standing is Standing.PREPARING:
             return ()
@@ -270,7 +270,7 @@ class Rounds:
         self._pause.server_gone = None
         return self._go_on(now)
 
-    def take_news(self, now: float) -> tuple[Effect, ...]:
+    def take_effects(self, now: float) -> tuple[Effect, ...]:
         """Return the effects of methods that return none."""
         return self._review(now)
 
@@ -682,7 +682,7 @@ class Rounds:
     def deadline(self) -> float | None:
         """Return the time at which a worker or the parameter server is overdue or suspected; None if none can be."""
         if self.is_complete:
-            return None if self.over else self._deadlines.of_merging(self._last)
+            return None if self.is_over else self._deadlines.of_merging(self._last)
         times = list(self._deadlines.replacements(is_paused=self._pause.reason is not None).values())
         if self._pause.reason is None:
             due = self._round_deadline()

@@ -165,7 +165,7 @@ class TrainingState:
     ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
-            return self.rounds.batches_done(peer, (_measured(progress),), now), self.rounds.take_news(now)
+            return self.rounds.batches_done(peer, (_measured(progress),), now), self.rounds.take_effects(now)
         if isinstance(progress, RoundMetrics):
             return Acknowledged(), self._measured(peer, progress, now)
         if isinstance(progress, OuterStepTaken):
@@ -185,7 +185,7 @@ class TrainingState:
             answer = self.rounds.batches_done(peer, [_measured(batch) for batch in fresh], now, left)
         else:
             answer = self.rounds.batches_known(peer, now)
-        effects = self._count(self.rounds.take_news(now))
+        effects = self._count(self.rounds.take_effects(now))
         if isinstance(answer, ProgressError):
             return BatchesCounted(counted=message.first, reason=self._refusal_reason(peer, SendingUpdate())), effects
         counted = min(message.first + count, _MAX_COUNT)
@@ -230,7 +230,7 @@ class TrainingState:
             and self.rounds.goes_on_without(peer, message.round)
             and not self.contributions.is_over(peer, message.round)
         ):
-            return self._send_back(peer, message), self.rounds.take_news(now)
+            return self._send_back(peer, message), self.rounds.take_effects(now)
         is_over = self.contributions.is_over(peer, message.round)
         why = f"an update of this worker in round {message.round} was refused before" if is_over else None
         if why is not None and (message.round != number or known is not None or self.rounds.is_dropped(peer, number)):
@@ -238,7 +238,7 @@ class TrainingState:
         fault = why or find_fault(message, number, weights)
         if fault is None and (fault := self._sample_fault(peer, message, known)) and peer in self.taken_up:
             self.taken_up.discard(peer)
-            return self._send_back(peer, message), self.rounds.take_news(now)
+            return self._send_back(peer, message), self.rounds.take_effects(now)
         if fault is not None:
             return ContributionKnown(accepted=False, reason=fault), self._refuse(peer, message, fault, now)
         self.taken_up.discard(peer)
@@ -349,12 +349,12 @@ class TrainingState:
     def _update_merged(self, peer: PeerId, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
         number = self.rounds.round_of(peer)
         answer = self.rounds.update_merged(peer, now)
-        news = self.rounds.take_news(now)
+        queued = self.rounds.take_effects(now)
         if number is None or peer in self.rounds.members:
-            return answer, news
+            return answer, queued
         self._free(peer, number)
         self.left.add(peer)
-        return answer, (Left(peer, number), *news)
+        return answer, (Left(peer, number), *queued)
 
     def _measured(self, peer: PeerId, report: RoundMetrics, now: float) -> tuple[Effect, ...]:
         values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
