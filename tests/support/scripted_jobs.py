@@ -338,8 +338,8 @@ class ScriptedWorker:
     """Whether it confirms no task."""
     changed: anyio.Event = field(default_factory=anyio.Event)
     streams: dict[uuid.UUID, ScriptedStream] = field(default_factory=dict)
-    _offered: dict[uuid.UUID, PeerId] = field(default_factory=dict)
-    _tasks: anyio.abc.TaskGroup | None = None
+    offered: dict[uuid.UUID, PeerId] = field(default_factory=dict)
+    tasks: anyio.abc.TaskGroup = field(init=False)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         handlers: tuple[tuple[Any, Any], ...] = (
@@ -351,7 +351,7 @@ class ScriptedWorker:
         for method, handler in handlers:
             rpc.serve(self.endpoint, method, handler)
         async with (
-            anyio.create_task_group() as self._tasks,
+            anyio.create_task_group() as self.tasks,
             pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests,
         ):
             task_status.started()
@@ -371,7 +371,7 @@ class ScriptedWorker:
         if len(self.leases) >= self.cores:
             return
         lease = uuid.uuid4()
-        self._offered[lease] = scheduler
+        self.offered[lease] = scheduler
         resources = Resources(cpu=1)
         offer = WorkerOffer(id=lease, request_id=request.id, price=100.0, resources=resources, timeout_ms=500)
         await rpc.call(self.endpoint, scheduler, OFFER, offer)
@@ -379,16 +379,16 @@ class ScriptedWorker:
     async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
         known = self.leases.get(request.id) == peer
         is_released = request.id in dict(self.released)  # a renewal may arrive after the release
-        room = self._offered.get(request.id) == peer and len(self.leases) < self.cores and not is_released
+        room = self.offered.get(request.id) == peer and len(self.leases) < self.cores and not is_released
         if request.id in self.forgotten or not (known or room):
             self.leases.pop(request.id, None)
             return RenewalFailed()
         self.leases[request.id] = peer
         self._note()
-        if self.opens_streams and request.id not in self.streams and self._tasks is not None:
-            stream = ScriptedStream(self.endpoint, peer, request.id, self._tasks, told=partial(self._hear, request.id))
+        if self.opens_streams and request.id not in self.streams:
+            stream = ScriptedStream(self.endpoint, peer, request.id, self.tasks, told=partial(self.hear, request.id))
             self.streams[request.id] = stream
-            self._tasks.start_soon(self._keep_open, stream)
+            self.tasks.start_soon(self._keep_open, stream)
         return Renewed(id=request.id, timeout_ms=10_000)
 
     async def _keep_open(self, stream: ScriptedStream) -> None:
@@ -399,7 +399,7 @@ class ScriptedWorker:
                     await stream.until_ended(ended + 1)
             await anyio.sleep(0.2)
 
-    def _hear(self, lease: uuid.UUID, definition: TaskDefinition) -> None:
+    def hear(self, lease: uuid.UUID, definition: TaskDefinition) -> None:
         if definition.start is not None:
             self.started.append(ScriptedStart(lease, definition))
             if self.refuses_tasks:
@@ -422,7 +422,7 @@ class ScriptedWorker:
         return Reasons(rejections=(Rejection(code="busy", text="busy"),))
 
     async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
-        return Health(healthy=True, role="worker", bytes_sent=0, bytes_received=0)
+        return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
 
     async def drain(self, scheduler: PeerId, *leases: uuid.UUID, seconds: float = 60.0) -> None:
         """Announce that leases end within `seconds`."""

@@ -128,14 +128,6 @@ class TestExecutorRetries:
             retries.round_counted(PEERS[0])
         assert retries.count_failure(PEERS[1], LEASES[1], failed(1, "", "CUDA error"), 16) == Restart()
 
-    def test_a_disk_fault_replaces_at_once_and_names_the_path(self) -> None:
-        retries = ExecutorRetries()
-        for peer, lease in zip(PEERS, LEASES, strict=True):
-            end = failed(74, "exited with status 74", "ERROR: /data/work: No space left on device")
-            decision = retries.count_failure(peer, lease, end, 16)
-            assert isinstance(decision, Replace)
-            assert "/data/work" in decision.reason
-
 
 class TestSlots:
     def test_members_are_numbered_and_never_reused(self) -> None:

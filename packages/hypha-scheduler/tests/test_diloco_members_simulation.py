@@ -12,7 +12,7 @@ import pytest
 from support.diloco_invariants import check_job, check_waits, durations
 from support.diloco_misfortunes import Misfortunes
 from support.diloco_network import LEASE, Network
-from support.diloco_processes import Process, Training
+from support.diloco_processes import Process
 from support.diloco_simulation import BATCH, job_table
 
 from hypha_net.testing import simulate
@@ -83,13 +83,6 @@ def once(phase: str, act: Callable[[Process], None], after: int = 1) -> Callable
 
 def failed(code: int | None = 1, reason: str = "it exited", *lines: str) -> TaskEnded:
     return TaskEnded(TaskState.FAILED, reason, code, lines or (f"RuntimeError: {reason}",))
-
-
-def test_a_job_without_faults_finishes() -> None:
-    network = finish(Network(table=table()))
-
-    assert all(len(record["members"]) == 4 for record in network.rounds)
-    assert network.seen["rejoined"] == network.seen["refused"] == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- workers
@@ -210,20 +203,6 @@ def test_exit_code_two_ends_the_job_with_its_last_lines() -> None:
     assert "ValueError: the model does not fit the data" in network.outcome
 
 
-def test_the_same_error_on_two_workers_ends_the_job() -> None:
-    died: set[PeerId] = set()
-
-    def die(phase: str, process: Process) -> None:
-        if phase == "training" and process.network.rounds and len(died) < 2 and process.peer not in died:
-            died.add(process.peer)
-            process.node.fail(failed(1, "it exited", "KeyError: 'pixel_values'"))
-
-    network = run_job(Network(table=table(), workers=6, on_phase=die))
-
-    assert network.outcome is not None
-    assert "KeyError: 'pixel_values'" in network.outcome
-
-
 def test_a_stopped_executor_is_told_of_and_no_later_round_waits_for_it() -> None:
     stopped: list[tuple[float, PeerId]] = []
 
@@ -304,24 +283,6 @@ def test_a_joiner_that_prepares_for_long_holds_no_round_up() -> None:
     assert len(members(network, 24)) == 4
 
 
-def test_a_worker_that_restarts_is_used_again_from_the_next_round() -> None:
-    killed: list[Process] = []
-
-    async def come_back(network: Network) -> None:
-        while not killed:
-            await anyio.sleep(0.1)
-        await anyio.sleep(15.0)
-        killed[0].node.come_back()
-
-    def kill(process: Process) -> None:
-        killed.append(process)
-        process.node.crash()
-
-    network = finish(Network(table=table(12), workers=4, on_phase=once("training", kill), during=come_back), 12)
-
-    assert len(members(network, 12)) == 4
-
-
 def test_a_worker_that_drains_hands_its_round_in_and_is_replaced() -> None:
     drained: list[tuple[int, PeerId]] = []
 
@@ -366,16 +327,6 @@ def test_a_job_whose_workers_do_not_return_fails_after_the_allocation_timeout() 
 
     assert network.outcome is not None
     assert "too few workers" in network.outcome
-
-
-def test_one_update_that_holds_nan_does_not_count_and_the_job_goes_on() -> None:
-    def spoil(phase: str, process: Process) -> None:
-        if phase == "stated" and isinstance(process, Training) and not process.network.nan:
-            process.network.nan.add(process.executor.latest or "")
-
-    network = finish(Network(table=table(), workers=2, on_phase=spoil))
-
-    assert network.seen["NaN"] == 1
 
 
 # ----------------------------------------------------------------------------------------------------- parameter server

@@ -8,7 +8,6 @@ import anyio
 import pytest
 from support.diloco_invariants import check_job
 from support.diloco_network import Delays, Network
-from support.diloco_processes import Process
 from support.diloco_simulation import BATCH, job_table
 
 from hypha_net.testing import simulate
@@ -93,17 +92,3 @@ def test_a_job_goes_on_with_a_scheduler_that_was_started_again(seed: int) -> Non
     network = finish(Network(seed=seed, table=TABLE, message_faults=0.1, during=kill))
 
     assert network.died == 1
-
-
-@pytest.mark.parametrize("phase", ["training", "sending"])
-def test_an_executor_that_is_killed_while_it_reports_is_replaced(phase: str) -> None:
-    killed: list[Process] = []
-
-    def kill(reached: str, process: Process) -> None:
-        if reached == phase and not killed and len(process.network.rounds) >= 1:
-            killed.append(process)
-            process.node.crash()
-
-    finish(Network(table=TABLE, workers=5, message_faults=0.1, on_phase=kill))
-
-    assert killed

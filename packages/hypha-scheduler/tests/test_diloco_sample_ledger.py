@@ -170,12 +170,6 @@ LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 test_no_sample_is_used_twice_and_none_is_lost = LedgerMachine.TestCase
 
 
-def test_overlapping_epochs_contain_every_slice_once() -> None:
-    ledger = SampleLedger(SIZES, seed=1)
-    given = [ledger.assign(worker) for worker in ("a", "b") * len(SIZES)]
-    assert sorted(given) == [SampleSpan(epoch, index, 0, SIZES[index]) for epoch in (0, 1) for index in range(5)]
-
-
 def test_seed_determines_the_order() -> None:
     def order(seed: int) -> list[SampleSpan]:
         ledger = SampleLedger([1] * 50, seed)
@@ -184,16 +178,6 @@ def test_seed_determines_the_order() -> None:
     assert order(5) == order(5)
     assert order(5) != order(6)
     assert [a.index for a in order(5)[:50]] != [a.index for a in order(5)[50:]]
-
-
-def test_executor_that_uses_whole_slices_gets_no_part_of_one() -> None:
-    ledger = SampleLedger([10])
-    span = ledger.assign("gone")
-    ledger.contribute("gone", 1, [share(span, 0, 4)])
-    ledger.commit(1, ["gone"])
-    ledger.release("gone")
-    assert ledger.assign("old", whole=True) == SampleSpan(1, 0, 0, 10)
-    assert ledger.assign("new") == share(span, 4, 10)
 
 
 @pytest.mark.parametrize(
@@ -305,13 +289,6 @@ def test_end_of_a_slice_of_unknown_size_is_known_when_the_next_is_used() -> None
     assert ledger.available == (share(first, 0, 120), second)
 
 
-def test_unused_slices_per_worker_are_limited() -> None:
-    ledger = SampleLedger([1])
-    with pytest.raises(LedgerFullError):
-        for _ in range(1000):
-            ledger.assign("hoarder")
-
-
 def test_slices_of_one_contribution_are_limited() -> None:
     ledger = SampleLedger([1])
     ledger.report("w", None)
@@ -340,25 +317,6 @@ def test_an_empty_dataset_is_refused() -> None:
 def test_a_slice_without_samples_is_not_assigned() -> None:
     ledger = SampleLedger([0, 3])
     assert [ledger.assign("w") for _ in range(2)] == [SampleSpan(0, 1, 0, 3), SampleSpan(1, 1, 0, 3)]
-
-
-def test_a_slice_that_is_set_aside_is_assigned_to_nobody_again() -> None:
-    ledger = SampleLedger([4] * 3)
-    bad = ledger.assign("a")
-    assert ledger.set_aside("a", bad.index, bad.epoch)
-    assert ledger.held_by("a") == ()
-    given = [ledger.assign(worker) for worker in ("a", "b") * 4]
-    assert bad.index not in {span.index for span in given}
-    assert [span.epoch for span in given] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_a_worker_sets_aside_only_what_it_holds() -> None:
-    ledger = SampleLedger([4] * 3)
-    held = ledger.assign("a")
-    assert not ledger.set_aside("b", held.index)
-    assert not ledger.set_aside("a", held.index, epoch=9)
-    assert not ledger.set_aside("a", 99)
-    assert ledger.usable == 3
 
 
 def test_others_may_use_a_slice_that_they_hold_when_it_is_set_aside() -> None:

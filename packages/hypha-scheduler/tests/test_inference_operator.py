@@ -711,24 +711,6 @@ def test_a_worker_that_failed_twice_is_not_leased_again_for_a_minute(tmp_path: P
     assert run.operator.role_requests()[0].excluded == frozenset()
 
 
-def test_a_lease_whose_executor_fails_twice_is_released_and_another_sought(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    lease = run.tasks[0].lease
-    for _ in range(2):
-        task = run.running[lease.id]
-        fetched(run, task)
-        run.end(task, TaskState.FAILED, 1)
-        for other in run.tasks:  # others go on, so that no slice fails three times
-            if other.lease.id != lease.id:
-                fetched(run, other)
-                run.send_first(other)
-                break
-    assert lease.id not in run.leases
-    assert run.operator.role_requests()[0].count == 2  # while it is released
-    run.pass_deadlines()
-    assert run.operator.role_requests()[0].count > 2
-
-
 def test_a_worker_whose_disk_is_full_is_released_at_once(tmp_path: Path) -> None:
     run = begin(tmp_path)
     task = run.tasks[0]

@@ -252,16 +252,6 @@ async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         await lab.finish(operator)
 
 
-async def test_attempts_at_a_task_grow(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, attempt=3)
-        await worker.finish(begin)
-        operator.act(StartTask(operator.task(attempt=2), SPEC))
-        [error] = await lab.ended()
-        assert "attempt 3 was started before; attempts at a task grow" in str(error)
-
-
 async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: OpenJobs) -> None:
     """The definitions pile up until the limit of the channel."""
     async with open_jobs(streams=False) as lab:

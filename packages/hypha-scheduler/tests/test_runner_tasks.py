@@ -133,21 +133,6 @@ async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
         await lab.finish(operator)
 
 
-async def test_task_that_its_worker_does_not_confirm_loses_its_lease(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator = await lab.acquire()
-        worker = lab.worker(operator.leases[0])
-        worker.is_silent = True
-        operator.demand = (role(count=0),)
-        operator.act(StartTask(operator.task(), SPEC))
-        [(task, update)] = await operator.until("update")
-        assert task == operator.task()
-        assert isinstance(update, TaskNotStarted)
-        assert "did not confirm task task within 30 s" in update.reason
-        await worker.until(lambda: worker.released)
-        await lab.finish(operator)
-
-
 async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
         operator = await lab.start()
@@ -526,7 +511,6 @@ async def test_exception_of_an_operator_fails_its_job_alone(open_jobs: OpenJobs,
         assert not [lease for lease, peer in worker.leases.items() if lease == operator.leases[0].id]
 
 
-JOB_ID = uuid.UUID(int=1)
 WRONG_EFFECTS = {
     "event that is not JSON": EmitEvent("event", {"value": Unwritable()}),
     "record that is not JSON": WriteJournal("record", {"value": Unwritable()}),

@@ -218,13 +218,6 @@ def peers(offers: Sequence[AcceptedOffer]) -> set[PeerId]:
 DELAYS = (0.005, 0.05, 0.15, 0.3)
 
 
-async def test_workers_with_slow_links_are_placed_among_fast_ones() -> None:
-    async with open_lab(4, delays=DELAYS) as lab:
-        allocator = lab.allocator(role_request("train", 4))
-        assert len(await allocator.allocate()) == 4
-        assert allocator.seconds < 4.0
-
-
 @pytest.mark.parametrize("delay", DELAYS)
 async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: float) -> None:
     def prepare(workers: list[Worker]) -> None:

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from support.fake_hf_hub import hub_server
-from support.scripted_jobs import ScriptedStart, ScriptedStream
+from support.scripted_jobs import ScriptedStart, ScriptedWorker
 
-from hypha_net import dataset_directory, pubsub, rpc, transfer
+from hypha_net import dataset_directory, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_net.testing.memory_network import Faults
@@ -39,14 +38,10 @@ from hypha_proto.datasets import (
     SliceEntry,
     UnusableSlice,
 )
-from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, TrainConfig
 from hypha_proto.leases import (
-    RELEASE_LEASE,
-    RENEW_LEASE,
     SAY_GOODBYE,
-    WHY_NOT,
     Goodbye,
     LeaseReleased,
     LeaseRenewal,
@@ -54,7 +49,6 @@ from hypha_proto.leases import (
     Rejection,
     ReleaseLease,
     RenewalFailed,
-    Renewed,
     RenewLease,
     WhyNot,
 )
@@ -74,7 +68,7 @@ from hypha_proto.progress import (
     UpdateMerged,
 )
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import Started, TaskDefinition, TaskFailed, TaskFinished
+from hypha_proto.tasks import TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.allocation.auction import DECISION_WINDOW
@@ -136,13 +130,11 @@ class SharedState:
         return self.stepped.setdefault(number, anyio.Event())
 
 
-@dataclass
-class Worker:
-    """Worker that makes offers for its role, holds leases and runs a scripted executor."""
+@dataclass(kw_only=True)
+class Worker(ScriptedWorker):
+    """Worker that makes offers for its role, and runs a scripted executor."""
 
     shared: SharedState
-    endpoint: MemoryEndpoint
-    tasks: anyio.abc.TaskGroup
     role: str = "train"
     price: float = 100.0
     batch_seconds: float = 0.05
@@ -154,8 +146,6 @@ class Worker:
     """Round whose outer update it does not send to the scheduler."""
     evaluation_seconds: float = 0.0
     """Duration of the evaluation after the last round; 0 without one."""
-    cannot_start: bool = False
-    """Whether it confirms no task."""
     repeats_messages: bool = False
     """Whether it repeats each report and slice request, as after a lost response."""
     traffic: tuple[int, int] = (1000, 2000)
@@ -165,70 +155,37 @@ class Worker:
     refuses: bool = False
     offers_left: int = 1_000_000
     renewals_left: int = 1_000_000
-    leases: dict[uuid.UUID, PeerId] = field(default_factory=dict)
-    released: list[str] = field(default_factory=list)
-    start: ScriptedStart | None = None
-    """What it was told to start last."""
-    streams: dict[uuid.UUID, ScriptedStream] = field(default_factory=dict)
+    ends_cancelled: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     requests: list[WorkerRequest] = field(default_factory=list)
     rounds_seen: list[SetMembers] = field(default_factory=list)
 
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        for method, handler in (
-            (RENEW_LEASE, self.renew),
-            (RELEASE_LEASE, self.release),
-            (WHY_NOT, self.why_not),
-            (HEALTH_CHECK, self.health),
-        ):
-            rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
-        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
-            task_status.started()
-            async for scheduler, request in requests:
-                self.requests.append(request)
-                if request.spec.executor[0].kind == self.role and not self.refuses:
-                    await self.bid(scheduler, request)
+    @property
+    def start(self) -> ScriptedStart | None:
+        """What it was told to start last."""
+        return self.started[-1] if self.started else None
 
     async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
-        if not self.offers_left:
+        self.requests.append(request)
+        if request.spec.executor[0].kind != self.role or self.refuses or not self.offers_left:
             return
         self.offers_left -= 1
         lease = uuid.uuid4()
-        self.leases[lease] = scheduler
-        offer = WorkerOffer(
-            id=lease,
-            request_id=request.id,
-            price=self.price,
-            resources=Resources(cpu=2, memory=2),
-            timeout_ms=500,
-        )
+        self.offered[lease] = scheduler
+        resources = Resources(cpu=2, memory=2)
+        offer = WorkerOffer(id=lease, request_id=request.id, price=self.price, resources=resources, timeout_ms=500)
         await rpc.call(self.endpoint, scheduler, OFFER, offer)
 
     async def renew(self, peer: PeerId, request: RenewLease) -> LeaseRenewal:
         self.renewals_left -= 1
-        if self.leases.get(request.id) != peer or self.renewals_left < 0:
-            return RenewalFailed()
-        if request.id not in self.streams:
-            stream = ScriptedStream(self.endpoint, peer, request.id, self.tasks, told=partial(self.hear, request.id))
-            self.streams[request.id] = stream
-            self.tasks.start_soon(self.keep_open, stream)
-        return Renewed(id=request.id, timeout_ms=10_000 if self.renewals_left > 100 else 400)
-
-    async def keep_open(self, stream: ScriptedStream) -> None:
-        while stream.lease in self.leases:
-            ended = stream.ended
-            with suppress(NetError):
-                if (await stream.open()).refused is None:
-                    await stream.until_ended(ended + 1)
-            await anyio.sleep(0.05)
+        return RenewalFailed() if self.renewals_left < 0 else await super().renew(peer, request)
 
     def hear(self, lease: uuid.UUID, definition: TaskDefinition) -> None:
         """Start a task, or carry out a command, on a lease."""
+        super().hear(lease, definition)
         peer, spec, command = self.leases[lease], definition.start, definition.command
-        if spec is not None and not self.cannot_start:
+        if spec is not None and not self.is_silent:
             assert spec.executor.startswith(f"{self.role}/")
-            self.start = ScriptedStart(lease, definition)
-            self.streams[lease].report(definition, started=Started())
             if self.role == "train":
                 self.tasks.start_soon(self.until_unreachable, self.train, peer, self.start)
         elif command is not None:
@@ -239,20 +196,16 @@ class Worker:
                 self.tasks.start_soon(self.until_unreachable, self.aggregate, peer, command.members)
 
     async def release(self, peer: PeerId, request: ReleaseLease) -> LeaseReleased:
-        self.released.append(request.reason)
         if self.start is not None and self.start.lease == request.id:  # no offer that is not needed
             self.scope.cancel()
-        return LeaseReleased(known=self.leases.pop(request.id, None) == peer)
+        return await super().release(peer, request)
 
     async def why_not(self, _peer: PeerId, question: WhyNot) -> Reasons:
         offered = {executor.name for executor in question.request.spec.executor}
         text = "the owner says no" if self.refuses else f"has no executor {offered}"
         return Reasons(rejections=(Rejection(code="executor", text=text),))
 
-    async def health(self, _peer: PeerId, _request: HealthRequest) -> Health:
-        return Health(healthy=True, role="worker", bytes_sent=123_456, bytes_received=123_456)
-
-    async def report(self, peer: PeerId, start: ScriptedStart, progress: Progress) -> ProgressResponse:
+    async def tell(self, peer: PeerId, start: ScriptedStart, progress: Progress) -> ProgressResponse:
         message = ProgressRequest(start.definition.attempt, progress, id=uuid.uuid4())
         self.batches += isinstance(progress, BatchDone)
         answer = await rpc.call(self.endpoint, peer, REPORT, message)
@@ -261,7 +214,7 @@ class Worker:
                 assert await rpc.call(self.endpoint, peer, REPORT, message) == answer
         return answer
 
-    async def end(self, start: ScriptedStart, code: int, reason: str, lines: tuple[str, ...]) -> None:
+    async def exit(self, start: ScriptedStart, code: int, reason: str, lines: tuple[str, ...]) -> None:
         outcome = "finished" if code == 0 else "failed"
         sent, received = self.traffic
         about: dict[str, Any] = {"bytes_sent": sent, "bytes_received": received}
@@ -293,28 +246,28 @@ class Worker:
                     await anyio.sleep(self.batch_seconds)
                     batches += 1
                     if batches == self.fails_after:
-                        await self.end(start, 3, "the executor exited with 3", ("Traceback", "RuntimeError: no"))
+                        await self.exit(start, 3, "the executor exited with 3", ("Traceback", "RuntimeError: no"))
                         return
-                    answer = await self.report(peer, start, BatchDone(batch_size=8, slices={str(self.index): 8}))
+                    answer = await self.tell(peer, start, BatchDone(batch_size=8, slices={str(self.index): 8}))
                     if isinstance(answer, Done):
-                        await self.end(start, 0, "", ())
+                        await self.exit(start, 0, "", ())
                         return
                     if isinstance(answer, ScheduleUpdate):
                         left = answer.counter
                     elif left is not None:
                         left -= 1
-                await self.report(peer, start, SendingUpdate())
+                await self.tell(peer, start, SendingUpdate())
                 update = f"blake3:{number:064x}"
                 message = StateContribution(start.definition.attempt, number, update, id=uuid.uuid4())
                 await rpc.call(self.endpoint, peer, STATE_CONTRIBUTION, message)
                 await self.shared.step(number).wait()
-                await self.report(peer, start, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
-                if isinstance(await self.report(peer, start, UpdateMerged()), Done):
+                await self.tell(peer, start, RoundMetrics(round=number, metrics={"loss": 1.0 / number}))
+                if isinstance(await self.tell(peer, start, UpdateMerged()), Done):
                     break
             if self.evaluation_seconds:
                 await anyio.sleep(self.evaluation_seconds)
-                await self.report(peer, start, RoundMetrics(round=number, metrics={"evaluation_loss": 0.25}))
-            await self.end(start, 0, "", ())
+                await self.tell(peer, start, RoundMetrics(round=number, metrics={"evaluation_loss": 0.25}))
+            await self.exit(start, 0, "", ())
 
     async def fetch_model(self, config: TrainConfig) -> None:
         artifact = config.model.artifact
@@ -369,8 +322,8 @@ class Worker:
             with suppress(TransferRefusedError):
                 await self.push_until_there_is_room(peer, path, header)
         self.shared.step(message.round).set()
-        if isinstance(await self.report(peer, self.start, OuterStepTaken()), Done):
-            await self.end(self.start, 0, "", ())
+        if isinstance(await self.tell(peer, self.start, OuterStepTaken()), Done):
+            await self.exit(self.start, 0, "", ())
 
 
 async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None) -> None:
@@ -405,8 +358,8 @@ async def open_network(
         stack.enter_context(anyio.fail_after(1000))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
-        workers = [Worker(shared, endpoint, tasks) for endpoint in endpoints[:3]]
-        workers.append(Worker(shared, endpoints[3], tasks, role="aggregate"))
+        workers = [Worker(endpoint, shared=shared) for endpoint in endpoints[:3]]
+        workers.append(Worker(endpoints[3], shared=shared, role="aggregate"))
         prepare(workers)
         for worker in workers:
             await tasks.start(worker.run)
@@ -446,11 +399,26 @@ async def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> N
         with TensorFile(path.parent / "model" / "model.safetensors") as trained:
             assert trained.stored("w").tolist() == [[6.0, 6.0], [6.0, 6.0]]  # 1 + 2 + 3
         assert not any((path.parent / "updates").iterdir())
-        assert all(set(worker.released) <= GIVEN_BACK for worker in workers)
+        assert all({reason for _, reason in worker.released} <= GIVEN_BACK for worker in workers)
         assert len(set(shared.given)) == len(shared.given)
         found = audit(path.parent)
         assert found.faults == []
         assert (found.rounds, found.samples, found.is_finished) == (3, result["samples"], True)
+        for worker in workers:  # the largest price, 123, is never sent
+            assert worker.requests
+            for request in worker.requests:
+                assert request.bid == 100
+                assert b"\xf9\x57\xb0" not in WORKER_REQUESTS.encode(request)  # 123.0 as CBOR half
+            assert "123.0" not in repr(worker.start)
+    reported = events(tmp_path)
+    [placement] = [event for event in reported if event["event"] == "placement"]
+    assert [entry["role"] for entry in placement["workers"]].count("train") == 3
+    rounds = [event for event in reported if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == [1, 2, 3]
+    assert all(event["samples"] >= MIN_ROUND_SAMPLES and event["samples_per_second"] > 0 for event in rounds)
+    assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
+    assert len([event for event in reported if event["event"] == "metric"]) == 9
+    assert reported[-1]["event"] == "finished"
 
 
 @pytest.mark.parametrize("kind", ["began", "contributed"])
@@ -535,20 +503,6 @@ async def test_a_dataset_that_does_not_fit_is_refused_before_any_lease(
         assert not any(event["event"] == "placement" for event in events(tmp_path))
 
 
-async def test_events_report_placement_rounds_and_metrics(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path) as (service, _workers, _shared):
-        await service.run_job(job(model))
-    reported = events(tmp_path)
-    [placement] = [event for event in reported if event["event"] == "placement"]
-    assert [entry["role"] for entry in placement["workers"]].count("train") == 3
-    rounds = [event for event in reported if event["event"] == "round"]
-    assert [event["round"] for event in rounds] == [1, 2, 3]
-    assert all(event["samples"] >= MIN_ROUND_SAMPLES and event["samples_per_second"] > 0 for event in rounds)
-    assert [event["loss"] for event in rounds] == pytest.approx([1.0, 1 / 2, 1 / 3])
-    assert len([event for event in reported if event["event"] == "metric"]) == 9
-    assert reported[-1]["event"] == "finished"
-
-
 async def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
     def prepare(workers: list[Worker]) -> None:
         workers[0].traffic = (700, 30)
@@ -595,7 +549,7 @@ async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_las
 @pytest.mark.parametrize("role", ["train", "aggregate"])
 async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
     def prepare(workers: list[Worker]) -> None:
-        workers[2 if role == "train" else 3].cannot_start = True
+        workers[2 if role == "train" else 3].is_silent = True
 
     async with open_network(tmp_path, prepare) as (service, workers, _shared):
         wanted = job(model, resources={"min_workers": 2, "allocation_timeout": 1.0})
@@ -609,7 +563,7 @@ async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path
             assert "there is no parameter server" in messages[0]
             assert "did not confirm task" in messages[0]
             assert [worker.start for worker in workers[:3]] == [None, None, None]
-        assert "its task did not start" in workers[2 if role == "train" else 3].released
+        assert "its task did not start" in dict(workers[2 if role == "train" else 3].released).values()
 
 
 async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
@@ -752,17 +706,6 @@ async def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> Non
         with expect_failure() as messages:
             await service.run_job(job(model, dataset={"dataset": "mnist"}, resources={"allocation_timeout": 0.5}))
         assert "dataset 'mnist' was not found within 0.5 s: no data node announces it" in messages[0]
-
-
-async def test_maximum_price_is_never_sent(tmp_path: Path, model: Path) -> None:
-    async with open_network(tmp_path) as (service, workers, _shared):
-        await service.run_job(job(model))
-        for worker in workers:
-            assert worker.requests
-            for request in worker.requests:
-                assert request.bid == 100
-                assert b"\xf9\x57\xb0" not in WORKER_REQUESTS.encode(request)  # 123.0 as CBOR half
-            assert "123.0" not in repr(worker.start)
 
 
 async def test_a_job_continues_without_a_slice_that_no_provider_has(

@@ -176,12 +176,6 @@ def test_running_job_is_not_unfinished(tmp_path: Path) -> None:
     [_] = find_unfinished(tmp_path)
 
 
-def test_end_that_is_recorded_later_finishes_the_job(tmp_path: Path) -> None:
-    directory = interrupted_job(tmp_path, rounds=2)
-    EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
-    assert find_unfinished(tmp_path) == []
-
-
 def test_what_is_not_a_job_is_skipped(tmp_path: Path) -> None:
     assert find_unfinished(tmp_path / "none") == []
     (tmp_path / "notes.txt").write_text("x")

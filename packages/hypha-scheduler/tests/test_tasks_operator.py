@@ -197,13 +197,6 @@ def test_a_task_runs_where_its_input_is() -> None:
     assert started(finish(op, first["a"])) == {"earlier": TaskRef("earlier", first["a"].lease, 1)}
 
 
-def test_a_task_that_is_not_where_its_input_is_starts_on_any_lease() -> None:
-    op, b, _ = chain(a_lease(1), a_lease(2))
-    assert b.lease == a_lease(2)
-    answer, _ = locate(op, b, "a")
-    assert pulled_from(answer) == [("a-1", (a_peer(1),))]
-
-
 def test_the_spec_says_what_to_run_and_the_lease_stays() -> None:
     op = operator(a_task("a", count=2, driver={"shell/x": {"k": 1}}))
     [start] = of_kind(StartTask, op.on_leases_acquired([a_lease(role="shell/x")], 0.0))
