@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import anyio
@@ -21,6 +22,7 @@ import pytest
 
 from hypha_net import pubsub, rpc
 from hypha_net.errors import NetError
+from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.datasets import DATA, JSONL, DataRequest, NotFound, SliceAssigned, SliceEntry, UnusableSlice, WireError
@@ -47,9 +49,10 @@ from hypha_proto.resources import Resources
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.service import SchedulerService
+from hypha_scheduler.service import SchedulerService, serve
 from hypha_scheduler.strategies.base import (
     Effects,
     EndJob,
@@ -65,6 +68,7 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskUpdate,
 )
+from hypha_scheduler.submission.server import socket_path
 from support.task_stream_worker import TaskStreamWorker
 
 DATASET = "digits"
@@ -253,6 +257,8 @@ class ScriptedStrategy:
 
     make: Callable[[JobContext], QuietOperator] = QuietOperator
     methods: Sequence[StrategyMethod] = ()
+    demand: Sequence[RoleRequest] = ()
+    """What each operator asks for at first, if anything else than its own demand."""
     dataset: bool = False
     operators: list[QuietOperator] = field(default_factory=list)
     journals: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
@@ -276,6 +282,7 @@ class ScriptedStrategy:
         if self.dataset:
             await context.open_dataset(DATASET, timeout=5.0)
         operator = self.make(context)
+        operator.demand = tuple(self.demand) or operator.demand
         self.operators.append(operator)
         self.opened.set()
         self.opened = anyio.Event()
@@ -564,3 +571,38 @@ async def open_scripted_jobs(
 
 
 OpenJobs = Callable[..., AbstractAsyncContextManager[Lab]]
+
+
+class ServedScheduler:
+    """A scheduler's `serve` in the background."""
+
+    def __init__(self, lab: Lab, runs: Path, jobs: tuple[ScriptedJob, ...] = (), **queue: Any) -> None:
+        self.lab, self.runs = lab, runs
+        self.terminated, self.ended = anyio.Event(), anyio.Event()
+        self.error: BaseException | None = None
+        table = SimpleNamespace(
+            auction=AuctionTable(),
+            queue=QueueTable(**queue),
+            connectors=ConnectorsTable(),
+            strategies=None,
+            model_command=(),
+        )
+        self._config: Any = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=jobs)
+        self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
+        lab.tasks.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        try:
+            await serve(self._config, self._node)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+        self.ended.set()
+
+    async def is_up(self) -> None:
+        while not await anyio.Path(socket_path(self.runs)).exists():
+            await anyio.sleep(0.01)
+
+    async def terminate(self) -> None:
+        self.terminated.set()
+        await self.ended.wait()
+        assert self.error is None

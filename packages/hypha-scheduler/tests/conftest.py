@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,12 @@ def authority(tmp_path: Path) -> Authority:
 def open_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OpenJobs:
     """Return `support.scripted_jobs.open_scripted_jobs`, for this test."""
     return partial(open_scripted_jobs, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory whose path is short enough for a socket."""
+    return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.scripted_jobs import SPEC, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, role
+from support.scripted_jobs import SPEC, OpenJobs, ScriptedJob, ScriptedStrategy, role
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.cli import main
@@ -201,14 +201,8 @@ def test_the_command_lists_the_leases_of_all_jobs(tmp_path: Path) -> None:
 
 
 async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(open_jobs: OpenJobs) -> None:
-    strategy, budget = ScriptedStrategy(), 3 * 60 * PRICE / 3600  # three workers for a minute
-
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=3),)
-        return made
-
-    strategy.make = operator
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
+    budget = 3 * 60 * PRICE / 3600  # three workers for a minute
     times: list[float] = []
     async with open_jobs(strategy) as lab:
         operator = await lab.acquire(ScriptedJob(budget=budget))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import (
     EndJob,
-    RoleRequest,
     StartTask,
     StopTask,
     TaskEnded,
@@ -67,14 +65,7 @@ async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decis
     open_jobs: OpenJobs, available: int
 ) -> None:
     """What else is free is not left to lapse: a second search would wait for these offers to end."""
-    strategy = ScriptedStrategy()
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=1, early=True),)
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=1, early=True)])
     async with open_jobs(strategy) as lab:
         for worker in lab.workers[available:]:
             worker.cores = 0
@@ -93,14 +84,7 @@ async def test_job_that_starts_at_its_minimum_gets_all_offers_of_the_first_decis
 
 
 async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=2, early=True),)
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=2, early=True)])
     async with open_jobs(strategy) as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
@@ -113,22 +97,11 @@ async def test_job_that_starts_at_its_minimum_waits_for_the_minimum(open_jobs: O
         await lab.finish(operator)
 
 
-def demanding(*requests: RoleRequest) -> Callable[[Any], QuietOperator]:
-    """Return what makes an operator that asks for leases."""
-
-    def operator(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = requests
-        return made
-
-    return operator
-
-
 @pytest.mark.parametrize("comes_at", [None, 1.0])
 async def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_there(
     open_jobs: OpenJobs, comes_at: float | None
 ) -> None:
-    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=2, early=True, settle=2.0)))) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[role(count=3, minimum=2, early=True, settle=2.0)])) as lab:
         late = lab.workers[2]
         late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -150,7 +123,7 @@ async def test_job_with_its_minimum_starts_after_it_settled_or_when_all_are_ther
 async def test_all_roles_must_have_their_minimum_before_it_settles(open_jobs: OpenJobs) -> None:
     """A worker that is lost before the start is not counted: the time begins again."""
     demand = (role("train", 3, 2, early=True, settle=2.0), role("one", 1, 1, early=True, settle=2.0))
-    async with open_jobs(ScriptedStrategy(demanding(*demand))) as lab:
+    async with open_jobs(ScriptedStrategy(demand=demand)) as lab:
         for worker in lab.workers[2:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
@@ -164,7 +137,7 @@ async def test_all_roles_must_have_their_minimum_before_it_settles(open_jobs: Op
 
 async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(open_jobs: OpenJobs) -> None:
     """A further loss, or a changed demand, does not give the job more time."""
-    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=3, early=True, settle=2.0)))) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[role(count=3, minimum=3, early=True, settle=2.0)])) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         await anyio.sleep(100.0)
@@ -188,7 +161,7 @@ async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(o
 
 
 async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(open_jobs: OpenJobs) -> None:
-    async with open_jobs(ScriptedStrategy(demanding(role(count=3, minimum=3, early=True)))) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[role(count=3, minimum=3, early=True)])) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=30.0))
         [leases] = await operator.until("acquired")
         for loss in range(3):
@@ -205,7 +178,7 @@ async def test_a_job_that_has_its_minimum_again_gets_the_whole_time_anew(open_jo
 
 async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(open_jobs: OpenJobs) -> None:
     demand = role(count=4, minimum=3, early=True, settle=2.0)
-    async with open_jobs(ScriptedStrategy(demanding(demand)), workers=2) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[demand]), workers=2) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
         await anyio.sleep(2.0)
         [first] = shortages(lab)
@@ -347,14 +320,7 @@ async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_jobs: OpenJobs
 
 
 async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=3, minimum=3),)
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
     async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
@@ -379,14 +345,7 @@ async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> 
 
 
 async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy(dataset=True)
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=2, minimum=2, distinct=False),)
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=[role(count=2, minimum=2, distinct=False)], dataset=True)
     async with open_jobs(strategy, workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.acquire()
         one, two = operator.leases
@@ -406,14 +365,7 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: Ope
 
 async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(open_jobs: OpenJobs) -> None:
     """Only roles without their minimum are named, what was found is not held back, and the search is repeated."""
-    strategy = ScriptedStrategy()
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role("many", 3, 3, distinct=False), role("one", 1, 1, distinct=False))
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=(role("many", 3, 3, distinct=False), role("one", 1, 1, distinct=False)))
     async with open_jobs(strategy) as lab:
         last = lab.workers[-1]
         last.cores = 0
@@ -486,7 +438,7 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
     begin = (alone, many) if together else (alone,) if first == "alone" else (many,)
 
     async def case(seed: int) -> None:
-        folder, strategy = tmp_path / str(seed), ScriptedStrategy(make)
+        folder, strategy = tmp_path / str(seed), ScriptedStrategy(demand=begin)
         folder.mkdir()
         async with open_scripted_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
             operator: QuietOperator = await lab.acquire()
@@ -498,24 +450,12 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
             assert single.peer not in {lease.peer for lease in operator.leases if lease.role == "many"}
             await lab.finish(operator)
 
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = begin
-        return made
-
     for seed in range(3):
         simulate(partial(case, seed), seed=seed)
 
 
 async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-
-    def make(context: Any) -> QuietOperator:
-        made = QuietOperator(context)
-        made.demand = (role(count=2, minimum=2),)
-        return made
-
-    strategy.make = make
+    strategy = ScriptedStrategy(demand=[role(count=2, minimum=2)])
     async with open_jobs(strategy) as lab:
         operator: QuietOperator = await lab.start()
         [(idle, newest)] = await operator.until("acquired")
@@ -534,12 +474,7 @@ def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
 
 
 async def test_operator_hears_once_of_each_lease_that_it_holds(open_jobs: OpenJobs) -> None:
-    def make(context: Any) -> QuietOperator:
-        operator = QuietOperator(context)
-        operator.demand = (role(count=2, distinct=False),)
-        return operator
-
-    async with open_jobs(ScriptedStrategy(make), workers=1, cores=2) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[role(count=2, distinct=False)]), workers=1, cores=2) as lab:
         operator: QuietOperator = await lab.start()
         [leases] = await operator.until("acquired")
         [worker] = lab.workers
@@ -574,12 +509,7 @@ async def test_nobody_drains_the_lease_of_another_worker_or_job(open_jobs: OpenJ
 async def test_lease_that_drains_before_its_search_has_ended_is_sought_elsewhere(open_jobs: OpenJobs) -> None:
     """The worker would refuse the first task on it."""
 
-    def make(context: Any) -> QuietOperator:
-        operator = QuietOperator(context)
-        operator.demand = (role(count=2, minimum=2),)
-        return operator
-
-    async with open_jobs(ScriptedStrategy(make)) as lab:
+    async with open_jobs(ScriptedStrategy(demand=[role(count=2, minimum=2)])) as lab:
         draining, second, late = lab.workers
         second.cores = late.cores = 0
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))

@@ -6,10 +6,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -21,20 +20,19 @@ from support.scripted_jobs import (
     QuietOperator,
     ScriptedJob,
     ScriptedStrategy,
+    ServedScheduler,
     role,
 )
 
 from hypha_net.errors import NetError
-from hypha_net.node.lifecycle import Node
 from hypha_proto.ids import PeerId
 from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.tasks import TaskFinished
-from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.jobs.orphaned_tasks import read_orphaned
 from hypha_scheduler.jobs.record_file import EVENTS
-from hypha_scheduler.service import SchedulerService, serve
+from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.base import (
     EndJob,
     JobContext,
@@ -58,15 +56,6 @@ def _scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("hypha_scheduler.submission.resumption.parse_job", parse)
     monkeypatch.setattr("hypha_scheduler.submission.server.parse_job", parse)
-
-
-def wanting(count: int, make: Callable[[JobContext], QuietOperator] = QuietOperator) -> ScriptedStrategy:
-    def operator(context: JobContext) -> QuietOperator:
-        made = make(context)
-        made.demand = (role(count=count, minimum=count),)
-        return made
-
-    return ScriptedStrategy(operator)
 
 
 async def begin(lab: Lab, tasks: int, *, grace: float = GRACE) -> QuietOperator:
@@ -121,7 +110,7 @@ def grace_ms(lab: Lab, lease: Lease) -> int | None:
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 @pytest.mark.virtual_clock
 async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> None:
-    strategy = wanting(3)
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 3)
         assert {grace_ms(lab, lease) for lease in first.leases} == {120_000}
@@ -171,7 +160,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
             async with super()._open(context, journal) as operator:
                 yield operator
 
-    strategy = Slow(wanting(2).make)
+    strategy = Slow(demand=[role(count=2, minimum=2)])
     answers: list[Any] = []
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 2)
@@ -208,7 +197,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
 @pytest.mark.virtual_clock
 async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
     """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
-    strategy = wanting(3)
+    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 3)
         kept, forgotten, unreachable = (task for task, _ in first.told("update"))
@@ -230,7 +219,7 @@ async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
 @pytest.mark.virtual_clock
 async def test_a_task_that_had_not_begun_is_not_adopted(open_jobs: OpenJobs) -> None:
     """Its worker may have got the definition: the lease is released, and the search begins anew."""
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         worker = lab.workers[0]
         for other in lab.workers:
@@ -262,7 +251,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs
                 raise JobFailedError("the dataset has changed")
             return super().open(job, context, journal)
 
-    strategy = Refusing(wanting(1).make)
+    strategy = Refusing(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
@@ -291,7 +280,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
             self.hear("progress", task, progress)
             return Acknowledged(), (WriteJournal("report", {}),)
 
-    strategy = wanting(1, Recording)
+    strategy = ScriptedStrategy(Recording, demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
@@ -330,7 +319,7 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
             async with super()._open(context, journal) as operator:
                 yield operator
 
-    strategy = Hanging(wanting(1).make)
+    strategy = Hanging(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         [(task, _)] = first.told("update")
@@ -350,7 +339,7 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
 
 @pytest.mark.virtual_clock
 async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None:
-    strategy = wanting(2)
+    strategy = ScriptedStrategy(demand=[role(count=2, minimum=2)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 2)
         tasks = {task for task, _ in first.told("update")}
@@ -367,7 +356,7 @@ async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None
 @pytest.mark.virtual_clock
 async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """SIGINT, or a second SIGTERM: the leases are released, and the job is not taken up by itself, but can resume."""
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         async with anyio.create_task_group() as scheduler:
             lab.tasks = scheduler
@@ -384,7 +373,7 @@ async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs,
 
 @pytest.mark.virtual_clock
 async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_jobs: OpenJobs) -> None:
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1, grace=0.0)
         assert grace_ms(lab, first.leases[0]) is None
@@ -403,7 +392,7 @@ async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_j
 async def test_leases_that_cannot_live_any_more_are_left_to_resume(
     open_jobs: OpenJobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         await stop(lab)
@@ -420,7 +409,7 @@ async def test_leases_that_cannot_live_any_more_are_left_to_resume(
 @pytest.mark.virtual_clock
 async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
     """A long round has no records; its leases are young all the same."""
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
         first = await begin(lab, 1)
         journal = first.context.directory / JOURNAL
@@ -434,40 +423,8 @@ async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
 # ------------------------------------------------------------------------------------------------- the whole scheduler
 
 
-class Scheduler:
-    """A scheduler's `serve` in the background."""
-
-    def __init__(self, lab: Lab, runs: Path, jobs: tuple[ScriptedJob, ...] = ()) -> None:
-        self.terminated, self.ended = anyio.Event(), anyio.Event()
-        self.error: BaseException | None = None
-        table = SimpleNamespace(
-            auction=AuctionTable(), queue=QueueTable(), connectors=ConnectorsTable(), strategies=None, model_command=()
-        )
-        self._config: Any = SimpleNamespace(bridge_address=None, scheduler=table, runs_dir=runs, jobs=jobs)
-        self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
-        lab.tasks.start_soon(self._serve)
-
-    async def _serve(self) -> None:
-        try:
-            await serve(self._config, self._node)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-        self.ended.set()
-
-    async def terminate(self) -> None:
-        self.terminated.set()
-        await self.ended.wait()
-        assert self.error is None
-
-
-@pytest.fixture
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory whose path is short enough for a socket."""
-    return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
-
-
 async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     heard: list[str] = []
 
     def wait_for_end() -> None:
@@ -477,9 +434,8 @@ async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, run
         heard.append(str(caught.value))
 
     async with open_jobs(strategy, real_time=True) as lab:
-        scheduler = Scheduler(lab, runs)
-        while not await anyio.Path(socket_path(runs)).exists():
-            await anyio.sleep(0.01)
+        scheduler = ServedScheduler(lab, runs)
+        await scheduler.is_up()
         async with anyio.create_task_group() as client:
             client.start_soon(anyio.to_thread.run_sync, wait_for_end)
             operator: QuietOperator = await strategy.operator()
@@ -493,17 +449,17 @@ async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, run
 @pytest.mark.virtual_clock
 async def test_a_configured_job_that_is_taken_up_does_not_run_twice(open_jobs: OpenJobs, runs: Path) -> None:
     """The jobs of a configuration run in their order: the first one had ended when the scheduler was stopped."""
-    strategy = wanting(1)
+    strategy = ScriptedStrategy(demand=[role(minimum=1)])
     jobs = tuple(ScriptedJob(grace=GRACE, seconds=seconds) for seconds in (20.0, 21.0, 22.0))
     async with open_jobs(strategy) as lab:
-        scheduler = Scheduler(lab, runs, jobs)
+        scheduler = ServedScheduler(lab, runs, jobs)
         (await strategy.operator()).act(EndJob())
         interrupted: QuietOperator = await strategy.operator(1)
         await interrupted.until("acquired")
         interrupted.act(StartTask(interrupted.task(), SPEC))
         await interrupted.until("update")
         await scheduler.terminate()
-        again = Scheduler(lab, runs, jobs)
+        again = ServedScheduler(lab, runs, jobs)
         operators = [await strategy.operator(number) for number in (2, 3)]
         [taken_up] = [one for one in operators if one.context.job_id == interrupted.context.job_id]
         for operator in operators:

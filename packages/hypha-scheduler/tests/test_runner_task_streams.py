@@ -188,12 +188,7 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
             record = WriteJournal("done", {"task": task.name, "attempt": task.attempt})
             return (record, StartTask(after, SPEC)) if after.attempt < attempts else (record,)
 
-    def make(context: JobContext) -> QuietOperator:
-        operator = Chain(context)
-        operator.demand = (role(count=3, minimum=3),)
-        return operator
-
-    async with open_jobs(ScriptedStrategy(make), streams=False, seed=seed) as lab:
+    async with open_jobs(ScriptedStrategy(Chain, demand=[role(count=3, minimum=3)]), streams=False, seed=seed) as lab:
         operator = await lab.acquire()
         workers = [await open_stream(lab, lease, auto=True) for lease in operator.leases]
         operator.act(*(StartTask(TaskRef(f"task-{n}", lease), SPEC) for n, lease in enumerate(operator.leases)))

@@ -403,12 +403,8 @@ async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs:
         def on_push_request(self, task: TaskRef, header: Any, now: float) -> Any:
             return PushTarget(self.context.directory / f"{task.name}-{header.name}", 1000), ()
 
-    def make(context: Any) -> QuietOperator:
-        made = Receiving(context)
-        made.demand = (role(count=2, minimum=2, distinct=False),)
-        return made
-
-    async with open_jobs(ScriptedStrategy(make), workers=1, cores=2) as lab:
+    strategy = ScriptedStrategy(Receiving, demand=[role(count=2, minimum=2, distinct=False)])
+    async with open_jobs(strategy, workers=1, cores=2) as lab:
         operator = await lab.acquire()
         job_id = operator.context.job_id
         operator.act(*(StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)))

@@ -8,35 +8,25 @@ import logging
 import uuid
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 import pytest
-from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, role
+from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, ServedScheduler, role
 
-from hypha_net.node.lifecycle import Node
 from hypha_proto.codec import parse_json
 from hypha_scheduler.client import AsyncClient, Client, Event, NoSchedulerError
-from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.errors import JobCancelledError, JobFailedError
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.jobs.runner import CANCELLED
 from hypha_scheduler.jobs.unfinished import QUEUED
-from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.base import Effects, EndJob, JobContext
 from hypha_scheduler.submission.active_jobs import ActiveJob
 from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, submit_job
 from hypha_scheduler.submission.queue_files import read_queue, write_queued
 from hypha_scheduler.submission.server import socket_path
-
-
-@pytest.fixture
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory whose path is short enough for a socket."""
-    return tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]
 
 
 @pytest.fixture(autouse=True)
@@ -50,36 +40,8 @@ def _parse_scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Scheduler:
-    """A scheduler's `serve` in the background, and clients of its socket."""
-
-    def __init__(self, lab: Lab, runs: Path, jobs: int = 0, **queue: Any) -> None:
-        self.lab, self.runs = lab, runs
-        self.terminated, self.ended = anyio.Event(), anyio.Event()
-        self.error: BaseException | None = None
-        table = SimpleNamespace(
-            auction=AuctionTable(),
-            queue=QueueTable(**queue),
-            connectors=ConnectorsTable(),
-            strategies=None,
-            model_command=(),
-        )
-        self._config: Any = SimpleNamespace(
-            bridge_address=None, scheduler=table, runs_dir=runs, jobs=(ScriptedJob(),) * jobs
-        )
-        self._node = Node(lab.endpoint, lab.tasks, drain_on_sigterm=lambda _seconds: self.terminated)
-        lab.tasks.start_soon(self._serve)
-
-    async def _serve(self) -> None:
-        try:
-            await serve(self._config, self._node)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-        self.ended.set()
-
-    async def is_up(self) -> None:
-        while not await anyio.Path(socket_path(self.runs)).exists():
-            await anyio.sleep(0.01)
+class Scheduler(ServedScheduler):
+    """A scheduler in the background, and clients of its socket."""
 
     async def submit(self, name: str | None = None, *, wait: bool = True) -> str:
         """Submit a job, and leave; return its id."""
@@ -116,11 +78,6 @@ class Scheduler:
     async def states(self, *, every: bool = False) -> dict[str, str]:
         found = await self.command("jobs", all=every)
         return {entry["name"]: entry["state"] for entry in found["jobs"]}
-
-    async def terminate(self) -> None:
-        self.terminated.set()
-        await self.ended.wait()
-        assert self.error is None
 
 
 async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(open_jobs: OpenJobs, runs: Path) -> None:
@@ -382,7 +339,7 @@ async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_
 ) -> None:
     strategy = ScriptedStrategy()
     async with open_jobs(strategy) as lab:
-        scheduler = Scheduler(lab, runs, jobs=1)
+        scheduler = Scheduler(lab, runs, (ScriptedJob(),))
         configured: QuietOperator = await strategy.operator()
         connection = await scheduler.connect()
         submitted: QuietOperator = await strategy.operator(1)
@@ -429,7 +386,7 @@ async def test_configured_jobs_run_although_no_jobs_can_be_submitted(
             other = Scheduler(lab, runs)
             await other.connect()
             (await strategy.operator()).act(EndJob())
-            scheduler = Scheduler(lab, runs, jobs=jobs)
+            scheduler = Scheduler(lab, runs, (ScriptedJob(),) * jobs)
             if jobs:
                 operator: QuietOperator = await strategy.operator(len(strategy.operators))
                 operator.act(EndJob())

@@ -146,15 +146,9 @@ def test_numbers_that_are_none_are_left_out(value: Any) -> None:
 
 
 @pytest.fixture
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def answering(runs: Path) -> Iterator[Callable[[], None]]:
     """Answer one `attach` on a socket; the job ends when the function that is yielded is called."""
+    runs.mkdir()
     ended = threading.Event()
     events = [*placed(HOSTILE), closed(1, 2.0)]
     (runs / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

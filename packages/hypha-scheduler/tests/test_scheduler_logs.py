@@ -92,8 +92,7 @@ async def open_lab(runs: Path) -> AsyncIterator[Lab]:
 
 
 @pytest.fixture
-def in_lab(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    runs = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
+def in_lab(runs: Path) -> Callable[[], AbstractAsyncContextManager[Lab]]:
     return lambda: open_lab(runs)
 
 

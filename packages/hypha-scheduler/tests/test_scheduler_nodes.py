@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import uuid
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import pytest
 from click.testing import CliRunner, Result
 
 from hypha_net import pubsub, rpc
@@ -45,11 +43,7 @@ async def never(*_: object) -> Path:
     raise AssertionError("no job runs")
 
 
-async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    runs = tmp_path_factory.getbasetemp() / uuid.uuid4().hex[:8]  # short enough for a socket
-
+async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(runs: Path) -> None:
     async def nodes(*words: str) -> Result:
         command = ["nodes", *words, "--socket", str(socket_path(runs))]
         return await anyio.to_thread.run_sync(lambda: CliRunner().invoke(main, command))
