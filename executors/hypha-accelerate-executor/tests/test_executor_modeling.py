@@ -1,9 +1,10 @@
-"""Models that a job may name: loading, refusing, sending and merging."""
+"""Models that a job may name: loading, unpacking, refusing, sending, merging, and new heads."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 import safetensors.numpy
 import torch
 from click.testing import CliRunner
+from support.stored_model import write_model
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha.accelerate_executor.modeling.archive import unpacked, unpacked_files
 from hypha.accelerate_executor.modeling.create import create_model, create_torch_model, read_config
-from hypha.accelerate_executor.modeling.hf import load_model
+from hypha.accelerate_executor.modeling.hf import load_model, model_directory
 from hypha_proto.global_model import WEIGHTS, GlobalModel
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.update_file import (
@@ -177,8 +180,8 @@ def test_a_half_precision_model_trains_in_float32(llama: Path, tmp_path: Path) -
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
 
 
-def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(command, arguments)
+def _run(*arguments: object) -> str:
+    result = CliRunner().invoke(command, [*map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -271,3 +274,153 @@ def test_an_adapter_in_the_folder_is_not_applied_where_peft_is_installed(
         assert evaluate("image-classification", model, data, 20) == expected
     finally:
         import_utils.is_peft_available.cache_clear()
+
+
+def pack(folder: Path, target: Path) -> Path:
+    with tarfile.open(target, "w") as archive:
+        archive.add(folder, folder.name)
+    return target
+
+
+@pytest.mark.parametrize("name", ["model.tar", "sha256-00ff", "model"])
+def test_an_archive_becomes_the_directory_of_its_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "fetched").mkdir()
+    archive = pack(write_model(tmp_path / "resnet"), tmp_path / "fetched" / name)
+    folder = model_directory(unpacked_files([archive], is_model=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in (tmp_path / "fetched").iterdir()] == [name]
+    assert unpacked(folder, is_model=True) == folder
+
+
+def test_several_files_and_other_files_stay(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "resnet")
+    paths = sorted(model.iterdir())
+    assert unpacked_files(paths, is_model=True) == paths
+    assert unpacked_files(paths[:1], is_model=True) == paths[:1]
+    assert unpacked(model, is_model=True) == model
+
+
+def test_an_archive_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    archive = pack(write_model(tmp_path / "resnet"), tmp_path / "model.tar")
+    archive.write_bytes(archive.read_bytes()[:2048])
+    with pytest.raises(ModelError, match=r"model\.tar cannot be unpacked: it .*(cut off|damaged)"):
+        unpacked(archive, is_model=True)
+
+
+def test_an_archive_of_a_process_that_was_killed_is_unpacked_by_the_next_one(tmp_path: Path) -> None:
+    pack(write_model(tmp_path / "resnet"), tmp_path / ".model.tar")
+    half = tmp_path / ".model.part"
+    half.mkdir()
+    (half / "config.json").write_text("{")
+    folder = unpacked(tmp_path / "model", is_model=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((folder / "config.json").read_text()) == {"model_type": "plain"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "resnet"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_model", [False, True])
+def test_what_does_not_belong_to_the_model_is_removed(tmp_path: Path, is_packed: bool, is_model: bool) -> None:
+    model = write_model(tmp_path / "bert", ["a"], ["b"])
+    for name in ("._model.safetensors", "adapter_config.json", "consolidated.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    write_model(model / "checkpoint-5")
+    weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {"model.safetensors.index.json"}
+    folder = unpacked(pack(model, tmp_path / "model.tar") if is_packed else model, is_model=is_model)
+    expected = {"config.json", "tokenizer.json"} | (weights if is_model else set())
+    assert {path.name for path in folder.iterdir()} == expected
+
+
+def test_a_fault_in_a_fetched_folder_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "bert")
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"bert: model\.safetensors is a Git LFS pointer"):
+        unpacked(model, is_model=True)
+
+
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+TASK = "sequence-classification"
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """Write a model without a head for classification, and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    create_model("masked-lm", BERT, 0, tmp_path / "trained")
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "good": 2, "bad": 3}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path / "trained")
+    (tmp_path / "trained" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "trained" / "README.txt").write_text("about")
+    return tmp_path / "trained"
+
+
+def test_a_new_head_is_determined_by_the_seed(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="create-model --from MODEL --task sequence-classification --labels N"):
+        load_model(TASK, trained)
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        options = ("--task", TASK, "--labels", 3, "--seed", seed, "--out", tmp_path / name)
+        assert "classifier.weight" in _run("create-model", "--from", trained, *options)
+    files = [safetensors.numpy.load_file(tmp_path / name / "model.safetensors") for name in "abc"]
+    before = safetensors.numpy.load_file(trained / "model.safetensors")
+    assert files[0]["classifier.weight"].shape == (3, 16)
+    np.testing.assert_array_equal(files[0]["classifier.weight"], files[1]["classifier.weight"])
+    assert (files[0]["classifier.weight"] != files[2]["classifier.weight"]).any()
+    assert (tmp_path / "a" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "a" / "README.txt").exists()
+    word = "bert.embeddings.word_embeddings.weight"
+    np.testing.assert_array_equal(files[0][word], before[word])
+    load_model(TASK, tmp_path / "a")
+    again = ("--task", TASK, "--labels", 4, "--out", tmp_path / "d")
+    assert "new: classifier.bias, classifier.weight" in _run("create-model", "--from", tmp_path / "a", *again)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (("--from", "{model}", "--task", "image-classification", "--labels", "2"), "cannot be loaded for task"),
+        (("--from", "{model}/gone", "--task", "sequence-classification"), "no such folder; name that of a model"),
+        (("--from", "{model}", "--task", "torch"), "task 'torch' has no heads"),
+        (("--from", "{model}", "--arch", "llama-bytes"), "give either --from or a configuration"),
+        (("--labels", "2", "--arch", "llama-bytes"), "--labels needs --from"),
+    ],
+)
+def test_what_gets_no_head_is_refused(trained: Path, tmp_path: Path, options: tuple[str, ...], fault: str) -> None:
+    words = [word.format(model=trained) for word in options]
+    result = CliRunner().invoke(command, ["create-model", *words, "--out", str(tmp_path / "x")])
+    assert result.exit_code in (1, 2)
+    assert fault in result.output
+    assert "Traceback" not in result.output
+
+
+def test_text_is_evaluated_with_a_tokenizer(trained: Path, tmp_path: Path) -> None:
+    _run("create-model", "--from", trained, "--task", TASK, "--labels", 2, "--out", tmp_path / "model")
+    texts = np.frombuffer(b"good\0bad\0\0", np.uint8).reshape(2, 5)
+    ids = np.array([[2], [3]])
+    for name, tensors in (
+        ("text", {"text": texts}),
+        ("tokens", {"input_ids": ids, "attention_mask": np.ones_like(ids)}),
+    ):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            part = {key: array[index : index + 1] for key, array in tensors.items()}
+            labels = np.array([index])
+            safetensors.numpy.save_file({**part, "labels": labels}, tmp_path / name / f"slice-{index}.safetensors")
+    measure = ("evaluate", "--task", TASK, "--model", tmp_path / "model", "--data")
+    expected = json.loads(_run(*measure, tmp_path / "tokens"))
+    assert expected["samples"] == 2
+    assert json.loads(_run(*measure, tmp_path / "text", "--preprocessor", tmp_path / "model")) == expected
+    refused = CliRunner().invoke(command, [*map(str, (*measure, tmp_path / "tokens", "--preprocessor", trained))])
+    assert refused.exit_code == 1
+    assert "has no tensor for --preprocessor (text, audio, image, video); leave it out" in refused.output
