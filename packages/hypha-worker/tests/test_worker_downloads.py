@@ -1,19 +1,22 @@
-"""Downloads from web servers and from a Hub, both simulated by a local HTTP server."""
+"""Downloads from web servers and from a Hub, both simulated by a local HTTP server, some of which stall."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Awaitable, Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from support.fake_http_server import answers, served
 
-from hypha_proto.job_spec import HuggingFaceReference
+from hypha_proto.job_spec import All, HuggingFaceReference, PeersReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
@@ -170,3 +173,127 @@ async def test_forbidden_invalid_or_too_large_repositories_are_refused(web: Web,
     ):
         found, detail = await refused(hub(tmp_path, **changes))  # type: ignore[arg-type]
         assert found == status, detail
+
+
+InLab = Callable[..., Any]
+
+COUNT = 44
+"""Downloads of one job; anyio runs 40 threads at once by default."""
+STALLS = f"""
+import threading
+def stall(number):
+    post("/resources/fetch", {{"resource": config["model"]["artifact"], "path": f"in-{{number}}"}})
+for number in range({COUNT}):
+    threading.Thread(target=stall, args=(number,), daemon=True).start()
+time.sleep(60)
+"""
+GIVES_UP = """
+import os
+import threading
+def give_up(number):
+    bridge = Bridge("bridge")
+    body = json.dumps({"resource": config["model"]["artifact"], "path": f"in-{number}"})
+    bridge.connect()
+    bridge.request("POST", "/resources/fetch", body, {"content-type": "application/json"})
+    while not os.path.exists("give-up"):
+        time.sleep(0.01)
+    bridge.close()
+threads = [threading.Thread(target=give_up, args=(number,)) for number in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+post("/status/send", {"status": {"batch_size": 1}})
+other = dict(config["model"]["artifact"], filenames=["other.json"])
+status, files = post("/resources/fetch", {"resource": other, "path": "other"})
+assert status == 200
+"""
+
+
+@dataclass
+class StallingHub:
+    """A Hub whose ``config.json`` begins and never ends."""
+
+    stalled: int = 0
+    """Downloads that wait now."""
+    most: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self.stalled += by
+            self.most = max(self.most, self.stalled)
+
+
+@pytest.fixture
+def stalling_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StallingHub]:
+    stalling_hub = StallingHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.begin(5000)
+
+        def do_GET(self) -> None:
+            if not self.path.endswith("/config.json"):
+                self.begin(2)
+                self.wfile.write(b"{}")
+                return
+            self.begin(5000)
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            stalling_hub.change(1)
+            self.connection.settimeout(60)
+            with suppress(ConnectionResetError):  # a client that closes with "x" unread resets the connection
+                self.connection.recv(1)  # until the client closes
+            stalling_hub.change(-1)
+            self.close_connection = True
+
+        def begin(self, size: int) -> None:
+            self.send_response(200)
+            for name, value in (("etag", '"e"'), ("x-repo-commit", "0" * 40), ("content-length", str(size))):
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with served(Handler) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield stalling_hub
+
+
+async def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, stalling_hub: StallingHub) -> None:
+    async with in_lab() as lab:
+        first = await lab.start(STALLS)
+        await lab.scheduler.until(lambda: stalling_hub.stalled >= 8)
+        others = PeersReference(peers=(lab.data.peer_id,), strategy=All())
+        second = await lab.start("pass", lab.train_spec(results=others))
+        end = await lab.scheduler.ended()
+        assert (end.lease, end.outcome) == (second, "finished")
+        assert stalling_hub.stalled == 8, "they still wait"
+        await lab.scheduler.release(lab.peer, first)
+        assert (await lab.scheduler.ended()).lease == first
+        await lab.scheduler.until(lambda: stalling_hub.stalled == 0)
+        assert lab.left_behind() == []
+        assert stalling_hub.most == 8
+
+
+def give_up(work_dir: Path) -> None:
+    """Tell the only job to give its downloads up."""
+    [specification] = work_dir.rglob("job.json")
+    specification.with_name("give-up").touch()
+
+
+async def test_a_download_whose_executor_gave_up_gives_its_place_back(
+    in_lab: InLab, stalling_hub: StallingHub, tmp_path: Path
+) -> None:
+    async with in_lab() as lab:
+        await lab.start(GIVES_UP)
+        await lab.scheduler.until(lambda: stalling_hub.stalled >= 8)
+        give_up(tmp_path)
+        await lab.scheduler.until(lambda: lab.scheduler.reports)
+        await lab.scheduler.until(lambda: stalling_hub.stalled == 0)
+        assert (await lab.scheduler.ended()).outcome == "finished"
+        assert stalling_hub.most == 8
