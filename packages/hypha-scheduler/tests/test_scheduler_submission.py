@@ -25,7 +25,7 @@ from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
-from hypha_scheduler.submission.server import parse_job, serve_submissions, socket_path
+from hypha_scheduler.submission.server import SubmissionServer, parse_job, socket_path
 
 JOB = """
 [scheduler.job]
@@ -51,7 +51,7 @@ def submit_with(
 
     async def case() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_submissions, tmp_path / runs, run_job)
+            tasks.start_soon(SubmissionServer(tmp_path / runs, run_job).serve)
             while not await anyio.Path(path).exists():
                 await anyio.sleep(0.01)
             await anyio.to_thread.run_sync(submit)
@@ -271,7 +271,7 @@ async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tm
         return [json.loads(line) for line in answer.splitlines()]
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve_submissions, tmp_path / "r", run_job)
+        tasks.start_soon(SubmissionServer(tmp_path / "r", run_job).serve)
         while not await anyio.Path(socket_path(tmp_path / "r")).exists():
             await anyio.sleep(0.01)
         [refused] = await send(nested)

@@ -294,12 +294,14 @@ def list_command(file: Path | None, settings: tuple[str, ...], gateway: str | No
     config = load_configuration(ListConfig, file, own, "hypha-data")
     from anyio import run as run_async
 
-    from hypha_data.listing import ask_gateways
+    from hypha_data.listing import as_table, ask_gateways
 
     with network_errors(", ".join(config.gateway_addresses), "--gateway"):
-        found = run_async(ask_gateways, config, timeout, backend="trio")
+        address, datasets = run_async(ask_gateways, config, timeout, backend="trio")
     if form == "json":
-        click.echo(json.dumps(found.as_dict()))
+        plain = [{name: getattr(each, name) for name in each.__struct_fields__} for each in datasets]
+        click.echo(json.dumps({"gateway": address, "datasets": plain}))
+    elif datasets:
+        click.echo("\n".join(as_table(datasets)))
     else:
-        for line in found.lines():
-            click.echo(line)
+        click.echo(f"no dataset is announced to gateway {address}")

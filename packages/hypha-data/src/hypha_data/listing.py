@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypha_data.config import ListConfig
 from hypha_net.errors import NetError, UnreachableError, UnsupportedProtocolError
@@ -21,30 +20,12 @@ class CannotListError(NetError):
     """The gateway speaks no protocol by which it could list datasets."""
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetListing:
-    """What one gateway answered."""
-
-    gateway: str
-    """Its address, as configured."""
-    datasets: Sequence[ListedDataset]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the answer as a dictionary of plain values."""
-        return {
-            "gateway": self.gateway,
-            "datasets": [{name: getattr(each, name) for name in each.__struct_fields__} for each in self.datasets],
-        }
-
-    def lines(self) -> Iterator[str]:
-        """Yield the answer as a table."""
-        if not self.datasets:
-            yield f"no dataset is announced to gateway {self.gateway}"
-            return
-        rows = [("name", "slices", "data nodes", "manifest"), *map(_row, self.datasets)]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        for name, slices, providers, manifest in rows:
-            yield f"{name:<{widths[0]}}  {slices:>{widths[1]}}  {providers:>{widths[2]}}  {manifest}".rstrip()
+def as_table(datasets: Sequence[ListedDataset]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    rows = [("name", "slices", "data nodes", "manifest"), *map(_row, datasets)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for name, slices, providers, manifest in rows:
+        yield f"{name:<{widths[0]}}  {slices:>{widths[1]}}  {providers:>{widths[2]}}  {manifest}".rstrip()
 
 
 def _row(dataset: ListedDataset) -> tuple[str, str, str, str]:
@@ -53,8 +34,8 @@ def _row(dataset: ListedDataset) -> tuple[str, str, str, str]:
     return dataset.name, str(dataset.num_slices), str(dataset.providers), f"{digest}{others}"
 
 
-async def ask_gateways(config: ListConfig, timeout: float) -> DatasetListing:
-    """Ask the configured gateways one after the other; return the answer of the first that lists its datasets.
+async def ask_gateways(config: ListConfig, timeout: float) -> tuple[str, Sequence[ListedDataset]]:
+    """Ask the configured gateways one after the other; return the first that lists its datasets, and these.
 
     Args:
         timeout: seconds for each gateway.
@@ -74,19 +55,19 @@ async def ask_gateways(config: ListConfig, timeout: float) -> DatasetListing:
     async with open_endpoint(identity, EndpointSettings(listen_addresses=(), relay_circuit=False)) as endpoint:
         for address in config.gateway_addresses:
             try:
-                return await _ask(endpoint, address, timeout)
+                return address, await _ask(endpoint, address, timeout)
             except NetError as error:
                 failures.append(error)
     # the failure of a gateway that was reached says more than that of one that was not
     raise min(failures, key=lambda error: isinstance(error, UnreachableError))
 
 
-async def _ask(endpoint: Endpoint, address: str, timeout: float) -> DatasetListing:
+async def _ask(endpoint: Endpoint, address: str, timeout: float) -> Sequence[ListedDataset]:
     from hypha_net.dataset_directory import list_datasets
 
     gateway = await endpoint.connect(address, timeout=timeout)
     try:
-        return DatasetListing(address, await list_datasets(endpoint, gateway, timeout=timeout))
+        return await list_datasets(endpoint, gateway, timeout=timeout)
     except UnsupportedProtocolError:
         raise CannotListError(
             f"gateway {address} cannot list datasets: it does not speak {DIRECTORY}, "

@@ -40,7 +40,7 @@ from hypha_data.sources.reader import BLOCK_BYTES, OnProgress, files_state
 from hypha_data.staging import StagedSamples, stage
 from hypha_data.workspace import WORK, Workspace
 from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, Manifest, SliceEntry
-from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.safetensors_io import STORED_DTYPES, TensorFile, TensorFileWriter, TensorInfo
 
 MAX_SLICES: Final = 99_999
 DEFAULT_SLICES: Final = 16
@@ -48,22 +48,6 @@ DEFAULT_SLICES: Final = 16
 SLICE_BYTES: Final = 64 << 20
 """Largest size of a slice, if their number is not given."""
 _PLAN_VERSION: Final = 1
-_DTYPES: Final[Mapping[str, str]] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Dtypes as columns name them, by their names in safetensors files."""
 
 
 def prepare_dataset(
@@ -364,7 +348,8 @@ def _sample_kind(file: TensorFile, name: str) -> str:
 
 def _kind(info: TensorInfo) -> str:
     """Return dtype and shape of one sample, such as ``float32[3,32,32]``."""
-    return f"{_DTYPES[info.dtype]}[{','.join(str(size) for size in info.shape[1:])}]"
+    dtype = "bfloat16" if info.dtype == "BF16" else STORED_DTYPES[info.dtype].name
+    return f"{dtype}[{','.join(str(size) for size in info.shape[1:])}]"
 
 
 class _TensorSamples:

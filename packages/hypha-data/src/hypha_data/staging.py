@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from hypha_data.errors import DatasetError
 from hypha_data.sources.reader import Arrays, Layout, OnProgress, SampleReader
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.safetensors_io import TensorInfo
+from hypha_proto.safetensors_io import STORED_DTYPES, TensorInfo
 from hypha_proto.whole_directory import replace_file
 from hypha_proto.wire_schema import U64, Message
 
-_DTYPES: Final[Mapping[str, str]] = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "F32": "<f4", "U8": "u1"}
 _SYNC_BYTES: Final = 64 << 20
 """Bytes after which an interrupted conversion continues at the latest."""
 _MAX_JSON: Final = 64 << 20
@@ -49,9 +48,7 @@ class StagedSamples:
         self.length = length
         self.tensors = {name: TensorInfo(each.dtype, (length, *each.shape)) for name, each in layout.tensors.items()}
         self._arrays: dict[str, NDArray[Any]] = {
-            name: np.memmap(_file(folder, number), np.dtype(_DTYPES[info.dtype]), "r", shape=info.shape).view(
-                np.ndarray
-            )
+            name: np.memmap(_file(folder, number), STORED_DTYPES[info.dtype], "r", shape=info.shape).view(np.ndarray)
             for number, (name, info) in enumerate(self.tensors.items())
         }
 
@@ -107,7 +104,7 @@ def _convert(reader: SampleReader, layout: Layout, folder: Path, on_progress: On
         files: dict[str, BinaryIO] = {}
         for number, (name, each) in enumerate(layout.tensors.items()):
             files[name] = stack.enter_context(_file(folder, number).open("ab"))
-            files[name].truncate(rows * math.prod(each.shape) * np.dtype(_DTYPES[each.dtype]).itemsize)
+            files[name].truncate(rows * math.prod(each.shape) * STORED_DTYPES[each.dtype].itemsize)
         for block in reader.blocks(layout, rows):
             rows += _append(block, layout, files)
             unsynced += sum(array.nbytes for array in block.values())
@@ -124,7 +121,7 @@ def _convert(reader: SampleReader, layout: Layout, folder: Path, on_progress: On
 def _append(block: Arrays, layout: Layout, files: Mapping[str, BinaryIO]) -> int:
     [length] = {len(array) for array in block.values()}
     for name, each in layout.tensors.items():
-        array = np.ascontiguousarray(block[name], np.dtype(_DTYPES[each.dtype]))
+        array = np.ascontiguousarray(block[name], STORED_DTYPES[each.dtype])
         if array.shape != (length, *each.shape):
             raise ValueError(f"{name!r} has shape {array.shape}, expected {(length, *each.shape)}")
         files[name].write(array.reshape(-1).view(np.uint8).data)

@@ -40,7 +40,7 @@ from hypha_proto.safetensors_io import (
     to_float32,
 )
 from hypha_proto.update_file import check_fit, decode_aliases, encode_aliases, open_update
-from hypha_proto.weights_digest import WeightsDigest
+from hypha_proto.weights_digest import WeightsDigest, digest_weights
 from hypha_proto.whole_directory import remove_tree, replace_directory
 
 MOMENTUM: Final = "momentum.safetensors"
@@ -199,7 +199,8 @@ class GlobalModel:
             files.append((MOMENTUM, state.momentum or ""))
         for name, digest in files:
             with ExitStack() as stack:
-                if _digest_tensors(self._open_state(stack, name, round_number)) != digest:
+                file = self._open_state(stack, name, round_number)
+                if digest_weights((name, file.stored(name)) for name in file.tensors) != digest:
                     raise TensorFileError(f"{folder.name}/{name}: the file is damaged: it does not have its digest")
         return state
 
@@ -353,16 +354,6 @@ def _narrow(counts: Array, like: Array) -> Array:
     limits = np.iinfo(like.dtype)
     high = min(int(limits.max), np.iinfo("i8").max)
     return np.asarray(np.clip(counts, max(int(limits.min), np.iinfo("i8").min), high), dtype=like.dtype)
-
-
-def _digest_tensors(file: TensorFile) -> str:
-    digest = WeightsDigest()
-    for name in sorted(file.tensors):
-        info = file.tensors[name]
-        flat = file.stored(name).reshape(-1)
-        blocks = (flat[begin : begin + _BLOCK] for begin in range(0, flat.size, _BLOCK))
-        digest.add(name, info.shape, blocks, integers=info.dtype not in FLOAT_DTYPES)
-    return digest.digest()
 
 
 def _read_state(path: Path, round_number: int) -> RoundState:

@@ -41,7 +41,7 @@ _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
 
 # numpy has no BF16: its bits are handled as uint16, the upper half of a float32
-_STORED: Final[Mapping[str, np.dtype[Any]]] = {
+STORED_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     name: np.dtype(code)
     for name, code in {
         "F64": "<f8",
@@ -59,6 +59,7 @@ _STORED: Final[Mapping[str, np.dtype[Any]]] = {
         "BOOL": "?",
     }.items()
 }
+"""Dtype of the elements that a file stores, by its safetensors name."""
 FLOAT_DTYPES: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """Floating-point dtypes that files may hold."""
 
@@ -83,7 +84,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Size in the file in bytes."""
-        return self.elements * _STORED[self.dtype].itemsize
+        return self.elements * STORED_DTYPES[self.dtype].itemsize
 
 
 def to_float32(stored: Array, dtype: str) -> Float32Array:
@@ -106,7 +107,7 @@ def from_float(values: Array, dtype: str) -> Array:
     """
     if dtype == "BF16":
         return _to_bfloat16(values)
-    stored = _STORED[dtype]
+    stored = STORED_DTYPES[dtype]
     with np.errstate(over="ignore"):
         if stored.kind in "iu":
             return _to_integers(values, stored)
@@ -185,7 +186,7 @@ class TensorFile:
         """
         info = self._info(name)
         start = self._starts[name]
-        return self._data[start : start + info.nbytes].view(_STORED[info.dtype]).reshape(info.shape)
+        return self._data[start : start + info.nbytes].view(STORED_DTYPES[info.dtype]).reshape(info.shape)
 
     def tensor(self, name: str) -> Float32Array:
         """Read a whole tensor into a new float32 array of its shape.
@@ -271,14 +272,14 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise TensorFileError(f"{name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _STORED:
-        raise TensorFileError(f"{name!r} has dtype {str(dtype)[:40]!r}, known are {', '.join(_STORED)}")
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise TensorFileError(f"{name!r} has dtype {str(dtype)[:40]!r}, known are {', '.join(STORED_DTYPES)}")
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(_is_size(size) for size in shape):
         raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is not a list of up to {RANK_LIMIT} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise TensorFileError(f"{name!r} has data_offsets {str(offsets)[:80]}, which is not [begin, end]")
     info = TensorInfo(dtype, tuple(shape))
-    if not _is_size(math.prod(size or 1 for size in shape) * _STORED[dtype].itemsize):  # numpy's own limit
+    if not _is_size(math.prod(size or 1 for size in shape) * STORED_DTYPES[dtype].itemsize):  # numpy's own limit
         raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is larger than any memory")
     if offsets[1] - offsets[0] != info.nbytes:
         raise TensorFileError(f"{name!r} spans {offsets[1] - offsets[0]} bytes, {dtype} {shape} takes {info.nbytes}")
@@ -363,7 +364,7 @@ class TensorFileWriter:
             OSError: the file cannot be written.
         """
         info = self._tensors.get(name)
-        if info is None or stored.dtype != _STORED[info.dtype]:
+        if info is None or stored.dtype != STORED_DTYPES[info.dtype]:
             raise TensorFileError(f"{name!r} of dtype {stored.dtype} does not match the header of {self.path.name}")
         offset = begin * stored.itemsize
         if begin < 0 or offset + stored.nbytes > info.nbytes:
@@ -417,9 +418,9 @@ def _reserve(file: int, size: int) -> None:
 def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:
     """Return a sort key that puts wide dtypes before narrow ones, so that every tensor is aligned."""
     name, info = item
-    if info.dtype not in _STORED or not 0 < len(name) <= NAME_LIMIT or name == _METADATA_KEY:
+    if info.dtype not in STORED_DTYPES or not 0 < len(name) <= NAME_LIMIT or name == _METADATA_KEY:
         raise TensorFileError(f"{name[:80]!r} of dtype {info.dtype!r} would be rejected by readers")
-    return -_STORED[info.dtype].itemsize, name
+    return -STORED_DTYPES[info.dtype].itemsize, name
 
 
 def _make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

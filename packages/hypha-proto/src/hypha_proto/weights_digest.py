@@ -7,7 +7,7 @@ int64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import blake3
@@ -23,22 +23,6 @@ class WeightsDigest:
         self._last = ""
         self._dtype = "<f4"
 
-    def add(self, name: str, shape: tuple[int, ...], blocks: Iterable[NDArray[Any]], *, integers: bool = False) -> None:
-        """Add a tensor.
-
-        Args:
-            name: its name in the model's files.
-            shape: its shape.
-            blocks: its values in order, as consecutive parts of any size.
-            integers: whether they are integers.
-
-        Raises:
-            ValueError: a name before it sorts after it.
-        """
-        self.begin(name, shape, integers=integers)
-        for block in blocks:
-            self.update(block)
-
     def begin(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> None:
         """Begin a tensor, whose values `update` adds.
 
@@ -53,7 +37,7 @@ class WeightsDigest:
 
     def update(self, block: NDArray[Any]) -> None:
         """Add the next values of the tensor that was begun last."""
-        self._hash.update(np.ascontiguousarray(block, dtype=self._dtype).tobytes())
+        self._hash.update(np.ascontiguousarray(block, dtype=self._dtype).reshape(-1).view(np.uint8).data)
 
     def digest(self) -> str:
         """Return the digest as ``blake3:<64 hex digits>``."""
@@ -61,12 +45,9 @@ class WeightsDigest:
 
 
 def digest_weights(tensors: Iterable[tuple[str, NDArray[Any]]]) -> str:
-    """Return the digest of whole tensors, in any order; those of an integer dtype count as integers."""
+    """Return the digest of whole tensors, perhaps memory-mapped, in any order; integer dtypes count as integers."""
     running = WeightsDigest()
     for name, values in sorted(tensors, key=lambda entry: entry[0]):
-        running.add(name, values.shape, _whole(values), integers=np.issubdtype(values.dtype, np.integer))
+        running.begin(name, values.shape, integers=np.issubdtype(values.dtype, np.integer))
+        running.update(values)
     return running.digest()
-
-
-def _whole(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    yield values

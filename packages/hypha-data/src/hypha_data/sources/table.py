@@ -35,6 +35,7 @@ from hypha_data.sources.reader import (
     quote,
 )
 from hypha_data.sources.tokenizer import Tokenizer
+from hypha_proto.safetensors_io import STORED_DTYPES
 
 TEXT: Final = "text"
 """Kind of a column, and name of the tensor of the column `--text`."""
@@ -45,11 +46,6 @@ _NUMBER: Final = re.compile(
 _NO_NAMES: Final = frozenset({"", "nan", "null", "none", "n/a", "na"})
 _FLOAT_LIMIT: Final = float(np.finfo(np.float32).max)
 _TENSORS: Final = {"integer": "I64", "number": "F32", "boolean": "U8"}
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "integer": np.dtype("<i8"),
-    "number": np.dtype("<f4"),
-    "boolean": np.dtype("u1"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,8 +473,8 @@ def _numbers(values: Any, kind: str) -> NDArray[Any]:
         except ValueError:  # a number that only Python reads, such as +1
             values = values.to_pylist()
     if kind == "number":
-        return np.array([float(value) for value in values], _DTYPES[kind])
-    return np.array([int(value) for value in values], _DTYPES[kind])
+        return np.array([float(value) for value in values], STORED_DTYPES[_TENSORS[kind]])
+    return np.array([int(value) for value in values], STORED_DTYPES[_TENSORS[kind]])
 
 
 def _class_numbers(values: Any, names: Sequence[str], kind: str) -> NDArray[Any]:

@@ -71,11 +71,6 @@ class HeldLeases:
         due = asked_at + RENEW_AT * life * self._random.uniform(*JITTER)
         self._held[lease] = HeldLease(lease, peer, due, asked_at + life)
 
-    def next_due(self) -> float | None:
-        """Return the time of the next renewal or expiry, or None without leases."""
-        times = [held.expires if held.in_flight else min(held.due, held.expires) for held in self._held.values()]
-        return min(times, default=None)
-
     def begin_renewals(self, now: float) -> tuple[HeldLease, ...]:
         """Return the leases to renew now; each is in flight until `record_renewal`, `schedule_retry` or `drop`."""
         due = tuple(h for h in self._held.values() if h.due <= now < h.expires and not h.in_flight)

@@ -21,7 +21,6 @@ START_MODEL: Final = "start-model"
 _TYPE: Final = "diloco"
 _ALL: Final = 2**63 - 1
 """End of a range that means all samples of a slice of unknown size."""
-_BLOCK: Final = 1 << 18
 
 
 class _Range(NamedTuple):
@@ -332,26 +331,17 @@ def _audit_weights(directory: Path, findings: DilocoFindings) -> None:
     if not path.exists():
         findings.add(f"{path}: the weights after round {findings.rounds} are missing")
         return
+    from hypha_proto.safetensors_io import TensorFile  # imported late: numpy takes 0.1 s
+    from hypha_proto.weights_digest import digest_weights
+
     try:
-        digest = _weights_digest(path)
+        with TensorFile(path) as file:
+            digest = digest_weights((name, file.stored(name)) for name in file.tensors)
     except TensorFileError as error:
         findings.add(f"{path}: it is malformed: {error}")
         return
     if digest != findings.weights:
         findings.add(f"{path}: the digest of the weights is {digest}, and the journal has {findings.weights}")
-
-
-def _weights_digest(path: Path) -> str:
-    from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile  # imported late: numpy takes 0.1 s
-    from hypha_proto.weights_digest import WeightsDigest
-
-    digest = WeightsDigest()
-    with TensorFile(path) as file:
-        for name, info in sorted(file.tensors.items()):
-            flat = file.stored(name).reshape(-1)
-            blocks = (flat[begin : begin + _BLOCK] for begin in range(0, flat.size, _BLOCK))
-            digest.add(name, info.shape, blocks, integers=info.dtype not in FLOAT_DTYPES)
-    return digest.digest()
 
 
 def _keeps_updates(records: Sequence[Mapping[str, Any]]) -> bool:

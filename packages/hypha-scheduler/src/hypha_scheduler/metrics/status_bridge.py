@@ -28,15 +28,6 @@ _RETRYABLE: Final = frozenset({408, 425, 429})
 _MAX_TEXT: Final = 300
 
 
-@dataclass(frozen=True, slots=True)
-class _PostFailure:
-    """Reason why a post failed."""
-
-    why: str
-    final: bool = False
-    """Whether retrying is useless."""
-
-
 @dataclass(slots=True)
 class StatusBridge:
     """Posts metrics to ``http://<address>/status``."""
@@ -88,29 +79,29 @@ class StatusBridge:
         """Post a metric with retries; give up on one that the bridge rejects as invalid."""
         delay = _RETRY_FIRST
         while (failure := await self._post(client, metric)) is not None:
-            self._report(failure.why)
-            if failure.final:
+            why, is_final = failure
+            self._report(why)
+            if is_final:
                 return
             await anyio.sleep(delay)
             delay = min(2 * delay, _RETRY_LONGEST)
         self._recovered()
 
-    async def _post(self, client: httpx.AsyncClient, metric: dict[str, object]) -> _PostFailure | None:
+    async def _post(self, client: httpx.AsyncClient, metric: dict[str, object]) -> tuple[str, bool] | None:
+        """Return why a post failed, and whether trying it again is useless; None if it succeeded."""
         import httpx
 
         try:
             with anyio.fail_after(self.post_timeout):
                 answer = await client.post(f"http://{self.address}/status", json=metric)
         except TimeoutError:
-            return _PostFailure(f"no response within {self.post_timeout:g} s")
-        except httpx.InvalidURL as error:
-            return _PostFailure(f"{type(error).__name__}: {error}", final=True)
-        except httpx.HTTPError as error:
-            return _PostFailure(f"{type(error).__name__}: {error}")
+            return f"no response within {self.post_timeout:g} s", False
+        except (httpx.InvalidURL, httpx.HTTPError) as error:
+            return f"{type(error).__name__}: {error}", isinstance(error, httpx.InvalidURL)
         if answer.is_success:
             return None
-        refused = answer.is_client_error and answer.status_code not in _RETRYABLE
-        return _PostFailure(f"HTTP {answer.status_code}: {answer.text[:_MAX_TEXT]}", final=refused)
+        is_refused = answer.is_client_error and answer.status_code not in _RETRYABLE
+        return f"HTTP {answer.status_code}: {answer.text[:_MAX_TEXT]}", is_refused
 
     def _report(self, why: str) -> None:
         if self._reachable:

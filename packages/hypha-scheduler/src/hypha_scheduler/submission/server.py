@@ -452,11 +452,6 @@ def _parse_command(data: bytes) -> JobCommand:
     return command
 
 
-async def serve_submissions(runs: Path, run_job: RunJob) -> None:
-    """Accept jobs until cancelled; see `SubmissionServer`."""
-    await SubmissionServer(runs, run_job).serve()
-
-
 async def _answer(stream: anyio.abc.SocketStream, answer: Mapping[str, Any]) -> None:
     named = {key: name_peers(value) if isinstance(value, str) else value for key, value in answer.items()}
     await send_answer(stream, named)
