@@ -28,7 +28,7 @@ from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco import events
 from hypha_scheduler.strategies.diloco.rounds import Late, Left
 from hypha_scheduler.submission.event_follower import describe_event, follow_events
-from hypha_scheduler.submission.live_state import LiveState
+from hypha_scheduler.submission.job_view import JobView
 from hypha_scheduler.submission.live_view import render, sparkline
 
 PEER, OTHER = "12D3KooWworker", "12D3KooWanother"
@@ -54,14 +54,14 @@ def measured(name: str, value: object) -> dict[str, Any]:
     return {"event": "metric", "time": 1.0, "worker": PEER, "name": name, "value": value}
 
 
-def told(*events: dict[str, Any]) -> LiveState:
-    state = LiveState()
+def told(*events: dict[str, Any]) -> JobView:
+    state = JobView()
     for event in events:
         state.add(event)
     return state
 
 
-def drawn(state: LiveState, now: float = 130.0, height: int = 24) -> str:
+def drawn(state: JobView, now: float = 130.0, height: int = 24) -> str:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render(state, now, height))
     return console.export_text()

@@ -1,10 +1,11 @@
-"""What a job's events say about it: its state, workers, rounds, cost and end, and a line for each event that counts.
+"""What a job's events say about it: its state, progress, workers, cost and end, and a line for each event that counts.
 
 Pure: the events and the times in them are passed in.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,27 @@ _ENDS: Final = frozenset({"finished", "failed", "interrupted"})
 """Events at the end of a job."""
 _ENDED: Final = _ENDS | {"cancelled"}
 """States of a job that has ended."""
-_LOSSES: Final = frozenset({"worker_lost", "worker_left", "worker_replaced", "worker_excluded"})
+_GONE: Final = {
+    "worker_lost": "lost",
+    "worker_left": "left",
+    "worker_replaced": "replaced",
+    "worker_excluded": "excluded",
+}
+_LATE: Final = frozenset({"worker_late", "worker_suspected"})
+_DOING: Final = {
+    "lease_draining": "drains",
+    "worker_joined": "works",
+    "worker_suspected": "suspected",
+    "worker_late": "late",
+    "worker_restarted": "restarted",
+    **_GONE,
+}
+_MEASURED: Final = frozenset({"samples", "batches", "samples_per_second"})
+_LOSSES: Final = 40
+"""Rounds whose losses are remembered."""
+_MAX_ROWS: Final = 256
+"""Workers up to which those that have left are remembered."""
+_MAX_TEXT: Final = 200
 DETAILS: Final = frozenset({"metric", "task_started", "task_progress"})
 """Events that are too many to be shown."""
 
@@ -33,13 +54,40 @@ class ShownWorker:
     role: str
     price: float
     """Tokens per lease-hour."""
-    since: float
-    """Seconds since the Unix epoch."""
+    since: float | None
+    """Seconds since the Unix epoch; None if the job does not pay for it any more."""
     name: str | None = None
     """Name in its certificate, if it is known."""
+    doing: str = "placed"
+    is_gone: bool = False
+    """Whether it works on the job no more."""
+    is_late: bool = False
+    """Whether it is late, or suspected to be."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Its metrics over its last round."""
 
     def __str__(self) -> str:
-        return f"{describe_peer(self.peer, self.name)} ({self.role}, {self.price:g}/h)"
+        return f"{self.shown_name} ({self.role}, {self.price:g}/h)"
+
+    @property
+    def shown_name(self) -> str:
+        """Its name and the end of its id."""
+        return describe_peer(self.peer, self.name)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples that it trains a second."""
+        return self.measured.get("samples_per_second")
+
+    @property
+    def batch_size(self) -> float | None:
+        """Mean over the batches of its last round."""
+        batches, samples = self.measured.get("batches"), self.measured.get("samples")
+        return samples / batches if batches and samples is not None else None
+
+    def cost(self, until: float) -> float:
+        """Return the tokens that it has cost since the job pays for it."""
+        return 0.0 if self.since is None else self.price * max(0.0, until - self.since) / _HOUR
 
 
 @dataclass(slots=True)
@@ -59,26 +107,56 @@ class JobView:
     """Seconds for which the worker that waited longest did so in the last round."""
     lost: int = 0
     late: int = 0
-    workers: dict[str, ShownWorker] = field(default_factory=dict)
-    """By peer id."""
+    rows: dict[str, ShownWorker] = field(default_factory=dict)
+    """Workers by peer id, also those that have left."""
     at: float = 0.0
     """Time of the last event."""
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    is_paused: bool = False
+    parts: tuple[int, int] | None = None
+    """Slices with results, of all slices, in an inference job."""
+    data_rows: tuple[int, int] | None = None
+    """Rows with results that were reported, of all rows, in an inference job."""
+    tasks: int = 0
+    """Attempts at tasks that have finished."""
+    _began: tuple[float, int] | None = None
+    """Time of the first result of this run, and the slices done then."""
     _spent: float = 0.0
     """Tokens for workers that have left."""
-    _ends_of_steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    _ends_of_steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_STEPS))
 
     def cost(self, now: float) -> float:
         """Return the tokens that the job has cost so far, from the prices and times of its leases."""
         until = self.at if self.state in _ENDED else max(now, self.at)
-        return self._spent + sum(_cost(worker, until) for worker in self.workers.values())
+        return self._spent + sum(worker.cost(until) for worker in self.rows.values())
+
+    @property
+    def workers(self) -> dict[str, ShownWorker]:
+        """Those that the job pays for, by peer id."""
+        return {peer: worker for peer, worker in self.rows.items() if worker.since is not None}
+
+    @property
+    def progress(self) -> tuple[int, int | None, str] | None:
+        """What is done, of how many if that is known, and what is counted."""
+        if self.step is not None:
+            return self.step, self.steps, "rounds"
+        if self.data_rows is not None:
+            return *self.data_rows, "rows"
+        if self.parts is not None:
+            return *self.parts, "slices"
+        return (self.tasks, None, "tasks") if self.tasks else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds from the end of the last round until the last planned one has ended."""
-        if self.steps is None or len(self._ends_of_steps) < 2 or self.state in _ENDED:
+        """Estimated seconds from the last event of a running job, or its last round, until the last planned one."""
+        if self.parts is not None and self._began is not None and self.step is None:
+            planned, (began, first), (ended, last) = self.parts[1], self._began, (self.at, self.parts[0])
+        elif self.steps is not None and len(self._ends_of_steps) > 1:
+            planned, (began, first), (ended, last) = self.steps, self._ends_of_steps[0], self._ends_of_steps[-1]
+        else:
             return None
-        (first, began), (last, ended) = self._ends_of_steps[0], self._ends_of_steps[-1]
-        return (self.steps - last) * (ended - began) / (last - first) if last > first else None
+        has_estimate = last > first and self.state not in _ENDED
+        return (planned - last) * (ended - began) / (last - first) if has_estimate else None
 
     def add(self, event: Mapping[str, Any]) -> str | None:
         """Take the next event; return a line for it if it is to be shown."""
@@ -96,45 +174,89 @@ class JobView:
             self._add_worker(event)
         if kind in ("shortage", "lease_added") and self.state in ("waiting", "running"):
             self.state = "running" if self.workers else "waiting"
-        line = describe_event(event)
-        self._count(kind, event)
-        return line
+        self._take(kind, event)
+        return describe_event(event)
 
     def _begin(self, kind: str, event: Mapping[str, Any]) -> str | None:
         self.steps = event.get("rounds") if isinstance(event.get("rounds"), int) else self.steps
-        self.state = "waiting" if kind == "queued" else "running"
+        self.state, self.is_paused = "waiting" if kind == "queued" else "running", False
         self._release_all()
+        self.rows.clear()
+        self._began = None
         self._ends_of_steps.clear()
         return "continued by the scheduler" if kind == "resumed" else None
 
     def _place(self, event: Mapping[str, Any]) -> str:
         for worker in event.get("workers") or ():
-            self._add_worker({"time": self.at, **worker})
+            self._add_worker(worker)
         self.state = "running"
         seconds = _number(event.get("seconds")) or 0.0
         return f"placed after {seconds:.1f} s: {', '.join(map(str, self.workers.values()))}"
 
     def _add_worker(self, event: Mapping[str, Any]) -> None:
         peer, name = str(event.get("peer")), event.get("name")
-        price = _number(event.get("price")) or 0.0
+        role, price = str(event.get("role"))[:_MAX_TEXT], _number(event.get("price")) or 0.0
         self._release(peer)
-        self.workers[peer] = ShownWorker(
-            peer, str(event.get("role")), price, self.at, name if isinstance(name, str) else None
-        )
+        worker = ShownWorker(peer, role, price, self.at, name if isinstance(name, str) else None)
+        if peer in self.rows and not (known := self.rows[peer]).is_gone:
+            worker.doing, worker.is_late, worker.measured = known.doing, known.is_late, known.measured
+        self.rows[peer] = worker
+        while len(self.rows) > _MAX_ROWS and (gone := next((w for w in self.rows.values() if w.is_gone), None)):
+            del self.rows[gone.peer]
 
-    def _count(self, kind: str, event: Mapping[str, Any]) -> None:
-        self.late += kind == "worker_late"
-        if kind in _LOSSES and str(event.get("worker")) in self.workers:
-            self.lost += kind == "worker_lost"
-            self._release(str(event["worker"]))
+    def _take(self, kind: str, event: Mapping[str, Any]) -> None:
+        peer = str(event.get("worker") or event.get("peer"))
+        if kind == "metric":
+            self._measure(peer, event)
+        elif kind in ("slices", "part"):
+            self._count_parts(kind, event)
+        elif kind == "task_ended":
+            self.tasks += event.get("outcome") == "finished"
+            self._do(peer, "idle")
+        elif kind == "task_started":
+            self._do(peer, str(event.get("task"))[:_MAX_TEXT])
+        elif kind in _DOING:
+            self.late += kind == "worker_late"
+            self.lost += kind == "worker_lost" and peer in self.workers
+            self._do(peer, _DOING[kind], is_gone=kind in _GONE, is_late=kind in _LATE)
+        elif kind in ("paused", "continued"):
+            self.is_paused = kind == "paused"
+
+    def _do(self, peer: str, doing: str, *, is_gone: bool = False, is_late: bool = False) -> None:
+        if (worker := self.rows.get(peer)) is not None:
+            worker.doing, worker.is_gone, worker.is_late = doing, is_gone, is_late
+            if is_gone:
+                self._release(peer)
+
+    def _measure(self, peer: str, event: Mapping[str, Any]) -> None:
+        name, value = event.get("name"), _number(event.get("value"))
+        if peer in self.rows and name in _MEASURED and value is not None and math.isfinite(value):
+            self.rows[peer].measured[str(name)] = value
+
+    def _count_parts(self, kind: str, event: Mapping[str, Any]) -> None:
+        done, planned, rows = (event.get(key) for key in ("committed", "slices", "rows"))
+        if not (isinstance(done, int) and isinstance(planned, int)):
+            return
+        self.parts = (done, planned)
+        if kind == "slices":
+            self._began = (self.at, done)
+            # of a resumed job it is not known how many rows were done
+            self.data_rows = (0, rows) if isinstance(rows, int) and done == 0 else None
+        elif isinstance(rows, int) and self.data_rows is not None:
+            self.data_rows = (self.data_rows[0] + rows, self.data_rows[1])
+            self._do(str(event.get("worker")), "works")
 
     def _end_step(self, event: Mapping[str, Any]) -> str:
-        number = event.get("round")
+        number, counts = event.get("round"), event.get("counts")
         if isinstance(number, int):
             self.step = number
-            self._ends_of_steps.append((number, self.at))
+            self._ends_of_steps.append((self.at, number))
         self.loss, self.samples_per_second = _number(event.get("loss")), _number(event.get("samples_per_second"))
-        batches = sum(_values(event.get("counts")))
+        if self.loss is not None and math.isfinite(self.loss):
+            self.losses.append(self.loss)
+        for peer in counts if isinstance(counts, Mapping) else ():
+            self._do(peer, "works")
+        batches = sum(_values(counts))
         self.batch_size = (_number(event.get("samples")) or 0.0) / batches if batches else None
         self.longest_wait = max(_values(event.get("waits")), default=None)
         return self.describe_progress(self.at)
@@ -161,11 +283,12 @@ class JobView:
         return f"{self.state}{f': {why}' if why else ''}, cost {self._spent:.4g}"
 
     def _release(self, peer: str) -> None:
-        if (worker := self.workers.pop(peer, None)) is not None:
-            self._spent += _cost(worker, self.at)
+        if (worker := self.rows.get(peer)) is not None:
+            self._spent += worker.cost(self.at)
+            worker.since = None
 
     def _release_all(self) -> None:
-        for peer in list(self.workers):
+        for peer in self.rows:
             self._release(peer)
 
     def summary(self, now: float) -> dict[str, Any]:
@@ -195,10 +318,6 @@ def readable_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _cost(worker: ShownWorker, until: float) -> float:
-    return worker.price * max(0.0, until - worker.since) / _HOUR
 
 
 def _number(value: object) -> float | None:

@@ -1,4 +1,4 @@
-"""Live view of a job on a terminal: draws a `LiveState`, and prints the lines of events above it.
+"""Live view of a job on a terminal: draws a `JobView`, and prints the lines of events above it.
 
 Texts of events may come from workers: they are drawn as they are, never as markup, with control characters escaped.
 """
@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hypha_scheduler.submission.job_view import readable_seconds
-from hypha_scheduler.submission.live_state import LiveState, WorkerRow
+from hypha_scheduler.submission.job_view import JobView, ShownWorker, readable_seconds
 from hypha_scheduler.submission.log_client import escape_controls
 
 REFRESHES: Final = 4
@@ -28,7 +27,7 @@ _OTHER_LINES: Final = 7
 """Lines of the view that are no workers, and of the terminal that stay free."""
 
 
-def render(state: LiveState, now: float, height: int = 24) -> RenderableType:
+def render(state: JobView, now: float, height: int = 24) -> RenderableType:
     """Return the view at a time, for a terminal with so many lines."""
     parts: list[RenderableType] = [_line(_headline(state, now))]
     if state.losses:
@@ -38,16 +37,15 @@ def render(state: LiveState, now: float, height: int = 24) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(state: LiveState, now: float) -> str:
-    view = state.view
-    found = ["paused" if state.is_paused and view.state == "running" else view.state]
+def _headline(state: JobView, now: float) -> str:
+    found = ["paused" if state.is_paused and state.state == "running" else state.state]
     if (progress := state.progress) is not None:
         done, planned, what = progress
         found.append(f"{_bar(done, planned)}{done}{f'/{planned}' if planned is not None else ''} {what}")
     if (left := state.seconds_left) is not None:
-        found.append(f"{readable_seconds(max(0.0, left - max(0.0, now - view.at)))} left")
-    found.append(f"cost {view.cost(now):.4g}")
-    found += [f"{count} {what}" for count, what in ((view.lost, "lost"), (view.late, "late")) if count]
+        found.append(f"{readable_seconds(max(0.0, left - max(0.0, now - state.at)))} left")
+    found.append(f"cost {state.cost(now):.4g}")
+    found += [f"{count} {what}" for count, what in ((state.lost, "lost"), (state.late, "late")) if count]
     return "  ".join(found)
 
 
@@ -65,7 +63,7 @@ def sparkline(values: list[float]) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int((value - low) * scale))] for value in values)
 
 
-def _workers(rows: list[WorkerRow], most: int) -> list[RenderableType]:
+def _workers(rows: list[ShownWorker], most: int) -> list[RenderableType]:
     shown = sorted(rows, key=lambda row: row.is_gone)[:most]  # those that have left come last
     table = Table(box=None, pad_edge=False, expand=False, header_style="dim")
     for title, width in (("worker", 24), ("role", 10), ("price/h", None), ("does", 16), ("batch", None), ("/s", None)):
@@ -73,7 +71,7 @@ def _workers(rows: list[WorkerRow], most: int) -> list[RenderableType]:
     for row in shown:
         style = "red" if row.is_late or row.is_gone else ""
         numbers = (_number(row.batch_size), _number(row.samples_per_second))
-        cells = (row.name, row.role, f"{row.price:g}", row.doing, *numbers)
+        cells = (row.shown_name, row.role, f"{row.price:g}", row.doing, *numbers)
         table.add_row(*(Text(escape_controls(cell), style) for cell in cells))
     rest = len(rows) - len(shown)
     return [table, *([_line(f"and {rest} more")] if rest else [])]
@@ -90,7 +88,7 @@ def _line(text: str) -> Text:
 @contextmanager
 def show_live(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Draw the view until the end of the context; yield what takes an event, in any thread."""
-    state, lock = LiveState(), threading.Lock()
+    state, lock = JobView(), threading.Lock()
 
     def draw() -> RenderableType:
         with lock:
