@@ -6,20 +6,16 @@ A holder serves the content under the name in
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from typing import Final
 
-from hypha_net.dataset_directory import RECORD_TTL
+from hypha_net.dataset_directory import RECORD_TTL, read_records
 from hypha_net.endpoint import Endpoint
-from hypha_proto.codec import from_json, to_json
+from hypha_proto.codec import to_json
 from hypha_proto.datasets import ContentRecord
-from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
-
-_log = logging.getLogger(__name__)
 
 MAX_RECORD: Final = 1 << 10
 MAX_HOLDERS: Final = 64
@@ -67,14 +63,8 @@ async def find_holders(endpoint: Endpoint, sha256: str, *, timeout: float = 5.0)
     Raises:
         UnreachableError: no gateway answered.
     """
+    records = await endpoint.find_records(content_key(sha256), timeout=timeout)
     found: dict[PeerId, ContentHolder] = {}
-    for record in await endpoint.find_records(content_key(sha256), timeout=timeout):
-        if record.publisher is None or record.publisher in found or len(found) >= MAX_HOLDERS:
-            continue
-        try:
-            size = from_json(ContentRecord, record.value, MAX_RECORD).size
-        except DecodeError as error:
-            _log.warning("record of content %s by %s ignored: %s", sha256, record.publisher, error)
-            continue
-        found[record.publisher] = ContentHolder(record.publisher, size)
-    return list(found.values())
+    for peer, record in read_records(ContentRecord, records, MAX_RECORD, f"content {sha256}"):
+        found.setdefault(peer, ContentHolder(peer, record.size))
+    return list(found.values())[:MAX_HOLDERS]

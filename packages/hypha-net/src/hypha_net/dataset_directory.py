@@ -7,9 +7,10 @@ knows.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 
@@ -21,8 +22,11 @@ from hypha_proto.dataset_listing import LIST_DATASETS, MAX_PAGE, DatasetPage, Li
 from hypha_proto.datasets import DatasetRecord
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
+from hypha_proto.wire_schema import Message
 
 _log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 MAX_RECORD: Final = 64 << 10
 RECORD_TTL: Final = 25.0
@@ -55,18 +59,19 @@ async def find_dataset(endpoint: Endpoint, name: str, *, timeout: float = 5.0) -
         UnreachableError: no gateway answered.
     """
     records = await endpoint.find_records(name.encode(), timeout=timeout)
-    return [found for record in records if (found := _read(name, record)) is not None]
+    return [FoundDataset(*found) for found in read_records(DatasetRecord, records, MAX_RECORD, f"dataset {name}")]
 
 
-def _read(name: str, record: Record) -> FoundDataset | None:
-    if record.publisher is None:
-        _log.warning("record of dataset %s ignored: it names no publisher", name)
-        return None
-    try:
-        return FoundDataset(record.publisher, from_json(DatasetRecord, record.value, MAX_RECORD))
-    except DecodeError as error:
-        _log.warning("record of dataset %s by %s ignored: %s", name, record.publisher, error)
-        return None
+def read_records(kind: type[M], records: Iterable[Record], limit: int, what: str) -> Iterator[tuple[PeerId, M]]:
+    """Yield publisher and content of each record; log those of `what` that are unusable."""
+    for record in records:
+        if record.publisher is None:
+            _log.warning("record of %s ignored: it names no publisher", what)
+            continue
+        try:
+            yield record.publisher, from_json(kind, record.value, limit)
+        except DecodeError as error:
+            _log.warning("record of %s by %s ignored: %s", what, record.publisher, error)
 
 
 async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float = 10.0) -> list[ListedDataset]:

@@ -76,13 +76,8 @@ class ContentSource(Protocol):
         ...
 
     @property
-    def kind(self) -> str:
-        """Kind of source, for the cache."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """What identifies it among those of its kind, for the cache; may be secret."""
+    def cache_key(self) -> tuple[str, str]:
+        """Kind of source, and what identifies it among those of its kind; may be secret."""
         ...
 
     def open(self, offset: int, version: str) -> AbstractAsyncContextManager[ContentStream]:
@@ -148,7 +143,7 @@ async def fetch_content(source: ContentSource, path: Path, storage: ContentStora
         FetchError: it is not there, is not what the source stated, or broke off too often.
         OSError: it cannot be written.
     """
-    known = storage.find_cached_version(source.kind, source.key)
+    known = storage.find_cached_version(*source.cache_key)
     try:
         return await _Fetch(source, path, storage, known).run()
     finally:
@@ -201,7 +196,7 @@ class _Fetch:
         fetched = self._finish(content)
         if content.version:
             found = CachedVersion(fetched.digest, content.version)
-            await self.storage.put_cached_version(self.source.kind, self.source.key, self.path, found)
+            await self.storage.put_cached_version(*self.source.cache_key, self.path, found)
         return fetched
 
     async def _take_cached(self) -> FetchedContent:
@@ -209,7 +204,7 @@ class _Fetch:
         if known is None:
             raise source_failed(f"{self.source.name}: the source says that nothing has changed, which was not asked")
         self._began = True
-        size = await self.storage.take_cached_version(self.source.kind, self.source.key, self.path)
+        size = await self.storage.take_cached_version(*self.source.cache_key, self.path)
         if size is None:
             gone = source_failed(f"{self.source.name}: the cache has lost it")
             raise SourceInterruptedError(gone, restart=True)

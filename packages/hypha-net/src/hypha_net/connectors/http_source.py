@@ -59,14 +59,9 @@ class HttpSource:
         return shown_url(self.url)
 
     @property
-    def kind(self) -> str:
-        """See `ContentSource.kind`."""
-        return "uri"
-
-    @property
-    def key(self) -> str:
-        """See `ContentSource.key`. Presigned URLs of one object differ in the signature alone, which S3 checks."""
-        return _without_signature(self.url)
+    def cache_key(self) -> tuple[str, str]:
+        """See `ContentSource`. Presigned URLs of one object differ in the signature alone, which S3 checks."""
+        return "uri", _without_signature(self.url)
 
     @asynccontextmanager
     async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:

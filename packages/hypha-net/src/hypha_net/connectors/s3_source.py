@@ -67,14 +67,9 @@ class S3Object:
         return s3_uri(self.bucket, self.object_key)[:200]
 
     @property
-    def kind(self) -> str:
-        """See `ContentSource.kind`."""
-        return "s3"
-
-    @property
-    def key(self) -> str:
-        """See `ContentSource.key`."""
-        return f"{self._client.settings.url}\n{self.bucket}\n{self.object_key}"
+    def cache_key(self) -> tuple[str, str]:
+        """See `ContentSource.cache_key`."""
+        return "s3", f"{self._client.settings.url}\n{self.bucket}\n{self.object_key}"
 
     @property
     def _client(self) -> S3Client:

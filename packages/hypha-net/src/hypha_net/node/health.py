@@ -17,7 +17,6 @@ import anyio
 
 if TYPE_CHECKING:
     from hypha_net.endpoint import Endpoint
-    from hypha_proto.health import Health
 
 _log = logging.getLogger(__name__)
 
@@ -139,35 +138,27 @@ async def call_gateways(endpoint: Endpoint, readiness: Readiness) -> None:
         await anyio.sleep(CALL_INTERVAL * (0.75 + random.random() / 2))
 
 
-def health_now(readiness: Readiness, endpoint: Endpoint, *, role: str, version: str) -> Health:
-    """Return the current health."""
-    from hypha_proto.health import Health
-
-    traffic = endpoint.traffic
-    return Health(
-        healthy=readiness.is_ready,
-        role=role,
-        version=version,
-        reason=readiness.reason,
-        bytes_sent=traffic.sent,
-        bytes_received=traffic.received,
-        time_ms=int(time.time() * 1000),
-    )
-
-
 def serve_health(endpoint: Endpoint, readiness: Readiness, *, role: str, version: str) -> None:
     """Answer the health requests of all peers while the endpoint is open."""
-    from msgspec.structs import replace
-
     from hypha_net import rpc
     from hypha_net.node.twins import Twins
-    from hypha_proto.health import HEALTH_CHECK, HealthRequest
+    from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
     from hypha_proto.ids import PeerId
 
     twins = Twins()
 
     async def answer(peer: PeerId, request: HealthRequest) -> Health:
         twin = None if request.caller is None else twins.note(peer, request.caller)
-        return replace(health_now(readiness, endpoint, role=role, version=version), twin=twin)
+        traffic = endpoint.traffic
+        return Health(
+            healthy=readiness.is_ready,
+            role=role,
+            version=version,
+            reason=readiness.reason,
+            bytes_sent=traffic.sent,
+            bytes_received=traffic.received,
+            time_ms=int(time.time() * 1000),
+            twin=twin,
+        )
 
     rpc.serve(endpoint, HEALTH_CHECK, answer)

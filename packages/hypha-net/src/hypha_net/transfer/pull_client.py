@@ -15,17 +15,12 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint, Stream
-from hypha_net.errors import (
-    ContentMismatchError,
-    StreamClosedError,
-    StreamResetError,
-    TransferError,
-)
+from hypha_net.errors import ContentMismatchError, TransferError
 from hypha_net.transfer.framing import (
-    IDLE_TIMEOUT,
     TransferInterruptedError,
     describe_request,
     receive_message,
@@ -34,11 +29,10 @@ from hypha_net.transfer.framing import (
     send_message,
 )
 from hypha_net.transfer.io.partial_file import StorageQuota, resumable_bytes
-from hypha_net.transfer.io.stream_copy import incoming_file, receive_and_verify
+from hypha_net.transfer.io.stream_copy import ReceivedBlock, incoming_file, receive_and_verify
 from hypha_net.transfer.progress import TransferProgress
 from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
-from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
@@ -137,10 +131,7 @@ class _Pull:
             return await self._pull_from(stream, offset)
 
     async def _pull_from(self, stream: Stream, offset: int) -> PullResult:
-        request = instrumentation.with_trace(_with_offset(self.request, offset))
-        await send_message(stream, to_cbor(PullRequest, request))
-        await stream.send_eof()
-        answer = from_cbor(PullAnswer, await receive_message(stream))
+        answer = await _ask(stream, replace(self.request, offset=offset))
         if isinstance(answer, Refusal):
             if not offset:
                 raise refusal_error(answer)
@@ -167,16 +158,6 @@ class _Pull:
                 raise TransferInterruptedError(f"{self.what} can go on at byte {content.received}, not {offset}")
             self.progress.begin(offset, announced.size)
             return PullResult(*await receive_and_verify(stream, content, self.progress))
-
-
-def _with_offset(request: PullRequest, offset: int) -> PullRequest:
-    return PullRequest(
-        dataset=request.dataset,
-        index=request.index,
-        name=request.name,
-        offset=offset,
-        traceparent=request.traceparent,
-    )
 
 
 async def pull_range(
@@ -216,21 +197,13 @@ async def pull_range(
 
 
 async def _receive_range(stream: Stream, file: FileIO, offset: int, end: int, progress: TransferProgress) -> None:
-    block, pacer = memoryview(bytearray(min(_BLOCK, end - offset))), progress.pacer
+    block = ReceivedBlock(min(_BLOCK, end - offset))
     while offset < end:
-        wanted, filled = block[: end - offset], 0
-        while filled < len(wanted):
-            with anyio.move_on_after(IDLE_TIMEOUT) as scope:
-                count = await stream.receive_into(wanted[filled : filled + pacer.chunk_size])
-            if scope.cancelled_caught:
-                raise TransferError(f"no bytes came for {IDLE_TIMEOUT:g} s")
-            if not count:
-                raise TransferError(f"the stream ended after {offset + filled} bytes")
-            filled += count
-            progress.advance(count)
-            await pacer.wait(count)
-        await anyio.to_thread.run_sync(_write, file, wanted, offset)
-        offset += filled
+        block.reset(end - offset)
+        if not await block.fill(stream, progress):
+            raise TransferError(f"the stream ended after {offset + block.count} bytes")
+        await anyio.to_thread.run_sync(_write, file, block.filled, offset)
+        offset += block.count
 
 
 def _write(file: FileIO, block: memoryview, offset: int) -> None:
@@ -245,17 +218,16 @@ async def _asked(
 ) -> AsyncIterator[tuple[Stream, PullStart]]:
     """Ask for a file, of which the end is not wanted: the stream is reset when the context ends."""
     stream = await endpoint.open_stream(peer, [PULL])
-    try:
-        await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
-        await stream.send_eof()
-        answer = from_cbor(PullAnswer, await receive_message(stream))
+    async with reset_on_error(stream, what):
+        answer = await _ask(stream, request)
         if isinstance(answer, Refusal):
             raise refusal_error(answer)
         yield stream, answer
-    except (StreamResetError, StreamClosedError) as error:
-        raise TransferError(f"{what} broke off: {error}") from error
-    except DecodeError as error:
-        raise TransferError(f"{what}: malformed header: {error}") from error
-    finally:
-        with anyio.CancelScope(shield=True):
-            await stream.reset()
+        await stream.reset()
+
+
+async def _ask(stream: Stream, request: PullRequest) -> PullStart | Refusal:
+    await send_message(stream, to_cbor(PullRequest, instrumentation.with_trace(request)))
+    await stream.send_eof()
+    answer: PullStart | Refusal = from_cbor(PullAnswer, await receive_message(stream))
+    return answer

@@ -69,14 +69,9 @@ class HubSource:
         return f"{self.reference.repository[:120]}/{self.filename[:120]}"
 
     @property
-    def kind(self) -> str:
-        """See `ContentSource.kind`."""
-        return "huggingface"
-
-    @property
-    def key(self) -> str:
-        """See `ContentSource.key`."""
-        return f"{os.environ.get('HF_ENDPOINT', '')}\n{self.origin}"
+    def cache_key(self) -> tuple[str, str]:
+        """See `ContentSource.cache_key`."""
+        return "huggingface", f"{os.environ.get('HF_ENDPOINT', '')}\n{self.origin}"
 
     @property
     def origin(self) -> str:

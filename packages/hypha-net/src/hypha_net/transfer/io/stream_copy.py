@@ -122,7 +122,7 @@ async def receive_content(stream: Stream, content: PartialFile, progress: Transf
     """
     there, size = content.received, content.size
     block_size = min(CHUNK, size - there)
-    blocks = [_Block(block_size), _Block(block_size)]
+    blocks = [ReceivedBlock(block_size), ReceivedBlock(block_size)]
     async with io_thread() as thread:
         thread.submit(content.rehash_existing)
         while there < size:
@@ -160,7 +160,7 @@ async def receive_and_verify(stream: Stream, content: PartialFile, progress: Tra
     return content.received, digest
 
 
-class _Block:
+class ReceivedBlock:
     """Buffer that is filled from a stream repeatedly."""
 
     def __init__(self, size: int) -> None:
