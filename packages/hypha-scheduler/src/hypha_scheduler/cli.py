@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,13 @@ from hypha_net.node.cli import (
     load_configuration,
     set_option,
 )
-from hypha_scheduler.cli_jobs import add_job_commands, follow_job
+from hypha_scheduler.cli_jobs import EVENTS, add_job_commands, show_answers
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 
 if TYPE_CHECKING:
     from hypha_scheduler.submission.resumption import ResumableJob
 
-_EVENTS = "metrics.jsonl"
 _EXAMPLE_JOB: dict[str, Any] = {
     "dataset": {"dataset": "imagenet"},
     "model": {"repository": "microsoft/resnet-18", "type": "vision-classification"},
@@ -103,24 +101,15 @@ def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool)
 
 def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: bool) -> bool:
     """Let a running scheduler resume a job; return False if none is running."""
-    import json
-
     from hypha_scheduler.submission.client import NoSchedulerError, SchedulerEndedError, resume_job
     from hypha_scheduler.submission.resumption import ResumeError, revealed
     from hypha_scheduler.submission.server import socket_path
 
-    accepted, events = False, found.directory / _EVENTS
+    socket, events = socket_path(config.runs_dir), found.directory / EVENTS
     position = events.stat().st_size if events.exists() else 0
-    answers = resume_job(socket_path(config.runs_dir), found.directory, revealed(found.job), detach=detach)
+    answers = resume_job(socket, found.directory, revealed(found.job), detach=detach)
     try:
-        with ExitStack() as following:
-            for answer in answers:
-                following.close()
-                if "error" in answer:
-                    raise click.ClickException(answer["error"]) if accepted else ResumeError(answer["error"])
-                accepted = True
-                click.echo(json.dumps(answer))
-                following.enter_context(follow_job(answer, position))
+        show_answers(answers, socket, ResumeError, position=position, detach=detach)
     except SchedulerEndedError as error:
         raise UnreachableNetworkError(str(error)) from None
     except NoSchedulerError:

@@ -100,24 +100,43 @@ def submit(
     """
     from hypha_scheduler.submission.client import JobFileError, read_job, submit_job
 
-    accepted: dict[str, Any] = {}
     with _exit_codes():
         path = _find_socket(socket, file)
-        try:
-            with ExitStack() as following:
-                for answer in submit_job(path, read_job(job), detach=detach, wait=not no_wait):
-                    following.close()
-                    if "error" in answer:
-                        text = answer["error"]
-                        raise click.ClickException(text) if accepted else JobFileError(f"{job}: {text}")
-                    accepted = accepted or answer
-                    click.echo(json.dumps(answer))
-                    for warning in answer.get("warnings", ()):
-                        click.echo(f"warning: {warning}", err=True)
-                    if not detach:
-                        following.enter_context(follow_job(answer, form=form, plain=plain))
-        except KeyboardInterrupt:
-            _tell_how_to_go_on(accepted, path)
+        answers = submit_job(path, read_job(job), detach=detach, wait=not no_wait)
+        show_answers(answers, path, lambda text: JobFileError(f"{job}: {text}"), form=form, plain=plain, detach=detach)
+
+
+def show_answers(
+    answers: Iterable[Mapping[str, Any]],
+    socket: Path,
+    refused: Callable[[str], Exception] = click.ClickException,
+    *,
+    position: int = 0,
+    form: str = "text",
+    plain: bool = True,
+    detach: bool = False,
+) -> Mapping[str, Any]:
+    """Print a scheduler's answers about a job and, unless detached, what happens meanwhile; return the job.
+
+    `refused` makes the error to raise if the first answer is one. After Ctrl-C the job goes on. See `_follow_job`.
+    """
+    job: Mapping[str, Any] = {}
+    try:
+        with ExitStack() as following:
+            for answer in answers:
+                following.close()
+                if "error" in answer:
+                    raise click.ClickException(answer["error"]) if job else refused(answer["error"])
+                job = job or answer.get("job", answer)
+                click.echo(json.dumps(answer))
+                for warning in answer.get("warnings", ()):
+                    click.echo(f"warning: {warning}", err=True)
+                if not detach:
+                    about = answer.get("job", answer)
+                    following.enter_context(_follow_job(about, position, form=form, plain=plain))
+    except KeyboardInterrupt:
+        _tell_how_to_go_on(job, socket)
+    return job
 
 
 def _tell_how_to_go_on(job: Mapping[str, Any], socket: Path) -> NoReturn:
@@ -134,9 +153,7 @@ def _tell_how_to_go_on(job: Mapping[str, Any], socket: Path) -> NoReturn:
 
 
 @contextmanager
-def follow_job(
-    answer: Mapping[str, Any], position: int = 0, *, form: str = "text", plain: bool = True
-) -> Iterator[None]:
+def _follow_job(answer: Mapping[str, Any], position: int, *, form: str, plain: bool) -> Iterator[None]:
     """Show what happens in a job that a scheduler has accepted, until the end of the context.
 
     Args:
@@ -264,20 +281,9 @@ def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: 
     """
     from hypha_scheduler.submission.client import attach_job
 
-    entry: dict[str, Any] = {}
     with _exit_codes():
         path = _find_socket(socket, file)
-        try:
-            with ExitStack() as following:
-                for answer in attach_job(path, job):
-                    following.close()
-                    if "error" in answer:
-                        raise click.ClickException(answer["error"])
-                    entry = entry or answer["job"]
-                    click.echo(json.dumps(answer))
-                    following.enter_context(follow_job(answer.get("job", answer), form=form, plain=plain))
-        except KeyboardInterrupt:
-            _tell_how_to_go_on(entry, path)
+        entry = show_answers(attach_job(path, job), path, form=form, plain=plain)
     click.get_current_context().exit(_EXIT_CODES.get(entry["state"], 0))
 
 
