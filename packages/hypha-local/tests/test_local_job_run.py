@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from hypha_local.demo_tasks import TEXT
 from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
-from hypha_local.job_run import REPLACED, JobKind, JobRun, Victim
+from hypha_local.job_run import REPLACED, JobRun, Victim
 from hypha_local.network_layout import Folders, plan_nodes
 from hypha_local.processes import LocalProcess, Processes
 
@@ -78,14 +79,9 @@ def run_job(tmp_path: Path, kill: Victim | None, monkeypatch: pytest.MonkeyPatch
     folders = Folders(tmp_path / "run")
     folders.make()
     processes, out = FakeProcesses(folders), io.StringIO()
-    kind = JobKind(
-        "rounds",
-        lambda event: event["round"] / 10 if event["event"] == "round" else None,
-        "a.module",
-        lambda: processes.start("scheduler", []),
-    )
-    nodes = plan_nodes(2, spare=kill in REPLACED)
-    job = JobRun(cast("Processes", processes), folders, nodes, kind, kill, Display(Console(file=out, width=500), 10))
+    nodes, display = plan_nodes(2, spare=kill in REPLACED), Display(Console(file=out, width=500), 10)
+    again = partial(processes.start, "scheduler", [])
+    job = JobRun(cast("Processes", processes), folders, nodes, "a.module", kill, again, display)
     anyio.run(job.run, backend="trio")
     return processes.noted, job, out.getvalue()
 

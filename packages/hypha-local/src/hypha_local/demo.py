@@ -21,7 +21,7 @@ from rich.console import Console
 from hypha_local.display import Display
 from hypha_local.errors import ProcessFailedError
 from hypha_local.executor_session import ExecutorSession
-from hypha_local.job_run import REPLACED, STEP_TIMEOUT, JobKind, JobRun, Victim, audit_job
+from hypha_local.job_run import REPLACED, STEP_TIMEOUT, JobRun, Victim, audit_job
 from hypha_local.network_layout import HELD_OUT, DemoTraining, Folders, NodePlan, plan_nodes, write_configuration
 from hypha_local.nodes import start_network, start_node
 from hypha_local.plot import plot_loss
@@ -129,15 +129,12 @@ async def _train(
 ) -> tuple[str, ...]:
     """Run the job to its end; return how its members have changed after something was killed."""
 
-    def share(event: dict[str, Any]) -> float | None:
-        return event["round"] / training.rounds if event["event"] == "round" else None
-
     def start_again() -> LocalProcess:
         display.step("scheduler started again: it takes the job up")
         return start_node(processes, folders, nodes[-1])
 
-    kind = JobKind("rounds", share, "hypha.accelerate_executor.training", start_again)
-    job = JobRun(processes, folders, nodes, kind, kill, display)
+    executor = "hypha.accelerate_executor.training"
+    job = JobRun(processes, folders, nodes, executor, kill, start_again, display)
     with anyio.move_on_after(timeout) as scope:
         await job.run()
     if scope.cancelled_caught:

@@ -25,7 +25,7 @@ from hypha_local.display import Display
 from hypha_local.errors import ModelUnusableError, ProcessFailedError, RunDirectoryError
 from hypha_local.inference_layout import MODULE, Inference, write_inference_configuration
 from hypha_local.inference_summary import InferenceSummary, summarize_inference
-from hypha_local.job_run import STEP_TIMEOUT, JobKind, JobRun, Victim, audit_job, job_directory
+from hypha_local.job_run import STEP_TIMEOUT, JobRun, Victim, audit_job, job_directory
 from hypha_local.network_layout import DemoTraining, Folders, NodePlan, plan_nodes
 from hypha_local.nodes import start_network
 from hypha_local.processes import LocalProcess, Processes, local_processes, script
@@ -146,11 +146,7 @@ def _job_run(
         display.step(f"hypha-scheduler resume {directory}")
         return processes.start("resume", command)
 
-    return JobRun(processes, folders, nodes, JobKind("parts", _share, MODULE, resume), kill, display)
-
-
-def _share(event: dict[str, Any]) -> float | None:
-    return event["committed"] / event["slices"] if event["event"] == "part" else None
+    return JobRun(processes, folders, nodes, MODULE, kill, resume, display)
 
 
 def _summarize(folders: Folders, inference: Inference, options: InferenceOptions, display: Display) -> InferenceSummary:

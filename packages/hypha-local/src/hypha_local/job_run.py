@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import anyio
 import anyio.abc
@@ -29,43 +29,32 @@ _WORKER: Final = "worker-1"
 _POLL: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class JobKind:
-    """What differs between the jobs of demos."""
-
-    unit: str
-    """What is counted: ``rounds`` or ``parts``."""
-    share: Callable[[dict[str, Any]], float | None]
-    """Returns how much of the job is done, by an event of the scheduler; None if the event does not say."""
-    executor: str
-    """Module that an executor runs."""
-    continue_with: Callable[[], LocalProcess]
-    """Continues the job after its scheduler was killed."""
-
-
+@dataclass(slots=True)
 class JobRun:
     """The running job, and what is killed during it."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        folders: Folders,
-        nodes: Sequence[NodePlan],
-        kind: JobKind,
-        kill: Victim | None,
-        display: Display,
-    ) -> None:
-        self._processes, self._folders, self._display = processes, folders, display
-        self._nodes = {node.name: node for node in nodes}
-        self._kind = kind
-        self._kill = kill
-        self._log = EventLog(folders.runs)
-        self._share = 0.0
-        self._is_placed = False
-        """Whether the job has its first leases."""
-        self._killed_at: float | None = None
-        self.changes: list[str] = []
-        """Changes of the job's members since something was killed, each with the seconds since then."""
+    processes: Processes
+    folders: Folders
+    nodes: Sequence[NodePlan]
+    executor: str
+    """Module that an executor runs."""
+    kill: Victim | None
+    continue_job: Callable[[], LocalProcess]
+    """Continues the job after its scheduler was killed."""
+    display: Display
+    changes: list[str] = field(default_factory=list)
+    """Changes of the job's members since something was killed, each with the seconds since then."""
+    _share: float = 0.0
+    _is_placed: bool = False
+    """Whether the job has its first leases."""
+    _killed_at: float | None = None
+
+    @property
+    def _unit(self) -> str:
+        return "rounds" if self.display.rounds else "parts"
+
+    def _start(self, name: str) -> LocalProcess:
+        return start_node(self.processes, self.folders, next(node for node in self.nodes if node.name == name))
 
     async def run(self) -> None:
         """Start the scheduler, show its events until the job has ended, and kill what is to be killed.
@@ -73,65 +62,67 @@ class JobRun:
         Raises:
             ProcessFailedError: a node has ended, the job has failed, or nothing could be killed before it ended.
         """
-        scheduler = start_node(self._processes, self._folders, self._nodes["scheduler"])
-        self._display.step("scheduler started with the job")
-        victim = _WORKER if self._kill == "worker" else self._kill
-        watched = [name for name in self._nodes if name not in ("scheduler", SPARE, victim)]
-        with self._display.counting(self._kind.unit):
+        scheduler, log = self._start("scheduler"), EventLog(self.folders.runs)
+        self.display.step("scheduler started with the job")
+        victim = _WORKER if self.kill == "worker" else self.kill
+        watched = [node.name for node in self.nodes if node.name not in ("scheduler", SPARE, victim)]
+        with self.display.counting(self._unit):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._processes.watch, watched)
-                scheduler = await self._follow(scheduler, tasks)
+                tasks.start_soon(self.processes.watch, watched)
+                scheduler = await self._follow(scheduler, log, tasks)
                 tasks.cancel_scope.cancel()
-            self._show()
+            self._show(log)
         if scheduler.process.returncode != 0:
             raise ProcessFailedError(
                 f"scheduler ended with status {scheduler.process.returncode}; its last lines ({scheduler.log}):\n"
                 + scheduler.last_lines()
             )
-        if self._kill is not None:
-            raise ProcessFailedError(f"--kill {self._kill}: the job had ended before")
+        if self.kill is not None:
+            raise ProcessFailedError(f"--kill {self.kill}: the job had ended before")
 
-    async def _follow(self, scheduler: LocalProcess, tasks: anyio.abc.TaskGroup) -> LocalProcess:
+    async def _follow(self, scheduler: LocalProcess, log: EventLog, tasks: anyio.abc.TaskGroup) -> LocalProcess:
         """Show events until the job has ended; return the scheduler's last process."""
-        spare = self._nodes.get(SPARE)
+        has_spare = any(node.name == SPARE for node in self.nodes)
         while scheduler.process.poll() is None:
-            self._show()
-            if spare is not None and self._is_placed:  # only now, so that the job begins without it
-                start_node(self._processes, self._folders, spare)
-                tasks.start_soon(self._processes.watch, [SPARE])
-                self._display.step("a spare worker started")
-                spare = None
-            if self._kill is not None and self._share >= KILL_AFTER:
-                scheduler = await self._strike(self._kill, scheduler)
+            self._show(log)
+            if has_spare and self._is_placed:  # only now, so that the job begins without it
+                self._start(SPARE)
+                tasks.start_soon(self.processes.watch, [SPARE])
+                self.display.step("a spare worker started")
+                has_spare = False
+            if self.kill is not None and self._share >= KILL_AFTER:
+                scheduler = await self._strike(self.kill, scheduler)
             await anyio.sleep(_POLL)
         return scheduler
 
-    def _show(self) -> None:
-        for event in self._log.read():
-            share = self._kind.share(event)
-            self._share = self._share if share is None else share
+    def _show(self, log: EventLog) -> None:
+        for event in log.read():
+            if event["event"] == "round":
+                self._share = event["round"] / self.display.rounds
+            elif event["event"] == "part":
+                self._share = event["committed"] / event["slices"]
             self._is_placed |= event["event"] == "placement"
-            self._display.event(event)
+            self.display.event(event)
             if self._killed_at is not None and (change := describe_event(event)) is not None:
                 seconds = event["time"] - self._killed_at
-                self.changes.append(f"after {seconds:.1f} s {self._display.named(change)}")
+                self.changes.append(f"after {seconds:.1f} s {self.display.named(change)}")
 
     async def _strike(self, victim: Victim, scheduler: LocalProcess) -> LocalProcess:
         """Kill a process with SIGKILL, and do what its owner would do; return the running scheduler."""
-        processes, when = self._processes, f"after {self._share:.0%} of the {self._kind.unit}"
+        when = f"after {self._share:.0%} of the {self._unit}"
         if victim == "executor":
-            if not processes.kill_descendant(_WORKER, self._kind.executor):
+            if not self.processes.kill_descendant(_WORKER, self.executor):
                 return scheduler  # it has just ended; its successor is killed
-            self._display.step(when, alarm=f"executor of {_WORKER} killed")
+            self.display.step(when, alarm=f"executor of {_WORKER} killed")
         else:
             name = _WORKER if victim == "worker" else victim
-            await processes.kill(name)
-            self._display.step(when, alarm=f"{name} killed")
-        self._kill, self._killed_at = None, time.time()
+            await self.processes.kill(name)
+            self.display.step(when, alarm=f"{name} killed")
+        self.kill, self._killed_at = None, time.time()
         if victim == "data":
-            start_node(processes, self._folders, self._nodes[victim])
-            self._display.step("data node started again")
-        return self._kind.continue_with() if victim == "scheduler" else scheduler
+            self._start(victim)
+            self.display.step("data node started again")
+        return self.continue_job() if victim == "scheduler" else scheduler
 
 
 def job_directory(folders: Folders) -> Path:
