@@ -41,7 +41,7 @@ from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 TOKEN = "hf_PrivateToken0123456789"
 WEIGHTS = weights(size=6 << 20)  # huggingface_hub writes partial downloads in chunks of 10 MiB
@@ -66,7 +66,7 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
     reference = HuggingFaceReference(repository="org/model", revision=revision, filenames=names, token=token)
 
     async def main() -> list[Path]:
-        storage = JobStorage(folder, 1 << 26)
+        storage = TaskStorage(folder, 1 << 26)
         found = await download_from_hub(reference, PurePosixPath(), AccessPolicy(), storage=storage, timeout=60)
         return [folder / file.path for file in found]
 
@@ -357,7 +357,7 @@ async def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_p
     hub.endless, hub.token = ("config.json",), None
     with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
         url, access = f"{hub.url}/org/model/resolve/main/config.json", AccessPolicy(hosts=("127.0.0.1",))
-        await download_from_uri(url, tmp_path, access, storage=JobStorage(tmp_path, 1 << 26), timeout=60)
+        await download_from_uri(url, tmp_path, access, storage=TaskStorage(tmp_path, 1 << 26), timeout=60)
     assert fault.value.status == 507
     assert hub.streamed < ENDLESS_BYTES
     assert not list(tmp_path.iterdir())

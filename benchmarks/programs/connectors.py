@@ -28,7 +28,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 LIMIT = 1 << 40
 REPOSITORY = "benchmark/model"
@@ -47,7 +47,7 @@ class Connectors:
 
     async def fetch(self, uri: str) -> tuple[float, int]:
         """Fetch what a URI or a path names, or the file of the hub, as a job would."""
-        storage = JobStorage(self._folder, LIMIT)
+        storage = TaskStorage(self._folder, LIMIT)
         with _measured() as found:
             if uri.startswith("/"):
                 await copy_local_files(uri, PurePosixPath("file"), self._access, storage)

@@ -43,9 +43,9 @@ from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.task_storage import TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
@@ -232,7 +232,7 @@ def make_context(
     """Return an attempt at a task that trains, with a work directory in `folder` that holds `limit` bytes."""
     work_dir = folder / "hypha-job"
     work_dir.mkdir()
-    storage, traffic = JobStorage(work_dir, limit), JobTraffic()
+    storage, traffic = TaskStorage(work_dir, limit), TaskTraffic()
     contact = SchedulerContact(worker, scheduler)
     return TaskContext(
         endpoint=worker,

@@ -72,10 +72,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_a_lease_is_accounted_with_its_job_and_how_that_ended(site: Site) -> None:
     finished, idle = site.hold(), site.hold(price=0.0)
-    site.leases.attach_job(finished, PEER, site.now, job_id=JOB)
+    site.leases.attach_task(finished, PEER, site.now, job_id=JOB)
     site.pass_time(6, finished, idle)
     assert [(each.outcome, each.seconds) for each in site.read()] == [("running", 6.0)] * 2
-    site.leases.detach_job(finished, outcome="finished")
+    site.leases.detach_task(finished, outcome="finished")
     for lease in (finished, idle):
         site.leases.release(lease, PEER)
     site.store()
@@ -179,9 +179,9 @@ def test_damaged_accounts_are_reported_and_leave_nothing_locked(
 def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Path) -> None:
     learn_name(PEER, "training")
     lease = site.hold()
-    site.leases.attach_job(lease, PEER, site.now, job_id=JOB)
+    site.leases.attach_task(lease, PEER, site.now, job_id=JOB)
     site.pass_time(4, lease)
-    site.leases.detach_job(lease, outcome="failed")
+    site.leases.detach_task(lease, outcome="failed")
     site.leases.release(lease, PEER)
     site.store()
     config = tmp_path / "worker.toml"

@@ -26,7 +26,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.content_cache import CacheError, ContentCache, SchedulerCache
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 ACCESS = AccessPolicy(hosts=("127.0.0.1",))
 BIG = 1 << 30
@@ -202,13 +202,13 @@ def counting_server(bodies: dict[str, bytes], sent: list[str]) -> Iterator[str]:
         yield url
 
 
-async def in_jobs(cache: ContentCache, *jobs: Callable[[JobStorage], Awaitable[Path]]) -> list[bytes]:
+async def in_jobs(cache: ContentCache, *jobs: Callable[[TaskStorage], Awaitable[Path]]) -> list[bytes]:
     """Run each function with the storage of a job of its own; return the contents of the files that they return."""
     found = []
     for number, job in enumerate(jobs):
         work_dir = cache.folder.parent / f"hypha-{number}"
         work_dir.mkdir(exist_ok=True)
-        storage = JobStorage(work_dir, 1000, SchedulerCache(cache, "a"))
+        storage = TaskStorage(work_dir, 1000, SchedulerCache(cache, "a"))
         found.append((work_dir / await job(storage)).read_bytes())
     return found
 
@@ -216,7 +216,7 @@ async def in_jobs(cache: ContentCache, *jobs: Callable[[JobStorage], Awaitable[P
 async def test_a_url_is_fetched_again_only_when_its_content_has_changed(cache: ContentCache) -> None:
     bodies, sent = {"/a": b"one"}, list[str]()
 
-    async def job(storage: JobStorage) -> Path:
+    async def job(storage: TaskStorage) -> Path:
         return Path((await download_from_uri(f"{url}/a", PurePosixPath(), ACCESS, storage=storage)).path)
 
     with counting_server(bodies, sent) as url:
@@ -239,7 +239,7 @@ async def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypat
     path, sent = "/org/model/resolve/main/model.safetensors", list[str]()
     reference = HuggingFaceReference(repository="org/model", filenames=("model.safetensors",))
 
-    async def job(storage: JobStorage) -> Path:
+    async def job(storage: TaskStorage) -> Path:
         [found] = await download_from_hub(reference, PurePosixPath(), ACCESS, storage=storage)
         return Path(found.path)
 
@@ -268,7 +268,7 @@ async def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(
         await worker.connect(peer.addresses[0])
         for number, known in enumerate([digest, digest, None, None]):
             (work_dir := tmp_path / f"hypha-{number}").mkdir()
-            storage = JobStorage(work_dir, 5 << 20, SchedulerCache(cache, f"scheduler {number // 2}"))
+            storage = TaskStorage(work_dir, 5 << 20, SchedulerCache(cache, f"scheduler {number // 2}"))
             before, address = peer.traffic.sent, SliceAddress(dataset="numbers", index=0)
             found = await PeerFiles(worker, storage).fetch([peer.peer_id], address, PurePosixPath("x"), known)
             assert (found.size, found.checksum) == (len(SLICE), digest)

@@ -28,7 +28,7 @@ from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 CONTENT = bytes(range(256)) * 2000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -44,7 +44,7 @@ class Net:
     limit: int = 1 << 20
 
     async def fetch(self, sha256: str = SHA256) -> FetchedFile:
-        storage = JobStorage(self.folder, self.limit)
+        storage = TaskStorage(self.folder, self.limit)
         files = PeerFiles(self.worker, storage)
         return await download_from_uri(
             f"sha256:{sha256}", PurePosixPath(), self.access, storage=storage, files=files, timeout=300

@@ -20,7 +20,7 @@ from hypha_proto.job_spec import All, HuggingFaceReference, PeersReference
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 FILES = {
     "/file.bin": b"content",
@@ -71,7 +71,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
 
 
 async def bring(url: str, folder: Path) -> Path:
-    storage = JobStorage(folder, 1000)
+    storage = TaskStorage(folder, 1000)
     found = await download_from_uri(url, PurePosixPath(), ACCESS, storage=storage, timeout=10)
     path = folder / found.path
     assert found.checksum == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -110,7 +110,7 @@ async def test_forbidden_or_missing_files_are_refused_and_leave_nothing(web: Web
 async def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, **changes: object) -> list[Path]:
     fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
     reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
-    storage = JobStorage(tmp_path, limit)
+    storage = TaskStorage(tmp_path, limit)
     found = await download_from_hub(reference, PurePosixPath(), access, storage=storage, timeout=20)
     assert all(file.metadata["origin"].startswith("org/model@") for file in found)
     return [tmp_path / file.path for file in found]

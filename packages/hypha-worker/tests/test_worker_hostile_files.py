@@ -36,7 +36,7 @@ from hypha_proto.job_spec import (
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader
 from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 
@@ -271,7 +271,7 @@ async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_pa
     owner = OutputOwner(PEER, AttemptId(uuid.uuid4(), "t", 0), uuid.uuid4())
     outcomes: Counter[str] = Counter()
 
-    async def take(storage: JobStorage) -> None:
+    async def take(storage: TaskStorage) -> None:
         try:
             output = await store.store(owner, "o", "out", storage, 0.0, copy=copy)
         except OutputError:
@@ -285,7 +285,7 @@ async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_pa
     (outside / "secret").write_bytes(SECRET)
     (work_dir / "out.other").symlink_to(outside)
     with swapping(work_dir, "out"):
-        storage = JobStorage(work_dir, 1 << 24)
+        storage = TaskStorage(work_dir, 1 << 24)
         while outcomes.total() < RACES // 4 or (len(outcomes) < 2 and outcomes.total() < RACES):
             with suppress(OSError):  # it is being swapped
                 storage.files.write_file("out/secret", b"mine")

@@ -27,7 +27,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 CONTENT = bytes(range(256)) * 40
 LOOPBACK = AccessPolicy(hosts=("127.0.0.1",))
@@ -98,7 +98,7 @@ def fetch(
     url: str, folder: Path, access: AccessPolicy = LOOPBACK, limit: int = 100_000, timeout: float = 20.0
 ) -> FetchedFile:
     async def main() -> FetchedFile:
-        storage = JobStorage(folder, limit)
+        storage = TaskStorage(folder, limit)
         return await download_from_uri(url, PurePosixPath(), access, storage=storage, timeout=timeout)
 
     return anyio.run(main, backend="trio")
@@ -266,7 +266,7 @@ async def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(se
     access = AccessPolicy(hosts=("rebind.test",), networks=(ipaddress.ip_network("127.0.0.0/8"),))
     url = f"http://rebind.test:{server.port}/file.bin"
     trio.socket.set_custom_hostname_resolver(Resolver())
-    storage = JobStorage(tmp_path, 100_000)
+    storage = TaskStorage(tmp_path, 100_000)
     found = await download_from_uri(url, PurePosixPath(), access, storage=storage)
     assert found.size == len(CONTENT)
     assert asked == ["rebind.test"]
@@ -352,7 +352,7 @@ async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(anyio, "connect_tcp", connect)
     trio.socket.set_custom_hostname_resolver(NoResolver())
     async with MemoryNetwork().endpoint("worker") as worker:
-        storage = JobStorage(work_dir, 1000)
+        storage = TaskStorage(work_dir, 1000)
         files = PeerFiles(worker, storage)
         for _ in range(cases):
             url = mutated(chance, chance.choice(SEEDS))

@@ -60,16 +60,16 @@ def test_an_expired_lease_is_not_renewed_before_the_sweep() -> None:
 @pytest.mark.parametrize("is_released", [False, True])
 def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is_released: bool) -> None:
     manager = offered()
-    manager.attach_job(ID, MINE, 0.1)
+    manager.attach_task(ID, MINE, 0.1)
     freed: list[float] = []
     manager.on_freed = lambda: freed.append(manager.free.resources.cpu)
     if is_released:
         manager.release(ID, MINE)
     manager.retain(ID)
-    manager.detach_job(ID)
+    manager.detach_task(ID)
     assert manager.free.resources.cpu == 1.0
     with pytest.raises(LeaseError):
-        manager.attach_job(ID, MINE, 0.2)
+        manager.attach_task(ID, MINE, 0.2)
     manager.sweep(0.3)
     assert manager.leases == ()
     with pytest.raises(LeaseError, match="it was released" if is_released else "processes of its job cannot be ended"):
@@ -82,11 +82,11 @@ def test_what_processes_hold_that_cannot_be_ended_stays_taken_after_the_lease(is
 @pytest.mark.parametrize("ended", [5.0, 15.0])
 def test_a_lease_without_a_job_is_not_held_without_renewals_when_the_end_is_reported(ended: float) -> None:
     manager = offered(orphan_grace=30.0)
-    manager.attach_job(ID, MINE, 0.0, 30.0)
+    manager.attach_task(ID, MINE, 0.0, 30.0)
     manager.sweep(ended)
     manager.end_grace(ID)
     assert manager.leases[0].ends == 40.0, "a job runs"
-    manager.detach_job(ID)
+    manager.detach_task(ID)
     manager.end_grace(ID)
     with pytest.raises(LeaseError, match="is over"):
         manager.renew(ID, MINE, 15.1)
@@ -171,7 +171,7 @@ def test_a_lease_on_which_no_job_ever_ran_ends() -> None:
     with pytest.raises(LeaseError, match="no job ran on it for 60 s"):
         manager.renew(ID, MINE, 60.4)
     with pytest.raises(LeaseError, match="no job ran on it for 60 s"):
-        manager.attach_job(ID, MINE, 60.4)
+        manager.attach_task(ID, MINE, 60.4)
     assert manager.sweep(60.4) == []
     assert (lease.end, manager.free.resources.cpu) == (LeaseEnd.IDLE, 4.0)
     with pytest.raises(LeaseError, match="here any more: no job ran on it"):
@@ -182,8 +182,8 @@ def test_a_scheduler_is_told_when_an_idle_lease_ends() -> None:
     manager = offered(idle_lease=12.0)
     assert manager.renew(ID, MINE, 0.4).remaining(0.4) == pytest.approx(10.0)
     assert manager.renew(ID, MINE, 4.4).remaining(4.4) == pytest.approx(8.0)
-    assert manager.attach_job(ID, MINE, 10.0).remaining(10.0) == pytest.approx(10.0), "a job makes it last again"
-    manager.detach_job(ID)
+    assert manager.attach_task(ID, MINE, 10.0).remaining(10.0) == pytest.approx(10.0), "a job makes it last again"
+    manager.detach_task(ID)
     told = manager.leases[0].expires
     manager.sweep(11.0)
     manager.sweep(told - 0.01)
@@ -192,9 +192,9 @@ def test_a_scheduler_is_told_when_an_idle_lease_ends() -> None:
 
 def test_a_lease_ends_when_no_job_follows_the_last() -> None:
     manager = offered(idle_lease=30.0)
-    manager.attach_job(ID, MINE, 0.4)
+    manager.attach_task(ID, MINE, 0.4)
     renew_until(manager, 0.4, 100.0)
-    manager.detach_job(ID)
+    manager.detach_task(ID)
     renew_until(manager, 100.0, 130.0)
     manager.sweep(129.9)
     assert len(manager.leases) == 1
@@ -205,15 +205,15 @@ def test_a_lease_ends_when_no_job_follows_the_last() -> None:
 def test_the_quota_of_jobs_is_checked_at_dispatch() -> None:
     manager, ids = small_leases(4, MINE, quota=Quota(max_jobs=2))
     for made in ids[:2]:
-        manager.attach_job(made, MINE, 0.1)
+        manager.attach_task(made, MINE, 0.1)
     with pytest.raises(LeaseError, match=r"runs 2 jobs here, and offer\.max_jobs of this worker is 2"):
-        manager.attach_job(ids[2], MINE, 0.1)
+        manager.attach_task(ids[2], MINE, 0.1)
     assert manager.leases[2].state is LeaseState.OFFERED, "a refused dispatch does not accept the offer"
     manager.release(ids[0], MINE)
     with pytest.raises(LeaseError, match="max_jobs"):
-        manager.attach_job(ids[2], MINE, 0.1)
-    manager.detach_job(ids[0])
-    manager.attach_job(ids[2], MINE, 0.1)
+        manager.attach_task(ids[2], MINE, 0.1)
+    manager.detach_task(ids[0])
+    manager.attach_task(ids[2], MINE, 0.1)
 
 
 def test_usage_counts_what_each_scheduler_has() -> None:
@@ -221,9 +221,9 @@ def test_usage_counts_what_each_scheduler_has() -> None:
     assert manager.usage == {MINE: LeaseUsage(offers=4)}
     manager.renew(ids[0], MINE, 0.1)
     for made in ids[1:3]:
-        manager.attach_job(made, MINE, 0.1)
+        manager.attach_task(made, MINE, 0.1)
     assert manager.usage == {MINE: LeaseUsage(offers=1, leases=3, jobs=2)}
-    manager.detach_job(ids[1])
+    manager.detach_task(ids[1])
     manager.release(ids[2], MINE)
     assert manager.usage == {MINE: LeaseUsage(offers=1, leases=3, jobs=1)}
 
@@ -360,7 +360,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def dispatch(self, lease: Owned, stranger: PeerId | None, grace: float) -> object:
         made, owner = lease
         try:
-            held = self.manager.attach_job(made, stranger or owner, self.now, grace)
+            held = self.manager.attach_task(made, stranger or owner, self.now, grace)
         except LeaseError:
             return multiple()
         assert stranger in (None, owner)
@@ -379,7 +379,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(lease=consumes(jobs), is_reported=st.booleans())
     def finish(self, lease: uuid.UUID, is_reported: bool) -> None:
         self.running.pop(lease, None)
-        self.manager.detach_job(lease)
+        self.manager.detach_task(lease)
         if is_reported:
             self.manager.end_grace(lease)
             self.graces[lease] = 0.0
@@ -396,10 +396,10 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.4, 1.0, 3.0, 6.0, 11.0, 20.0]))
     def wait(self, seconds: float) -> None:
-        charged = {lease.id: lease.charged for lease in self.manager.leases if lease.id in self.told and lease.has_job}
+        charged = {lease.id: lease.charged for lease in self.manager.leases if lease.id in self.told and lease.has_task}
         begun, self.now = self.now, self.now + seconds
         for lease in self.manager.sweep(self.now):
-            assert lease.has_job
+            assert lease.has_task
         for lease in self.manager.leases:
             if lease.id in charged:
                 due = max(0.0, min(self.now, self.told[lease.id]) - begun)
@@ -424,13 +424,13 @@ class LeaseMachine(RuleBasedStateMachine):
     def only_leases_with_a_grace_are_orphaned(self) -> None:
         if hasattr(self, "manager"):
             for lease in self.manager.leases:
-                assert lease.state is not LeaseState.ORPHANED or self.graces[lease.id] or not lease.has_job
+                assert lease.state is not LeaseState.ORPHANED or self.graces[lease.id] or not lease.has_task
 
     @invariant()
     def what_runs_fits_the_machine(self) -> None:
         if hasattr(self, "manager"):
             self.check_sum(list(self.running.values()))
-            assert set(self.running) == {lease.id for lease in self.manager.leases if lease.has_job}
+            assert set(self.running) == {lease.id for lease in self.manager.leases if lease.has_task}
 
     @invariant()
     def what_is_leased_fits_the_machine(self) -> None:

@@ -27,8 +27,8 @@ from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file
 from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import open_worker
+from hypha_worker.task_storage import TaskStorage
 
 
 async def until_retried(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,7 +49,7 @@ async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
 
     network = MemoryNetwork()
     async with network.endpoint("worker") as worker, network.endpoint("data") as data:
-        files, address = PeerFiles(worker, JobStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
+        files, address = PeerFiles(worker, TaskStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
         async with anyio.create_task_group() as tasks:
 
             async def serve() -> None:
@@ -112,7 +112,7 @@ class Nodes:
 async def open_nodes(folder: Path) -> AsyncIterator[Nodes]:
     network = MemoryNetwork()
     async with network.endpoint("worker") as worker, network.endpoint("a") as first, network.endpoint("b") as second:
-        yield Nodes(PeerFiles(worker, JobStorage(folder, 1 << 20)), first, second, folder)
+        yield Nodes(PeerFiles(worker, TaskStorage(folder, 1 << 20)), first, second, folder)
 
 
 @pytest.fixture

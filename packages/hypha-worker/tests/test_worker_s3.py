@@ -17,7 +17,7 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_s3, download_from_uri
 from hypha_worker.content_cache import ContentCache, SchedulerCache
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 CONTENT = bytes(range(256)) * (3 << 12)
 
@@ -36,7 +36,7 @@ def policy(endpoint: str, **changes: str | None) -> AccessPolicy:
 async def fetch(
     folder: Path, access: AccessPolicy, key: str = "dir/a b.bin", bucket: str = "models", limit: int = 10 << 20
 ) -> FetchedFile:
-    storage = JobStorage(folder, limit)
+    storage = TaskStorage(folder, limit)
     return await download_from_s3(bucket, key, PurePosixPath("x"), access, storage=storage, timeout=30)
 
 
@@ -57,7 +57,7 @@ async def test_an_object_is_downloaded(endpoint: str, tmp_path: Path, key: str, 
 
 
 async def test_an_object_is_named_by_a_uri(endpoint: str, tmp_path: Path) -> None:
-    storage, url = JobStorage(tmp_path, 10 << 20), "s3://models/dir/a%20b.bin"
+    storage, url = TaskStorage(tmp_path, 10 << 20), "s3://models/dir/a%20b.bin"
     found = await download_from_uri(url, PurePosixPath(), policy(endpoint), storage=storage)
     assert (tmp_path / found.path).read_bytes() == CONTENT
     assert found.metadata["source"] == "s3://models/dir/a%20b.bin"
@@ -113,7 +113,7 @@ async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(endpoint: 
     client.put_object(Bucket="models", Key="changing", Body=b"one")
 
     async def fetched() -> bytes:
-        storage = JobStorage(tmp_path / "job", 1000, SchedulerCache(cache, "a"))
+        storage = TaskStorage(tmp_path / "job", 1000, SchedulerCache(cache, "a"))
         await download_from_s3("models", "changing", PurePosixPath("x"), policy(endpoint), storage=storage)
         return (tmp_path / "job" / "x").read_bytes()
 
@@ -142,7 +142,7 @@ async def test_an_object_at_another_presigned_url_is_taken_from_the_cache(endpoi
     used = []
 
     for url in urls:
-        storage = JobStorage(tmp_path / "job", 10 << 20, SchedulerCache(cache, "a"))
+        storage = TaskStorage(tmp_path / "job", 10 << 20, SchedulerCache(cache, "a"))
         found = await download_from_uri(url, PurePosixPath(), AccessPolicy(hosts=("127.0.0.1",)), storage=storage)
         assert (tmp_path / "job" / found.path).read_bytes() == CONTENT
         assert "X-Amz-Signature" not in found.metadata["source"]

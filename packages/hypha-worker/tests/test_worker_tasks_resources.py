@@ -52,8 +52,8 @@ from hypha_proto.tasks import (
     UriSource,
 )
 from hypha_proto.transfer import TASK_RESOURCE, TASK_RESULT, PullRequest, PushHeader, Refusal
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.service import Worker, open_worker
+from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.resource_pushes import ResourcePushes
 
 InTaskLab = Callable[..., Any]
@@ -333,7 +333,7 @@ async def test_a_token_reaches_neither_process_nor_reports(
     used: list[str | None] = []
 
     async def download(
-        reference: HuggingFaceReference, folder: PurePosixPath, *_: Any, storage: JobStorage
+        reference: HuggingFaceReference, folder: PurePosixPath, *_: Any, storage: TaskStorage
     ) -> list[Any]:
         used.append(reference.token)
         if reference.repository == "org/bad":

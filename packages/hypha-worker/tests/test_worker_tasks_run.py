@@ -40,7 +40,7 @@ from hypha_proto.tasks import (
 )
 from hypha_proto.transfer import PullRequest
 from hypha_worker.executors.process import idleness
-from hypha_worker.job_files import JobFiles
+from hypha_worker.task_files import TaskFiles
 from hypha_worker.tasks.definition_check import DefinitionError, check_start
 
 WAITS = "import subprocess; subprocess.Popen(['sleep', '60']); print('pid', os.getpid(), flush=True); time.sleep(60)"
@@ -143,11 +143,11 @@ async def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTa
 async def test_work_is_given_back_when_the_disk_is_full(
     in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take(_files: JobFiles, _path: PurePosixPath, target: Path) -> None:
+    def take(_files: TaskFiles, _path: PurePosixPath, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
     async with in_task_lab() as (lab, tasks, lease):
-        monkeypatch.setattr(JobFiles, "take", take)
+        monkeypatch.setattr(TaskFiles, "take", take)
         tasks.start(lease, "t", "open('x', 'w').close()", outputs={"x": "x"})
         cancelled = (await tasks.end("t")).cancelled
         assert cancelled is not None

@@ -1,6 +1,6 @@
 """Opening files and folders beneath an open folder, never through a symbolic link.
 
-A job may replace any part of a path between a check and its use. Here a path is resolved once, part by part with
+A task may replace any part of a path between a check and its use. Here a path is resolved once, part by part with
 ``O_NOFOLLOW``, and everything else goes by descriptor.
 """
 

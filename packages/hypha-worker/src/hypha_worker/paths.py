@@ -1,4 +1,4 @@
-"""Names and paths that executors and peers choose: which of them stay inside a job's folder. Pure.
+"""Names and paths that executors and peers choose: which of them stay inside a task's folder. Pure.
 
 Whether a part of such a path is a symbolic link is known only when it is opened: see `openat`.
 """
@@ -32,5 +32,5 @@ def check_relative(text: str) -> PurePosixPath:
 
 
 def safe_name(text: str) -> str:
-    """Make a file name from a name that a peer or job chose: letters, digits and ``._-``, never hidden or empty."""
+    """Make a file name from a name that a peer or task chose: letters, digits and ``._-``, never hidden or empty."""
     return _UNSAFE.sub("-", text)[-100:].lstrip(".-") or "file"

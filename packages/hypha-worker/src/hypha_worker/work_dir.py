@@ -1,4 +1,4 @@
-"""The folders that a worker keeps jobs and sockets in: preparing, locking and clearing them."""
+"""The folders that a worker keeps tasks and sockets in: preparing, locking and clearing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from hypha_worker.job_files import JobFiles
+from hypha_worker.task_files import TaskFiles
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def work_dir_key(folder: Path) -> str:
 def clear_work_dir(folder: Path, stack: ExitStack, end_processes: Callable[[], None] = lambda: None) -> None:
     """Remove what a killed worker has left, unless another worker uses the work directory.
 
-    The folder stays locked until `stack` is closed, so that no other worker removes this one's jobs.
+    The folder stays locked until `stack` is closed, so that no other worker removes this one's tasks.
 
     Args:
         folder: the work directory.
@@ -89,8 +89,8 @@ def clear_work_dir(folder: Path, stack: ExitStack, end_processes: Callable[[], N
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def remove_job_files(files: JobFiles) -> None:
-    """Close a job's files and remove both of its folders, as `remove_folder` does."""
+def remove_task_files(files: TaskFiles) -> None:
+    """Close a task's files and remove both of its folders, as `remove_folder` does."""
     files.close()
     remove_folder(files.work_dir)
     remove_folder(files.staging)
@@ -111,7 +111,7 @@ def _remove_tree(folder: Path) -> list[OSError]:
     """Remove a folder; return what went wrong.
 
     Folders in it may be nested deeper than Python recurses, and than a path may be long. Each is therefore moved up
-    into `folder` before it is emptied. All are opened without following links: a process that is left of the job may
+    into `folder` before it is emptied. All are opened without following links: a process that is left of the task may
     put one in the place of a folder.
     """
     errors: list[OSError] = []

@@ -39,7 +39,7 @@ class _HeldLease:
     @property
     def is_over(self) -> bool:
         """Whether it earns nothing more, and its job has ended."""
-        return self.lease.end is not None and not self.lease.has_job
+        return self.lease.end is not None and not self.lease.has_task
 
     def account(self, now: float, outcome: str) -> LeaseAccount:
         """Return its account at a time since the epoch."""

@@ -19,7 +19,7 @@ from hypha_proto.bridge_api import ReceivedFile
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.bridge.uncommitted_updates import PendingFile, UncommittedUpdates
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 
 QUEUE_LIMIT: Final = 64
 """Largest number of queued files of the job's own kind, and of all other files; further pushes are refused."""
@@ -32,7 +32,7 @@ class ReceiveQueue:
     work_dir: Path
     senders: Set[PeerId]
     """Peers that may push files of `kind`."""
-    storage: JobStorage
+    storage: TaskStorage
     kind: str
     """The kind of file that the job is made for, as named in a header."""
     peers: Set[PeerId] = frozenset()

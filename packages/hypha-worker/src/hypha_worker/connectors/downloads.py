@@ -25,12 +25,12 @@ from hypha_worker.connectors.hub_source import HubSource, check_reference
 from hypha_worker.connectors.local_files import copy_local_file, copy_local_tree
 from hypha_worker.connectors.peer_files import PeerFiles, fetched_file
 from hypha_worker.errors import StorageExceededError, bad_request, from_fetch_error, timed_out, to_bridge_error
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.paths import check_relative, safe_name
+from hypha_worker.task_storage import TaskStorage
 
 
 @contextmanager
-def _staged(storage: JobStorage) -> Iterator[Path]:
+def _staged(storage: TaskStorage) -> Iterator[Path]:
     """Yield the path of an incomplete file; remove it on exit, if it is still there."""
     with storage.files.staged("downloads") as path:
         try:
@@ -46,7 +46,7 @@ async def download_from_hub(
     folder: PurePosixPath,
     access: AccessPolicy,
     *,
-    storage: JobStorage,
+    storage: TaskStorage,
     timeout: float = 1800.0,
 ) -> list[FetchedFile]:
     """Download files of a repository to `folder` of the job, under their names in the repository.
@@ -63,7 +63,7 @@ async def download_from_hub(
         raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
 
 
-async def _download_from_hub(source: HubSource, folder: PurePosixPath, storage: JobStorage) -> FetchedFile:
+async def _download_from_hub(source: HubSource, folder: PurePosixPath, storage: TaskStorage) -> FetchedFile:
     with _staged(storage) as part:
         fetched = await fetch_content(source, part, storage)
         kind, _, origin = source.origin.partition(":")
@@ -75,7 +75,7 @@ async def download_from_uri(
     folder: PurePosixPath,
     access: AccessPolicy,
     *,
-    storage: JobStorage,
+    storage: TaskStorage,
     files: PeerFiles | None = None,
     name: str | None = None,
     timeout: float = 1800.0,
@@ -106,7 +106,7 @@ async def download_from_uri(
 
 
 async def download_all_from_uri(
-    url: str, folder: PurePosixPath, access: AccessPolicy, *, storage: JobStorage, files: PeerFiles
+    url: str, folder: PurePosixPath, access: AccessPolicy, *, storage: TaskStorage, files: PeerFiles
 ) -> list[FetchedFile]:
     """Download the file that a URI names, or all files of the folder that a ``file:`` URL names, to `folder`.
 
@@ -121,7 +121,7 @@ async def download_all_from_uri(
 
 
 async def _copy_folder(
-    source: Path, url: str, folder: PurePosixPath, access: AccessPolicy, storage: JobStorage
+    source: Path, url: str, folder: PurePosixPath, access: AccessPolicy, storage: TaskStorage
 ) -> list[FetchedFile]:
     with _staged(storage) as part:
         found = await storage.run(copy_local_tree, str(source), part, access, storage)
@@ -131,7 +131,7 @@ async def _copy_folder(
 
 
 async def _fetch_uri(
-    url: str, part: Path, access: AccessPolicy, storage: JobStorage, files: PeerFiles | None
+    url: str, part: Path, access: AccessPolicy, storage: TaskStorage, files: PeerFiles | None
 ) -> FetchedContent:
     scheme = _split(url).scheme
     if scheme == "file":
@@ -159,7 +159,7 @@ def _name_of(url: str) -> str:
 
 
 async def download_from_s3(
-    bucket: str, key: str, target: PurePosixPath, access: AccessPolicy, *, storage: JobStorage, timeout: float = 1800.0
+    bucket: str, key: str, target: PurePosixPath, access: AccessPolicy, *, storage: TaskStorage, timeout: float = 1800.0
 ) -> FetchedFile:
     """Download an object to `target` of the job's folder.
 
@@ -185,7 +185,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _publish(
-    staged: Path, target: PurePosixPath, fetched: FetchedContent, storage: JobStorage, **metadata: str
+    staged: Path, target: PurePosixPath, fetched: FetchedContent, storage: TaskStorage, **metadata: str
 ) -> FetchedFile:
     """Move a complete file into the job's folder."""
     storage.files.publish(staged, target)

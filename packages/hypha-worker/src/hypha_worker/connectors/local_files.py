@@ -17,10 +17,10 @@ from hypha_net.connectors.content import BLOCK, FetchedContent
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.errors import BridgeError, bad_request, is_disk_fault, not_allowed, not_found, peer_failed
 from hypha_worker.file_copy import copy_range
-from hypha_worker.job_storage import MAX_ENTRIES, JobStorage
+from hypha_worker.task_storage import MAX_ENTRIES, TaskStorage
 
 
-async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
+async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> int:
     """Copy the file or folder at the absolute path `text` to `target` of the job's folder; return its bytes.
 
     Links below a folder are followed if they lead to files under the roots.
@@ -33,7 +33,7 @@ async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolic
     return await storage.run(_copy_and_publish, text, target, access, storage)
 
 
-def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: JobStorage) -> int:
+def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> int:
     with storage.files.staged() as staged:
         copied = copy_local_tree(text, staged, access, storage, hashed=False)
         storage.files.publish(staged, target)
@@ -41,7 +41,7 @@ def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, st
 
 
 def copy_local_tree(
-    text: str, target: Path, access: AccessPolicy, storage: JobStorage, *, hashed: bool = True
+    text: str, target: Path, access: AccessPolicy, storage: TaskStorage, *, hashed: bool = True
 ) -> dict[str, FetchedContent]:
     """Copy a file or folder in a worker thread; return the files by their path in it, which is empty for a file.
 
@@ -75,7 +75,7 @@ def copy_local_tree(
 
 
 def copy_local_file(
-    source: Path, target: Path, access: AccessPolicy, storage: JobStorage, *, hashed: bool = True
+    source: Path, target: Path, access: AccessPolicy, storage: TaskStorage, *, hashed: bool = True
 ) -> FetchedContent:
     """Copy a file that `AccessPolicy` has resolved, in a worker thread; stop when the caller is cancelled.
 
@@ -121,7 +121,7 @@ def _open(source: Path, access: AccessPolicy) -> FileIO:
         raise _read_error(source, error) from error
 
 
-def _copy_content(reader: FileIO, writer: FileIO, size: int, storage: JobStorage, source: Path, target: Path) -> str:
+def _copy_content(reader: FileIO, writer: FileIO, size: int, storage: TaskStorage, source: Path, target: Path) -> str:
     """Copy from the positions of both files on; return the digest of what was copied."""
     sha256 = hashlib.sha256()
     while block := _read(reader, source):

@@ -53,8 +53,8 @@ from hypha_worker.errors import (
     peer_failed,
     to_bridge_error,
 )
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.task_storage import TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 
 _log = logging.getLogger(__name__)
 
@@ -129,9 +129,9 @@ class PeerFiles:
     """Transfers files between this worker and peers."""
 
     endpoint: Endpoint
-    storage: JobStorage
+    storage: TaskStorage
     """Bounds what is stored."""
-    traffic: JobTraffic = field(default_factory=JobTraffic)
+    traffic: TaskTraffic = field(default_factory=TaskTraffic)
     """Counts what is sent."""
 
     async def pull(

@@ -127,7 +127,7 @@ def _describe_task(run: TaskRun, since_epoch: float) -> dict[str, Any]:
         "executor": run.spec.executor,
         "scheduler": str(lease.scheduler),
         "lease": str(lease.id),
-        "since": None if lease.job_began is None else time_text(since_epoch + lease.job_began),
+        "since": None if lease.task_began is None else time_text(since_epoch + lease.task_began),
         "price": lease.price,
     }
 
@@ -197,7 +197,7 @@ class PauseCommands:
     async def pause(self, arguments: Mapping[str, Any], answer: Answer) -> None:
         """See `server.Command`."""
         await self._set(arguments, is_paused=True)
-        await answer({"paused": True, "jobs": sum(lease.has_job for lease in self.leases.leases)})
+        await answer({"paused": True, "jobs": sum(lease.has_task for lease in self.leases.leases)})
 
     async def resume(self, arguments: Mapping[str, Any], answer: Answer) -> None:
         """See `server.Command`."""

@@ -1,8 +1,8 @@
 """Leases: which scheduler holds which part of this machine, and until when.
 
 Pure: the clock is passed in. `bidding.bidder` reserves what it offers here, `service` renews, releases and sweeps, and
-`tasks.task_sessions` attaches tasks. A lease's resources are free again when its job's processes are gone, not when the
-lease expires.
+`tasks.task_sessions` attaches tasks. A lease's resources are free again when its task's processes are gone, not when
+the lease expires.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class LeaseState(Enum):
     HELD = "held"
     """A scheduler accepted the offer and renews the lease."""
     ORPHANED = "orphaned"
-    """It was not renewed in time, but its job may run on, or its end be reported; a renewal takes it back."""
+    """It was not renewed in time, but its task may run on, or its end be reported; a renewal takes it back."""
     ENDING = "ending"
-    """It is over, but its job still has processes."""
+    """It is over, but its task still has processes."""
 
 
 class LeaseEnd(Enum):
@@ -88,22 +88,22 @@ class Lease:
     expires: float
     """Seconds of the local monotonic clock; an orphaned lease ends later, at `ends`."""
     state: LeaseState = LeaseState.OFFERED
-    has_job: bool = False
-    """Whether a job is attached."""
+    has_task: bool = False
+    """Whether a task is attached."""
     executors: tuple[ExecutorDescriptor, ...] = ()
     """The executors that its request asked for."""
     idle_since: float | None = None
-    """When it was accepted or its last job ended, on the local clock; None until that is known."""
+    """When it was accepted or its last task ended, on the local clock; None until that is known."""
     end: LeaseEnd | None = None
     """How it ended; None while it may be renewed."""
     job_id: uuid.UUID | None = None
-    """The job that ran on it last, or runs."""
-    job_began: float | None = None
-    """When its job was attached, on the local clock; None while it has none."""
+    """The job whose task ran on it last, or runs."""
+    task_began: float | None = None
+    """When its task was attached, on the local clock; None while it has none."""
     outcome: str = ""
-    """How the job that ran on it last has ended; empty while it runs, and if there was none."""
+    """How the task that ran on it last has ended; empty while it runs, and if there was none."""
     orphan_grace: float = 0.0
-    """Seconds after `expires` for which its newest job may run on, and its end be reported, without a renewal."""
+    """Seconds after `expires` for which its newest task may run on, and its end be reported, without a renewal."""
     charged: float = 0.0
     """Seconds for which its scheduler owes the price so far: it was held, and not orphaned."""
     charged_until: float | None = None
@@ -214,7 +214,7 @@ class LeaseManager:
         for lease in self._leases.values():
             known, offered = found.get(lease.scheduler, LeaseUsage()), lease.state is LeaseState.OFFERED
             found[lease.scheduler] = LeaseUsage(
-                known.offers + offered, known.leases + (not offered), known.jobs + lease.has_job, known.lapsed
+                known.offers + offered, known.leases + (not offered), known.jobs + lease.has_task, known.lapsed
             )
         return found
 
@@ -264,7 +264,7 @@ class LeaseManager:
         return lease
 
     def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Extend a lease, without a job to the end of the time that it may be idle.
+        """Extend a lease, without a task to the end of the time that it may be idle.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
@@ -283,12 +283,12 @@ class LeaseManager:
             lease.idle_since = None
         lease.state = LeaseState.HELD
         lease.expires = now + RENEWED_LEASE
-        if not lease.has_job:
+        if not lease.has_task:
             lease.idle_since = now if lease.idle_since is None else lease.idle_since
             lease.expires = min(lease.expires, lease.idle_since + self._terms.idle_lease)
         return lease
 
-    def attach_job(
+    def attach_task(
         self,
         lease_id: uuid.UUID,
         scheduler: PeerId,
@@ -305,34 +305,34 @@ class LeaseManager:
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
-            LeaseError: the lease is over or has a job, or the scheduler has `Quota.max_jobs` jobs; or there are no more
-                jobs.
+            LeaseError: the lease is over or has a task, or the scheduler has `Quota.max_jobs` jobs; or the worker
+                takes no more.
         """
         lease = self._owned_lease(lease_id, scheduler)
         self._check_open()
-        if lease.has_job:
+        if lease.has_task:
             raise LeaseError(f"a job already runs on lease {lease_id}")
         self._check_job_quota(scheduler)
         self.renew(lease_id, scheduler, now)
-        lease.has_job = True
-        lease.job_id, lease.job_began, lease.outcome = job_id, now, ""
+        lease.has_task = True
+        lease.job_id, lease.task_began, lease.outcome = job_id, now, ""
         lease.expires = now + RENEWED_LEASE
         lease.orphan_grace = min(orphan_grace, self._terms.orphan_grace)
         return lease
 
-    def detach_job(self, lease_id: uuid.UUID, outcome: str = "") -> None:
-        """Detach the job of a lease, after its last process has ended; the lease takes another one, unless it is over.
+    def detach_task(self, lease_id: uuid.UUID, outcome: str = "") -> None:
+        """Detach the task of a lease, after its last process has ended; the lease takes another one, unless it is over.
 
-        Until `end_grace` it is held as long without a renewal as the job might have run on, so that the end of the job
+        Until `end_grace` it is held as long without a renewal as the task might have run on, so that the task's end
         can be reported.
 
         Args:
             outcome: how it has ended, for the owner.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or not lease.has_job:
+        if lease is None or not lease.has_task:
             return
-        lease.has_job, lease.job_began, lease.outcome = False, None, outcome
+        lease.has_task, lease.task_began, lease.outcome = False, None, outcome
         lease.idle_since = None  # the next sweep or renewal starts the time
         if lease.state is LeaseState.ENDING:
             self._forget(lease)
@@ -340,20 +340,20 @@ class LeaseManager:
             lease.expires = -math.inf  # the next sweep ends it
 
     def end_grace(self, lease_id: uuid.UUID) -> None:
-        """End the time for which a lease without a job is held beyond its expiry: the end of its job is reported."""
+        """End the time for which a lease without a task is held beyond its expiry: the end of its task is reported."""
         lease = self._leases.get(lease_id)
-        if lease is not None and not lease.has_job:
+        if lease is not None and not lease.has_task:
             lease.orphan_grace = 0.0
 
     def may_outlast_renewals(self, lease_id: uuid.UUID, now: float) -> bool:
-        """Return whether the newest job of a lease may run on, or report its end, now without a renewal."""
+        """Return whether the newest task of a lease may run on, or report its end, now without a renewal."""
         lease = self._leases.get(lease_id)
         return lease is not None and lease.orphan_grace > 0 and not lease.has_ended and now < lease.ends
 
     def retain(self, lease_id: uuid.UUID) -> None:
-        """Keep what a lease has allocated taken beyond its end, because processes of its job cannot be ended.
+        """Keep what a lease has allocated taken beyond its end, because processes of its task cannot be ended.
 
-        The lease takes no further job and ends with the next sweep after `detach_job`.
+        The lease takes no further task and ends with the next sweep after `detach_task`.
         """
         lease = self._leases.get(lease_id)
         if lease is not None:
@@ -365,7 +365,7 @@ class LeaseManager:
             self.on_freed()
 
     def release(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease:
-        """End a lease. If it has a job, its resources stay reserved until `detach_job`.
+        """End a lease. If it has a task, its resources stay reserved until `detach_task`.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
@@ -382,16 +382,16 @@ class LeaseManager:
             self._end(lease, LeaseEnd.UNDELIVERED)
 
     def sweep(self, now: float) -> list[Lease]:
-        """End leases that have expired; return those whose jobs must be cancelled now.
+        """End leases that have expired; return those whose tasks must be cancelled now.
 
-        An idle lease expires, too: none ends before the time that its scheduler was told. One whose job may run on
+        An idle lease expires, too: none ends before the time that its scheduler was told. One whose task may run on
         without renewals is orphaned first.
         """
         ended = []
         while self._lapsed and self._lapsed[0][0] <= now - LAPSE_MEMORY:
             self._lapsed.popleft()
         for lease in self.leases:
-            if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_job:
+            if lease.idle_since is None and lease.state is LeaseState.HELD and not lease.has_task:
                 lease.idle_since = now
             if lease.state is LeaseState.HELD:
                 lease.charge(now)
@@ -402,7 +402,7 @@ class LeaseManager:
                 if lease.state is LeaseState.OFFERED:
                     self._lapsed.append((now, lease.scheduler))
                 self._end(lease, self._how_ended(lease, now))
-        return [lease for lease in ended if lease.has_job]
+        return [lease for lease in ended if lease.has_task]
 
     def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
         """Return the lease if it is known and belongs to `scheduler`, else None."""
@@ -420,7 +420,7 @@ class LeaseManager:
         raise UnknownLeaseError(f"{scheduler} has no lease {lease_id} here")
 
     def _is_idle(self, lease: Lease, now: float) -> bool:
-        is_open = lease.state is LeaseState.HELD and not lease.has_job and now >= lease.expires
+        is_open = lease.state is LeaseState.HELD and not lease.has_task and now >= lease.expires
         return is_open and lease.idle_since is not None and now >= lease.idle_since + self._terms.idle_lease
 
     def _how_ended(self, lease: Lease, now: float) -> LeaseEnd:
@@ -440,7 +440,7 @@ class LeaseManager:
 
     def _end(self, lease: Lease, how: LeaseEnd) -> None:
         lease.end = lease.end or how
-        if lease.has_job:
+        if lease.has_task:
             lease.state = LeaseState.ENDING
         else:
             self._forget(lease)

@@ -22,10 +22,10 @@ from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import NO_JOB, PushHeader, Refusal
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
+from hypha_worker.task_storage import TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
 
 
@@ -70,9 +70,9 @@ class TaskContext:
     allocation: Allocation
     work_dir: Path
     """A private folder; it exists while the attempt runs."""
-    storage: JobStorage
+    storage: TaskStorage
     """Bounds everything that is stored in `work_dir`; runs the attempt's file work."""
-    traffic: JobTraffic
+    traffic: TaskTraffic
     """Counts what is sent and received for the attempt."""
     scope: anyio.CancelScope
     """Cancelled when the attempt is to end. A cancellation from an outer scope means that the worker shuts down."""

@@ -17,9 +17,9 @@ from blake3 import blake3
 from hypha_proto.tasks import MAX_PATH, StoredFile
 from hypha_worker.errors import ExecutionError
 from hypha_worker.file_copy import copy_range, hash_file
-from hypha_worker.job_files import JobFiles
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import LinkInPathError, irregular_kind, open_regular_path
+from hypha_worker.task_files import TaskFiles
+from hypha_worker.task_storage import TaskStorage
 from hypha_worker.work_dir import remove_folder
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class OutputError(ExecutionError):
     """An output cannot be stored; the message names the file."""
 
 
-def list_files(name: str, files: JobFiles, path: str, limit: int) -> list[tuple[str, int]]:
+def list_files(name: str, files: TaskFiles, path: str, limit: int) -> list[tuple[str, int]]:
     """Return relative path and size of each file of an output, sorted; the path is empty for a single file.
 
     Args:
@@ -60,7 +60,7 @@ def list_files(name: str, files: JobFiles, path: str, limit: int) -> list[tuple[
     return sorted(found)
 
 
-def _walk(name: str, files: JobFiles, folder: str) -> Iterator[tuple[str, int]]:
+def _walk(name: str, files: TaskFiles, folder: str) -> Iterator[tuple[str, int]]:
     for path, about in files.walk(folder):
         _check_name(name, path)
         if not stat.S_ISDIR(about.st_mode):
@@ -101,7 +101,7 @@ def describe_file(file: FileIO, path: str) -> StoredFile:
     return StoredFile(path, *hash_file(file, blake3()))
 
 
-def copy_file(source: Path | FileIO, target: Path, storage: JobStorage | None) -> int:
+def copy_file(source: Path | FileIO, target: Path, storage: TaskStorage | None) -> int:
     """Copy a regular file, where the file system can by sharing its blocks; return its size.
 
     Args:

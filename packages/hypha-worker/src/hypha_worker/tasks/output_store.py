@@ -21,9 +21,9 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import MAX_OUTPUT_FILES, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_worker.job_files import JobFiles
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import IrregularFileError, LinkInPathError
+from hypha_worker.task_files import TaskFiles
+from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.output_files import (
     OutputError,
     copy_file,
@@ -83,7 +83,7 @@ class OutputStore:
         return tuple(self._held.values())
 
     async def store(
-        self, owner: OutputOwner, name: str, path: str, storage: JobStorage, now: float, *, copy: bool
+        self, owner: OutputOwner, name: str, path: str, storage: TaskStorage, now: float, *, copy: bool
     ) -> StoredOutput:
         """Take an output of a task; return it with the digests of its files.
 
@@ -166,7 +166,7 @@ def _remove_all(paths: Iterable[Path]) -> None:
         remove_output(path)
 
 
-def _take(name: str, dataset: str, path: str, target: Path, storage: JobStorage, copy: bool) -> StoredOutput:
+def _take(name: str, dataset: str, path: str, target: Path, storage: TaskStorage, copy: bool) -> StoredOutput:
     files = list_files(name, storage.files, path, MAX_OUTPUT_FILES)
     size = sum(size for _, size in files)
     if size > storage.limit:
@@ -184,7 +184,7 @@ def _take(name: str, dataset: str, path: str, target: Path, storage: JobStorage,
     return StoredOutput(name=name, dataset=dataset, files=describe_files(target, names))
 
 
-def _take_file(name: str, path: PurePosixPath, target: Path, files: JobFiles, copy: bool) -> None:
+def _take_file(name: str, path: PurePosixPath, target: Path, files: TaskFiles, copy: bool) -> None:
     """Copy or move one file into a folder that this worker alone has made; it was regular a moment ago."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

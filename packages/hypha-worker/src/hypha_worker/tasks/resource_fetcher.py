@@ -58,10 +58,10 @@ from hypha_worker.errors import (
     bad_request,
     disk_fault_of,
 )
-from hypha_worker.job_files import JobFiles
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.paths import check_relative, safe_name
+from hypha_worker.task_files import TaskFiles
+from hypha_worker.task_storage import TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_pushes import PushStalledError, ResourcePushes
@@ -104,8 +104,8 @@ class ResourceFetcher:
     contact: SchedulerContact
     attempt: AttemptId
     work_dir: Path
-    storage: JobStorage
-    traffic: JobTraffic
+    storage: TaskStorage
+    traffic: TaskTraffic
     access: AccessPolicy
     store: OutputStore
     resource_pushes: ResourcePushes
@@ -402,8 +402,8 @@ class _StagedFiles:
             if left.name.isdecimal() and int(left.name) not in self.complete:
                 left.unlink()
 
-    def publish(self, job_files: JobFiles, target: PurePosixPath) -> None:
-        """Move the files to their places in the job's folder, all at once, and remove what was left of others."""
+    def publish(self, task_files: TaskFiles, target: PurePosixPath) -> None:
+        """Move the files to their places in the task's folder, all at once, and remove what was left of others."""
         found = self.folder / "0"
         if len(self.files) != 1 or self.files[0].path:
             found = self.folder / "tree"
@@ -412,7 +412,7 @@ class _StagedFiles:
                 place = found / file.path
                 place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 os.replace(self.folder / str(index), place)
-        job_files.publish(found, target)
+        task_files.publish(found, target)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

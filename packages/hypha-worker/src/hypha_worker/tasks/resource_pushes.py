@@ -23,8 +23,8 @@ from hypha_net.transfer import FilePushTarget
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import AwaitPush, LocatedFile
 from hypha_proto.transfer import TASK_RESOURCE, PushHeader, Refusal
-from hypha_worker.job_storage import JobStorage
-from hypha_worker.job_traffic import JobTraffic
+from hypha_worker.task_storage import TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 
 ANNOUNCE_WAIT: Final = 10.0
 """Seconds for which a push waits for the announcement of its delivery."""
@@ -50,8 +50,8 @@ class Delivery:
     senders: frozenset[PeerId]
     folder: Path
     """Where they go, each as its index."""
-    storage: JobStorage
-    traffic: JobTraffic
+    storage: TaskStorage
+    traffic: TaskTraffic
     missing: set[int] = field(init=False)
     disk_error: NoSpaceError | OSError | None = None
     """Why a file could not be stored on this machine."""
@@ -152,7 +152,7 @@ class ResourcePushes:
 
     @contextmanager
     def expecting(
-        self, announced: AwaitPush, job_id: uuid.UUID, folder: Path, storage: JobStorage, traffic: JobTraffic
+        self, announced: AwaitPush, job_id: uuid.UUID, folder: Path, storage: TaskStorage, traffic: TaskTraffic
     ) -> Iterator[Delivery]:
         """Accept the pushes of a delivery while the context is open."""
         senders = frozenset(announced.senders)

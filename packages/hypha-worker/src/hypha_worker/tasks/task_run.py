@@ -45,16 +45,16 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.content_cache import ContentCache, cache_of
 from hypha_worker.errors import ExecutionError, WorkReturnedError, disk_fault_of
-from hypha_worker.job_storage import DEFAULT_STORAGE, JobStorage
-from hypha_worker.job_traffic import JobTraffic
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
+from hypha_worker.task_storage import DEFAULT_STORAGE, TaskStorage
+from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.execution import Execution, ExecutionFactory, ExecutionTrace, TaskContext
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
 from hypha_worker.tasks.resource_pushes import ResourcePushes
-from hypha_worker.work_dir import remove_job_files
+from hypha_worker.work_dir import remove_task_files
 
 _log = logging.getLogger(__name__)
 
@@ -155,8 +155,8 @@ class TaskRun:
         work_dir = host.work_dir / f"hypha-{uuid.uuid4()}"
         limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
         cache = cache_of(host.cache, lease.scheduler)
-        storage = JobStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
-        traffic = JobTraffic()
+        storage = TaskStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
+        traffic = TaskTraffic()
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
         contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
         return TaskContext(
@@ -282,7 +282,7 @@ class TaskRun:
                     await self._clean_up(result)
                 except Exception:  # noqa: BLE001 - logged: the end is reported all the same, or nobody hears of it
                     _log.exception("the files of %s were not removed because of an error in this worker", self)
-            self.host.lease_manager.detach_job(self.lease.id, outcome=_outcome(result))
+            self.host.lease_manager.detach_task(self.lease.id, outcome=_outcome(result))
             self._log_end(result)
             _ACTIVE.add(-1, about)
             ended = {**about, "hypha.outcome": _outcome(result)}
@@ -301,7 +301,7 @@ class TaskRun:
         if result.finished is None:
             await self._discard(list(self._stored.values()))
         # a thread of its own: it must wait neither for other tasks' threads nor for abandoned ones of this task
-        await anyio.to_thread.run_sync(remove_job_files, self._context.storage.files, limiter=anyio.CapacityLimiter(1))
+        await anyio.to_thread.run_sync(remove_task_files, self._context.storage.files, limiter=anyio.CapacityLimiter(1))
 
     async def _discard(self, outputs: list[StoredOutput]) -> None:
         held = [found for output in outputs for found in self.host.store.held if found.output is output]

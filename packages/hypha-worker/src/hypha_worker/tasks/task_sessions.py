@@ -143,7 +143,7 @@ class TaskSession:
         try:
             self._check_beside(run)
             now, job_id = self._host.clock(), run.attempt.job_id
-            self._host.lease_manager.attach_job(lease.id, lease.scheduler, now, grace, job_id)
+            self._host.lease_manager.attach_task(lease.id, lease.scheduler, now, grace, job_id)
         except (ExecutionError, LeaseError) as error:
             instrumentation.end_span(run.span, error)
             raise

@@ -18,8 +18,8 @@ from hypha_proto.resources import GIGABYTE
 from hypha_worker.executors.process.output_log import HIDDEN
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
-from hypha_worker.job_files import JobFiles
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.task_files import TaskFiles
 
 PASSED: Final = (
     *(
@@ -133,7 +133,7 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
     return before + values[first] + substitute(after, values)
 
 
-def make_placeholders(files: JobFiles, socket_path: Path, specification: str) -> dict[str, str]:
+def make_placeholders(files: TaskFiles, socket_path: Path, specification: str) -> dict[str, str]:
     """Write a job's file, which only its owner can read; return the value of each placeholder.
 
     Args:

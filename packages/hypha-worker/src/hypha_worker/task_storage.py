@@ -1,7 +1,7 @@
-"""The storage and the threads of one job: all bytes of its folders together stay within its lease.
+"""The storage and the threads of one task: all bytes of its folders together stay within its lease.
 
-What an executor's own processes write is counted when the next file is announced, which a job that has used up its
-storage does not get, and regularly by `JobStorage.watch`, which ends the job.
+What an executor's own processes write is counted when the next file is announced, which a task that has used up its
+storage does not get, and regularly by `TaskStorage.watch`, which ends the task.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import anyio.to_thread
 from hypha_net.connectors.content import CachedVersion, ContentStorage
 from hypha_worker.content_cache import SchedulerCache
 from hypha_worker.errors import ExecutionError, StorageExceededError
-from hypha_worker.job_files import JobFiles
 from hypha_worker.openat import walk
+from hypha_worker.task_files import TaskFiles
 
 DEFAULT_STORAGE: Final = 10.0
-"""GB of a job whose lease states none."""
+"""GB of a task whose lease states none."""
 MAX_ENTRIES: Final = 100_000
-"""Files and folders of a work directory that are looked at; with more the job gets no further file."""
+"""Files and folders of a work directory that are looked at; with more the task gets no further file."""
 MAX_PATH: Final = 4096
-"""Characters of a path in a work directory; a job with longer ones gets no further file."""
+"""Characters of a path in a work directory; a task with longer ones gets no further file."""
 MAX_TRANSFERS: Final = 8
-"""Fetches of one job that run at once; further ones wait."""
+"""Fetches of one task that run at once; further ones wait."""
 _THREADS: Final = 8
 _OWN_FILES: Final = 1_000_000
-"""Bytes in the work directory that are not counted against a job while it runs: its specification, above all."""
+"""Bytes in the work directory that are not counted against a task while it runs: its specification, above all."""
 _WATCH_INTERVAL: Final = 0.5
 """Seconds between two looks at a work directory, at least."""
 _WATCH_SHARE: Final = 20
@@ -53,23 +53,23 @@ class _Reservation:
     size: int
 
 
-class JobStorage(ContentStorage):
-    """Counts the bytes of one job, announced and present; implements `hypha_net.transfer.StorageQuota`.
+class TaskStorage(ContentStorage):
+    """Counts the bytes of one task, announced and present; implements `hypha_net.transfer.StorageQuota`.
 
-    Its threads and places are the job's own, so that no other job waits for its transfers.
+    Its threads and places are the task's own, so that no other task waits for its transfers.
     """
 
     def __init__(self, work_dir: Path, limit: int, cache: SchedulerCache | None = None) -> None:
         """Prepare; `work_dir` need not exist yet.
 
         Args:
-            work_dir: the job's folder.
-            limit: bytes that the job may store in it.
-            cache: what keeps fetched content for further jobs, if the owner wants it.
+            work_dir: the task's folder.
+            limit: bytes that the task may store in it.
+            cache: what keeps fetched content for further tasks, if the owner wants it.
         """
         self.cache: Final = cache
         self.limit = limit
-        self.files: Final = JobFiles(work_dir)
+        self.files: Final = TaskFiles(work_dir)
         self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
         self._root = os.path.realpath(work_dir)
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -79,7 +79,7 @@ class JobStorage(ContentStorage):
         """Bytes of the files without a reservation, when they were last looked at."""
 
     async def run(self, function: Callable[..., T], *arguments: object, abandon: bool = False) -> T:
-        """Call a blocking function in one of the job's threads.
+        """Call a blocking function in one of the task's threads.
 
         Args:
             function: what to call.
@@ -99,7 +99,7 @@ class JobStorage(ContentStorage):
             Its size in bytes; None if it is not there.
 
         Raises:
-            StorageExceededError: the job's files would exceed its limit.
+            StorageExceededError: the task's files would exceed its limit.
             OSError: it cannot be written.
         """
         if self.cache is None:
@@ -116,19 +116,19 @@ class JobStorage(ContentStorage):
             await self.run(self.cache.cache.put, key, path, found.digest, found.version)
 
     async def watch(self) -> None:
-        """Look at the work directory until cancelled, and end the job if its processes have written too much.
+        """Look at the work directory until cancelled, and end the task if its processes have written too much.
 
         Space on the disk counts, so that a sparse file takes what it has. Files that are open but have no name any
         more are not seen.
 
         Raises:
-            ExecutionError: the job stores more than its lease allows.
+            ExecutionError: the task stores more than its lease allows.
         """
         pause = 0.0
         while True:
             await anyio.sleep(min(max(_WATCH_INTERVAL, pause), _LONGEST_WATCH_INTERVAL))
             started = time.monotonic()
-            # a thread of its own: it must not wait for the job's transfers
+            # a thread of its own: it must not wait for the task's transfers
             used = await anyio.to_thread.run_sync(self._measure_space, limiter=anyio.CapacityLimiter(1))
             if used > self.limit + _OWN_FILES:
                 raise ExecutionError(
@@ -149,7 +149,7 @@ class JobStorage(ContentStorage):
         Looks at the work directory when `path` is new, or the storage is used up.
 
         Raises:
-            StorageExceededError: the job's files would exceed its limit.
+            StorageExceededError: the task's files would exceed its limit.
         """
         with self._lock:
             known = self._reservations.get(path)
@@ -174,7 +174,7 @@ class JobStorage(ContentStorage):
                 self._present += known.size  # until it is looked at
 
     def _measure(self, reserved: set[str], *, space: bool = False) -> int:
-        """Return the bytes of all files of the job but those in `reserved`; links are not followed.
+        """Return the bytes of all files of the task but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
         a transfer broke off; with `space`, every file does.
@@ -198,11 +198,11 @@ class JobStorage(ContentStorage):
         return total
 
     def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
-        """Yield everything in the staging folder, then in the job's, but for what is reserved."""
+        """Yield everything in the staging folder, then in the task's, but for what is reserved."""
         staging = os.path.realpath(self.files.staging)
         for path, about in _walk_staging(staging, lambda path: f"{staging}/{path}" in reserved):
             yield True, path, about
-        with suppress(FileNotFoundError):  # the job has not begun
+        with suppress(FileNotFoundError):  # the task has not begun
             for path, about in self.files.walk("", lambda path: f"{self._root}/{path}" in reserved):
                 yield False, path, about
 

@@ -20,10 +20,10 @@ from hypha_net.testing import MemoryNetwork
 from hypha_proto.job_spec import All, PeersReference, SliceAddress
 from hypha_proto.progress import Continue, ProgressRequest, ProgressResponse
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
-from hypha_worker import job_storage
+from hypha_worker import task_storage
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError, ExecutionError, StorageExceededError
-from hypha_worker.job_storage import JobStorage
+from hypha_worker.task_storage import TaskStorage
 from hypha_worker.work_dir import remove_folder
 
 InLab = Callable[..., Any]
@@ -36,7 +36,7 @@ def make(folder: Path, **sizes: int) -> None:
 
 def test_files_and_announcements_count_together(tmp_path: Path) -> None:
     make(tmp_path, model=300)
-    storage = JobStorage(tmp_path, 1000)
+    storage = TaskStorage(tmp_path, 1000)
     storage.reserve(tmp_path / "a", 400)
     make(tmp_path, a=100)  # it arrives, and counts as announced
     storage.reserve(tmp_path / "b", 300)
@@ -51,7 +51,7 @@ def test_files_and_announcements_count_together(tmp_path: Path) -> None:
 
 
 def test_what_the_executor_writes_counts_for_the_next_file(tmp_path: Path) -> None:
-    storage = JobStorage(tmp_path, 1000)
+    storage = TaskStorage(tmp_path, 1000)
     (tmp_path / "sub").mkdir()
     make(tmp_path / "sub", log=900)
     with pytest.raises(StorageExceededError, match="900 of 1000 bytes are used"):
@@ -67,7 +67,7 @@ def test_links_count_once_and_are_not_followed(tmp_path: Path) -> None:
     os.link(work / "file", work / "again")
     os.symlink(tmp_path / "outside", work / "link")
     os.symlink(tmp_path, work / "folder")
-    storage = JobStorage(work, 1000)
+    storage = TaskStorage(work, 1000)
     storage.reserve(work / "a", 100)
 
 
@@ -75,22 +75,22 @@ def test_an_interrupted_transfer_counts_with_what_it_has(tmp_path: Path) -> None
     with (tmp_path / ".hypha-blake3-1.part").open("wb") as file:
         file.truncate(1 << 30)
         os.pwrite(file.fileno(), b"x" * 8192, 0)
-    JobStorage(tmp_path, 100_000).reserve(tmp_path / "a", 50_000)
+    TaskStorage(tmp_path, 100_000).reserve(tmp_path / "a", 50_000)
 
 
 def test_a_folder_with_too_many_files_gets_no_further_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_storage, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(task_storage, "MAX_ENTRIES", 5)
     make(tmp_path, **{f"f{number}": 0 for number in range(6)})
     with pytest.raises(StorageExceededError, match="more than 5 files"):
-        JobStorage(tmp_path, 1000).reserve(tmp_path / "a", 0)
+        TaskStorage(tmp_path, 1000).reserve(tmp_path / "a", 0)
 
 
 def test_a_job_without_a_work_directory_yet_may_announce(tmp_path: Path) -> None:
-    JobStorage(tmp_path / "none", 1000).reserve(tmp_path / "none" / "a", 1000)
+    TaskStorage(tmp_path / "none", 1000).reserve(tmp_path / "none" / "a", 1000)
 
 
 def test_concurrent_announcements_never_exceed_the_limit(tmp_path: Path) -> None:
-    storage, granted = JobStorage(tmp_path, 1000), []
+    storage, granted = TaskStorage(tmp_path, 1000), []
 
     def announce(number: int) -> None:
         try:
@@ -118,7 +118,7 @@ async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored
     network = MemoryNetwork()
     async with network.endpoint("worker") as worker, network.endpoint("data") as data:
         transfer.serve_pulls(data, resolve)
-        files = PeerFiles(worker, JobStorage(work, 8 << 20))
+        files = PeerFiles(worker, TaskStorage(work, 8 << 20))
         for index in range(2):
             await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
         used = sum(path.stat().st_blocks * 512 for path in work.iterdir())
@@ -184,9 +184,9 @@ async def test_a_job_that_fills_its_storage_fails_and_others_go_on(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an executor wrote itself was counted with the next file that it received only."""
-    look, reported = JobStorage._measure_space, threading.Event()
+    look, reported = TaskStorage._measure_space, threading.Event()
 
-    def look_slowly(storage: JobStorage) -> int:
+    def look_slowly(storage: TaskStorage) -> int:
         reported.clear()
         assert storage.limit != 1_000_000 or reported.wait(30)  # a blocked event loop takes no report
         return look(storage)
@@ -199,7 +199,7 @@ async def test_a_job_that_fills_its_storage_fails_and_others_go_on(
         await lab.start(PACED)
         lab.scheduler.answer = answer
         await lab.scheduler.until(lambda: lab.scheduler.reports)
-        monkeypatch.setattr(JobStorage, "_measure_space", look_slowly)
+        monkeypatch.setattr(TaskStorage, "_measure_space", look_slowly)
         lab.write_script(FILLS)
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
         results = PeersReference(peers=(lab.data.peer_id,), strategy=All())  # two tasks of a job take no files of one
@@ -222,7 +222,7 @@ def test_what_takes_no_space_does_not_end_a_job(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(anyio, "sleep", AsyncMock(side_effect=TimeoutError))  # the pause after the first look
     with pytest.raises(TimeoutError):
-        anyio.run(JobStorage(tmp_path, 1_000_000).watch, backend="trio")
+        anyio.run(TaskStorage(tmp_path, 1_000_000).watch, backend="trio")
 
 
 async def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_path: Path) -> None:
@@ -235,13 +235,13 @@ async def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_pat
     os.close(folder)
     try:
         with pytest.raises(ExecutionError, match="nested deeper"):
-            await JobStorage(tmp_path, 1000).watch()
+            await TaskStorage(tmp_path, 1000).watch()
     finally:
         remove_folder(tmp_path / ("d" * 250))
 
 
 async def test_a_job_with_too_many_files_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_storage, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(task_storage, "MAX_ENTRIES", 5)
     make(tmp_path, **{f"f{number}": 0 for number in range(6)})
     with pytest.raises(ExecutionError, match="more than 5 files"):
-        await JobStorage(tmp_path, 1000).watch()
+        await TaskStorage(tmp_path, 1000).watch()

@@ -1,8 +1,8 @@
-"""A job's folder, which its processes may change at any time, and the folder where files for it are completed.
+"""A task's folder, which its processes may change at any time, and the folder where files for it are completed.
 
-Incoming files are written in the staging folder, outside of the job's reach, checked there, and moved into the job's
-folder when they are complete. Everything in the job's folder is reached from one descriptor, opened before the job's
-first process, and through no symbolic link (`openat`). Travels with a job as `job_storage.JobStorage.files`; used by
+Incoming files are written in the staging folder, outside of the task's reach, checked there, and moved into the task's
+folder when they are complete. Everything in the task's folder is reached from one descriptor, opened before the task's
+first process, and through no symbolic link (`openat`). Travels with a task as `task_storage.TaskStorage.files`; used by
 `connectors`, `bridge`, `tasks` and `executors`.
 """
 
@@ -33,22 +33,22 @@ from hypha_worker.openat import (
 from hypha_worker.paths import check_relative
 
 STAGING_PREFIX: Final = "incoming-"
-"""Begin of the name of a staging folder, which lies beside the job's folder."""
+"""Begin of the name of a staging folder, which lies beside the task's folder."""
 _JOB_PREFIX: Final = "hypha-"
 
 
-class JobEndedError(FileNotFoundError):
-    """The job's folder is closed."""
+class TaskEndedError(FileNotFoundError):
+    """The task's folder is closed."""
 
 
-class JobFiles:
-    """The files of one job. Its methods may be called in any thread; they block for as long as the disk takes."""
+class TaskFiles:
+    """The files of one task. Its methods may be called in any thread; they block for as long as the disk takes."""
 
     def __init__(self, work_dir: Path) -> None:
         """Prepare; `create` makes the folders. A folder that exists already is opened with the first access.
 
         Args:
-            work_dir: the job's folder.
+            work_dir: the task's folder.
         """
         self.work_dir = work_dir
         self.staging = work_dir.with_name(f"{STAGING_PREFIX}{work_dir.name.removeprefix(_JOB_PREFIX)}")
@@ -71,7 +71,7 @@ class JobFiles:
             pass
 
     def close(self) -> None:
-        """Close the job's folder; further calls raise `JobEndedError`, or a `BridgeError` that says so."""
+        """Close the task's folder; further calls raise `TaskEndedError`, or a `BridgeError` that says so."""
         with self._lock:
             self._is_closed = True
             if self._root is not None:
@@ -80,10 +80,10 @@ class JobFiles:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yield a descriptor of the job's folder, of this call alone: `close` may be called meanwhile."""
+        """Yield a descriptor of the task's folder, of this call alone: `close` may be called meanwhile."""
         with self._lock:
             if self._is_closed:
-                raise JobEndedError(errno.ENOENT, "the job is ending", str(self.work_dir))
+                raise TaskEndedError(errno.ENOENT, "the job is ending", str(self.work_dir))
             if self._root is None:
                 self._root = os.open(self.work_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             root = os.dup(self._root)
@@ -125,7 +125,7 @@ class JobFiles:
             return path
 
     def publish(self, staged: Path, path: PurePosixPath) -> None:
-        """Move a complete file or folder from the staging folder into the job's; a file of this name is replaced.
+        """Move a complete file or folder from the staging folder into the task's; a file of this name is replaced.
 
         Raises:
             BridgeError: the path leads through a link or a file, or names a folder.
@@ -139,7 +139,7 @@ class JobFiles:
             os.rename(staged, path.name, dst_dir_fd=parent)
 
     def publish_tree(self, staged: Path, path: PurePosixPath) -> None:
-        """Move the files of a complete folder into a folder of the job, which may exist.
+        """Move the files of a complete folder into a folder of the task, which may exist.
 
         Raises:
             FileExistsError: there is a file of the same name.
@@ -221,7 +221,7 @@ class JobFiles:
             yield from walk(root, path, skip)
 
     def take(self, path: PurePosixPath, target: Path) -> None:
-        """Move a regular file out of the job's folder, to a path that only this process can reach.
+        """Move a regular file out of the task's folder, to a path that only this process can reach.
 
         Raises:
             IrregularFileError: it is something else, and is gone.
@@ -250,7 +250,7 @@ def _file_errors(text: str) -> Iterator[None]:
     """Translate what goes wrong with a file that an executor names."""
     try:
         yield
-    except JobEndedError:
+    except TaskEndedError:
         raise job_ending() from None
     except (FileNotFoundError, NotADirectoryError):
         raise not_found(f"path: {text[:80]!r} is not a file in the work directory: write the file first") from None
@@ -269,7 +269,7 @@ def _folder_errors(text: str) -> Iterator[None]:
     """Translate what goes wrong with a folder that an executor names, or with a file that is to be put there."""
     try:
         yield
-    except JobEndedError:
+    except TaskEndedError:
         raise job_ending() from None
     except IsADirectoryError:
         raise bad_request(f"path: {text[:80]!r} is a folder, and a file is needed: name another path") from None

@@ -19,9 +19,9 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import download_from_uri
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.errors import BridgeError
-from hypha_worker.job_files import JobEndedError, JobFiles
-from hypha_worker.job_storage import JobStorage
 from hypha_worker.openat import IrregularFileError, LinkInPathError
+from hypha_worker.task_files import TaskEndedError, TaskFiles
+from hypha_worker.task_storage import TaskStorage
 
 SWAP = """
 import os, sys
@@ -36,8 +36,8 @@ while os.getppid() == int(sys.argv[2]):
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[JobFiles]:
-    made = JobFiles(tmp_path / "hypha-1")
+def files(tmp_path: Path) -> Iterator[TaskFiles]:
+    made = TaskFiles(tmp_path / "hypha-1")
     made.create()
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
@@ -56,7 +56,7 @@ def told(call: Callable[[], object]) -> tuple[int, str]:
     return caught.value.status, caught.value.detail
 
 
-def test_files_are_opened_beneath_the_folder_only(files: JobFiles, tmp_path: Path) -> None:
+def test_files_are_opened_beneath_the_folder_only(files: TaskFiles, tmp_path: Path) -> None:
     (files.work_dir / "a" / "b").mkdir(parents=True)
     (files.work_dir / "a" / "b" / "c").write_text("mine")
     (files.work_dir / "inner").symlink_to("a")
@@ -77,7 +77,7 @@ def test_files_are_opened_beneath_the_folder_only(files: JobFiles, tmp_path: Pat
 
 
 @pytest.mark.parametrize("path", ["../outside/secret", "d/../../outside/secret", "/etc/passwd"])
-def test_paths_that_lead_up_are_refused_where_they_are_opened_too(files: JobFiles, path: str) -> None:
+def test_paths_that_lead_up_are_refused_where_they_are_opened_too(files: TaskFiles, path: str) -> None:
     (files.work_dir / "d").mkdir()
     assert told(lambda: files.open_file(path))[0] == 400
     with pytest.raises(OSError, match="Invalid cross-device link"):
@@ -95,7 +95,7 @@ def test_paths_that_lead_up_are_refused_where_they_are_opened_too(files: JobFile
     ids=["link", "hard link", "FIFO", "socket"],
 )
 def test_only_regular_files_are_opened_and_nothing_is_waited_for(
-    files: JobFiles, tmp_path: Path, make: Callable[[Path], None], kind: str
+    files: TaskFiles, tmp_path: Path, make: Callable[[Path], None], kind: str
 ) -> None:
     make(files.work_dir / "x")
     assert told(lambda: files.open_file("x")) == (400, f"path: 'x' is {kind}: name a regular file of its own")
@@ -103,7 +103,7 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(
         files.take(PurePosixPath("x"), tmp_path / "taken")
 
 
-def test_a_path_longer_than_the_system_takes_is_opened_part_by_part(files: JobFiles) -> None:
+def test_a_path_longer_than_the_system_takes_is_opened_part_by_part(files: TaskFiles) -> None:
     parts = ["d" * 250] * 20
     folder = os.open(files.work_dir, os.O_RDONLY)
     for part in parts:
@@ -118,7 +118,7 @@ def test_a_path_longer_than_the_system_takes_is_opened_part_by_part(files: JobFi
     subprocess.run(["rm", "-rf", str(files.work_dir)], check=True)  # pytest cannot
 
 
-def test_a_published_file_takes_its_place_and_no_link_is_followed(files: JobFiles, tmp_path: Path) -> None:
+def test_a_published_file_takes_its_place_and_no_link_is_followed(files: TaskFiles, tmp_path: Path) -> None:
     def publish(path: str) -> None:
         with files.staged() as staged:
             staged.write_text("new")
@@ -144,14 +144,14 @@ def test_a_published_file_takes_its_place_and_no_link_is_followed(files: JobFile
     assert os.listdir(files.staging) == []
 
 
-def test_a_file_that_is_gone_when_it_is_published_is_an_error_of_the_path(files: JobFiles, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_when_it_is_published_is_an_error_of_the_path(files: TaskFiles, tmp_path: Path) -> None:
     """The system says the same of a folder that was removed after it was opened."""
     (files.work_dir / "a").mkdir()
     status, detail = told(lambda: files.publish(tmp_path / "none", PurePosixPath("a/x")))
     assert (status, detail) == (400, "path: 'a/x' cannot be used: No such file or directory")
 
 
-def test_what_is_written_for_a_job_only_its_owner_reads(files: JobFiles, tmp_path: Path) -> None:
+def test_what_is_written_for_a_job_only_its_owner_reads(files: TaskFiles, tmp_path: Path) -> None:
     (files.work_dir / "job.json").symlink_to(tmp_path / "outside" / "secret")
     assert files.write_file("job.json", b"{}") == files.work_dir / "job.json"
     about = (files.work_dir / "job.json").lstat()
@@ -159,16 +159,16 @@ def test_what_is_written_for_a_job_only_its_owner_reads(files: JobFiles, tmp_pat
     assert (tmp_path / "outside" / "secret").read_text() == "secret"
 
 
-def test_nothing_is_opened_after_the_end(files: JobFiles) -> None:
+def test_nothing_is_opened_after_the_end(files: TaskFiles) -> None:
     files.write_file("x", b"x")
     files.close()
-    with pytest.raises(JobEndedError):
+    with pytest.raises(TaskEndedError):
         files.open_regular(PurePosixPath("x"))
     assert told(lambda: files.open_file("x")) == (503, "the job is ending")
     assert told(lambda: files.make_folder("y")) == (503, "the job is ending")
 
 
-def test_a_swapped_folder_never_leads_out(files: JobFiles, tmp_path: Path) -> None:
+def test_a_swapped_folder_never_leads_out(files: TaskFiles, tmp_path: Path) -> None:
     """A folder and a link take each other's place while it is opened and walked a thousand times, in both ways."""
     (files.work_dir / "d").mkdir()
     (files.work_dir / "d" / "secret").write_text("mine")
@@ -193,7 +193,7 @@ def test_a_swapped_folder_never_leads_out(files: JobFiles, tmp_path: Path) -> No
     assert walked <= {"d", "link", "mine", "secret"}
 
 
-def test_a_deep_tree_is_walked_level_by_level(files: JobFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_tree_is_walked_level_by_level(files: TaskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each level was opened from the top: a job with 30,000 levels kept a thread busy for a minute."""
     folder = os.open(files.work_dir, os.O_RDONLY)
     for _ in range(1000):
@@ -250,7 +250,7 @@ def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path,
     source.with_name("y").write_bytes(b"b" * 5000)
     (tmp_path / "job").mkdir()
 
-    class Storage(JobStorage):
+    class Storage(TaskStorage):
         """Changes the file when space for the first block is reserved, after it was opened."""
 
         def reserve(self, path: Path, size: int) -> None:

@@ -8,7 +8,7 @@ from hypha_net.transfer import FilePushTarget
 
 
 @dataclass(slots=True)
-class JobTraffic:
+class TaskTraffic:
     """Bytes of complete files, without what the protocols add."""
 
     sent: int = 0
