@@ -31,9 +31,9 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import UriReference
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, LeaseReleased, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, OfferReceived, WorkerOffer, WorkerRequest
-from hypha_proto.progress import Acknowledged, BatchDone, ProgressError, ProgressRequest
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import Started, StatusUpdate, TaskSpec
+from hypha_proto.training_reports import Acknowledged, BatchDone, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
@@ -148,8 +148,8 @@ async def _measure_messages(runner: JobRunner, members: Sequence[tuple[PeerId, A
         middle = time.perf_counter()
         progress = BatchDone(batch_size=BATCH, slices={str(index): BATCH})
         for _ in range(batches):
-            request = ProgressRequest(task, progress, id=uuid.uuid4())
-            if isinstance(await runner.on_training_report(peer, request), ProgressError):
+            request = ReportTraining(task, progress, id=uuid.uuid4())
+            if isinstance(await runner.on_training_report(peer, request), ReportError):
                 raise AssertionError(f"a report of {peer} was refused")
             await anyio.lowlevel.checkpoint()
         slices += middle - begin

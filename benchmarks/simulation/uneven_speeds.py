@@ -14,7 +14,7 @@ from random import Random
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Continue, Done, ScheduleUpdate
+from hypha_proto.training_reports import Continue, Done, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Effect, Rounds, RoundSettings, Suspected
 

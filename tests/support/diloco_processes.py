@@ -17,18 +17,18 @@ from hypha_proto.contributions import AwaitCommit, CommitStatus, ContributionKno
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.job_spec import AggregateConfig, TrainConfig
-from hypha_proto.progress import (
+from hypha_proto.round_membership import UpdateRefused
+from hypha_proto.training_reports import (
     BatchDone,
     Done,
     OuterStepTaken,
-    ProgressError,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
     RoundMetrics,
     SendingUpdate,
     TrainedBatch,
     UpdateMerged,
 )
-from hypha_proto.round_membership import UpdateRefused
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.jobs.artifacts import artifact_dataset
 from hypha_scheduler.strategies.base import (
@@ -290,11 +290,11 @@ class Process:
                 await self.resumed.wait()
             return answer
 
-    async def report(self, progress: Any) -> ProgressResponse:
+    async def report(self, progress: Any) -> ReportAnswer:
         """Report to the scheduler; a repeated report reaches one run of it once."""
-        known: dict[Scheduler, ProgressResponse] = {}
+        known: dict[Scheduler, ReportAnswer] = {}
 
-        def tell(scheduler: Scheduler, task: TaskRef) -> ProgressResponse:
+        def tell(scheduler: Scheduler, task: TaskRef) -> ReportAnswer:
             if scheduler not in known:
                 report = scheduler.operator.on_training_report
                 known[scheduler] = scheduler.ask(lambda: report(task, progress, scheduler.now))
@@ -405,7 +405,7 @@ class Training(Process):
             answer = await self.report(BatchDone(batch_size=samples, slices=counts))
             if isinstance(answer, Done):
                 return False
-            if isinstance(answer, ProgressError):
+            if isinstance(answer, ReportError):
                 raise NotRunning
             left = getattr(answer, "counter", None)
             executor.left = left if left is not None else (None if executor.left is None else executor.left - 1)
@@ -489,7 +489,7 @@ class Training(Process):
         answer = await self.report(UpdateMerged())
         if isinstance(answer, Done):
             return False
-        if isinstance(answer, ProgressError):
+        if isinstance(answer, ReportError):
             raise NotRunning
         self.network.merged(self, weights)
         executor.begin_round(weights)
@@ -617,7 +617,7 @@ class ParameterServer(Process):
                 answer = await self.report(OuterStepTaken())
                 if isinstance(answer, Done):
                     break
-                if isinstance(answer, ProgressError):
+                if isinstance(answer, ReportError):
                     raise NotRunning
         return TaskEnded(TaskState.FINISHED)
 

@@ -22,8 +22,15 @@ from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.job_spec import One, PeersReference
-from hypha_proto.progress import BatchDone, OuterStepTaken, ProgressResponse, RoundMetrics, SendingUpdate, UpdateMerged
 from hypha_proto.round_membership import UpdateRefused
+from hypha_proto.training_reports import (
+    BatchDone,
+    OuterStepTaken,
+    ReportAnswer,
+    RoundMetrics,
+    SendingUpdate,
+    UpdateMerged,
+)
 from hypha_proto.transfer import OUTER_UPDATE, PushHeader, Refusal
 from hypha_scheduler.strategies.base import (
     EmitEvent,
@@ -500,7 +507,7 @@ class Job:
 
     # -------------------------------------------------------------------------------------------------------- workers
 
-    def report(self, peer: PeerId, progress: Any) -> ProgressResponse:
+    def report(self, peer: PeerId, progress: Any) -> ReportAnswer:
         answer, effects = self.operator.on_training_report(self.leases[peer], progress, self.now)
         self.apply(effects)
         return answer
@@ -518,7 +525,7 @@ class Job:
         self.executors[peer].queue.append(found)
         return True
 
-    def train_batch(self, peer: PeerId) -> ProgressResponse | None:
+    def train_batch(self, peer: PeerId) -> ReportAnswer | None:
         """Let an executor train on a batch; None if it gets no samples."""
         executor = self.executors[peer]
         while sum((given.end or 0) - (given.first or 0) for given in executor.queue) < BATCH:
@@ -591,7 +598,7 @@ class Job:
         found: CommitStatus | RetryAfter = answer
         return found
 
-    def merge(self, peer: PeerId) -> ProgressResponse:
+    def merge(self, peer: PeerId) -> ReportAnswer:
         """Let an executor merge the outer update of its round."""
         executor = self.executors[peer]
         update, weights = self.commits[executor.round]

@@ -17,7 +17,7 @@ from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import NetError
 from hypha_net.identity import load_identity
 from hypha_net.message_channel import MessageChannel, receive_frame
-from hypha_proto import datasets, health, leases, offers, progress, round_membership, task_resources
+from hypha_proto import datasets, health, leases, offers, round_membership, task_resources, training_reports
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -27,7 +27,7 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 
 CONVERSATIONS: tuple[RpcMethod[object, object], ...] = tuple(
     value
-    for module in (round_membership, health, leases, offers, progress, datasets, task_resources)
+    for module in (round_membership, health, leases, offers, training_reports, datasets, task_resources)
     for value in vars(module).values()
     if isinstance(value, RpcMethod)
 )

@@ -50,13 +50,13 @@ from hypha_proto.global_model import GlobalModel, digest_directory, digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference, TrainConfig, UriReference
 from hypha_proto.outer_step import outer_step
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     Acknowledged,
     Continue,
     Done,
-    Progress,
-    ProgressResponse,
+    ReportAnswer,
     TrainedBatch,
+    TrainingReport,
     UpdateMerged,
 )
 from hypha_proto.update_file import UpdateMetadata, open_update
@@ -296,7 +296,7 @@ def _spans(stated: Contribution) -> tuple[SampleSpan, ...]:
 class PatientReporter(BatchReporter):
     """Waits until each batch is counted, so that no round has more batches than its script says."""
 
-    def report(self, batch: TrainedBatch) -> ProgressResponse:
+    def report(self, batch: TrainedBatch) -> ReportAnswer:
         super().report(batch)
         return self.flush()
 
@@ -315,7 +315,7 @@ class Member:
         folder.mkdir(exist_ok=True)
         return [Fetched(Path(shutil.copy(self.scheduler.weights_of(self.round - 1), folder)))]
 
-    def report(self, progress: Progress) -> ProgressResponse:
+    def report(self, progress: TrainingReport) -> ReportAnswer:
         if isinstance(progress, UpdateMerged):
             self.round += 1
             return Continue() if self.round in self.rounds else Done()

@@ -44,10 +44,10 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, ExecutorDescriptor, WorkerOffer, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, Acknowledged, BatchDone, Progress, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
+from hypha_proto.training_reports import REPORT, Acknowledged, BatchDone, ReportAnswer, ReportTraining, TrainingReport
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.datasets.dataset import DatasetView
@@ -196,7 +196,7 @@ class QuietOperator:
         self.hear("locate", task, request)
         return ResourceLocation(gone=Gone(reason="nothing here")), ()
 
-    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         self.hear("progress", task, progress)
         return Acknowledged(), ()
 
@@ -459,8 +459,8 @@ class ScriptedWorker:
 
     async def report(
         self, scheduler: PeerId, attempt: AttemptId | None = None, *, samples: int = 1, id: uuid.UUID | None = None
-    ) -> ProgressResponse:
-        message = ProgressRequest(attempt or self.last, BatchDone(batch_size=samples), id=id)
+    ) -> ReportAnswer:
+        message = ReportTraining(attempt or self.last, BatchDone(batch_size=samples), id=id)
         return await rpc.call(self.endpoint, scheduler, REPORT, message, timeout=100.0)
 
     async def slice(self, scheduler: PeerId, attempt: AttemptId | None = None) -> SliceAssigned | NotFound | WireError:

@@ -16,7 +16,7 @@ from hypha.accelerate_executor.diloco import batch_reporter
 from hypha.accelerate_executor.diloco.batch_reporter import AHEAD, BatchReporter
 from hypha.accelerate_executor.errors import BridgeClosed, BridgeTimeout, SchedulerRefused
 from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
-from hypha_proto.progress import Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
+from hypha_proto.training_reports import Continue, Done, ReportAnswer, ScheduleUpdate, TrainedBatch
 
 pytestmark = pytest.mark.timeout(180)  # some tests fill all processors meanwhile
 
@@ -57,7 +57,7 @@ class Scene:
         self.reporter.report(BATCH)
         assert self.bridge.next() == (number, 0, 1)
 
-    def train(self, count: int) -> list[ProgressResponse]:
+    def train(self, count: int) -> list[ReportAnswer]:
         return [self.reporter.report(BATCH) for _ in range(count)]
 
     def answer(self, counted: int, last: int | None = None, **more: Any) -> None:

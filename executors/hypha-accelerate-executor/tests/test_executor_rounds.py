@@ -26,7 +26,7 @@ from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, learning_rate_factor
 from hypha.accelerate_executor.train.trainer import Trainer
 from hypha_proto.job_spec import Adam, CosineWithWarmup, LinearWithWarmup, WarmupStableDecay
-from hypha_proto.progress import Acknowledged, Continue, Done, ScheduleUpdate
+from hypha_proto.training_reports import Acknowledged, Continue, Done, ScheduleUpdate
 from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]

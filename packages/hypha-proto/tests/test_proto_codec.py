@@ -35,11 +35,11 @@ from hypha_proto.ids import PeerId, base58_decode, base58_encode, check_digest
 from hypha_proto.job_membership import JoinRound
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, WHY_NOT
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest, WorkerSpec
-from hypha_proto.progress import REPORT, BatchDone, ProgressRequest, ProgressValue
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED
 from hypha_proto.tasks import TaskSpec
+from hypha_proto.training_reports import REPORT, BatchDone, ReportTraining, TrainingReportValue
 from hypha_proto.transfer import PullAnswer, PullRequest, PushHeader
 from hypha_proto.wire_schema import MAX_PRICE, FloatKind, IntRange, Mark, Message
 from hypha_proto.worker_status import OfferedExecutor
@@ -47,7 +47,7 @@ from hypha_proto.worker_status import OfferedExecutor
 CONVERSATIONS: list[RpcMethod[Any, Any]] = [
     OFFER, RENEW_LEASE, DATA, HEALTH_CHECK, REPORT, RELEASE_LEASE, WHY_NOT, UPDATE_REFUSED,
 ]  # fmt: skip
-OTHERS: list[Any] = [WorkerRequest, TaskSpec, Manifest, PushHeader, PullRequest, PullAnswer, ProgressValue]
+OTHERS: list[Any] = [WorkerRequest, TaskSpec, Manifest, PushHeader, PullRequest, PullAnswer, TrainingReportValue]
 KINDS = [c.request for c in CONVERSATIONS] + [c.response for c in CONVERSATIONS] + OTHERS
 
 PEERS = st.binary(min_size=32, max_size=32).map(PeerId.from_public_key)
@@ -113,7 +113,7 @@ def test_task_spec_round_trips_through_json(spec: TaskSpec) -> None:
 
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
-@pytest.mark.parametrize("kind", [WorkerRequest, TaskSpec, ProgressRequest, PushHeader], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [WorkerRequest, TaskSpec, ReportTraining, PushHeader], ids=lambda kind: kind.__name__)
 def test_random_bytes_raise_only_decode_errors(kind: Any, data: bytes) -> None:
     with pytest.raises(DecodeError):
         from_cbor(kind, data)
@@ -121,13 +121,13 @@ def test_random_bytes_raise_only_decode_errors(kind: Any, data: bytes) -> None:
         from_json(kind, data)
 
 
-@given(values(ProgressRequest), st.data())
+@given(values(ReportTraining), st.data())
 @settings(max_examples=200, deadline=None)
-def test_flipped_byte_raises_only_decode_errors(value: ProgressRequest, data: st.DataObject) -> None:
-    encoded = bytearray(to_cbor(ProgressRequest, value))
+def test_flipped_byte_raises_only_decode_errors(value: ReportTraining, data: st.DataObject) -> None:
+    encoded = bytearray(to_cbor(ReportTraining, value))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(DecodeError):  # the only error allowed
-        assert isinstance(from_cbor(ProgressRequest, bytes(encoded)), ProgressRequest)
+        assert isinstance(from_cbor(ReportTraining, bytes(encoded)), ReportTraining)
 
 
 HEALTHY = to_cbor(Health, Health(healthy=True))
@@ -236,7 +236,7 @@ def test_floats_of_every_width_are_decoded_but_integers_rejected(width: str) -> 
 
 def test_values_of_wrong_type_are_not_encoded() -> None:
     with pytest.raises(EncodeError, match="batch_size: integer is out of range"):
-        to_cbor(ProgressValue, BatchDone(batch_size=2**32))
+        to_cbor(TrainingReportValue, BatchDone(batch_size=2**32))
     request = WorkerRequest(
         id=uuid.UUID(int=1),
         spec=WorkerSpec(resources=Resources(), executor=()),

@@ -94,21 +94,6 @@ from hypha_proto.offers import (
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.progress import (
-    REPORT,
-    Acknowledged,
-    BatchDone,
-    Continue,
-    Done,
-    OuterStepTaken,
-    ProgressError,
-    ProgressRequest,
-    RoundMetrics,
-    ScheduleUpdate,
-    SendingUpdate,
-    TrainedBatch,
-    UpdateMerged,
-)
 from hypha_proto.protocols import TASKS
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import (
@@ -164,6 +149,21 @@ from hypha_proto.tasks import (
     TaskSpec,
     UriSource,
     WorkerFrame,
+)
+from hypha_proto.training_reports import (
+    REPORT,
+    Acknowledged,
+    BatchDone,
+    Continue,
+    Done,
+    OuterStepTaken,
+    ReportError,
+    ReportTraining,
+    RoundMetrics,
+    ScheduleUpdate,
+    SendingUpdate,
+    TrainedBatch,
+    UpdateMerged,
 )
 from hypha_proto.transfer import (
     PSEUDO_GRADIENT,
@@ -248,9 +248,9 @@ REQUESTS: list[tuple[Any, Any]] = [
     (UPDATE_REFUSED, UpdateRefused(attempt=ATTEMPT, round=4, peer=PEER, reason="too late", missing=True)),
     (
         REPORT,
-        ProgressRequest(ATTEMPT, progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5)),
+        ReportTraining(ATTEMPT, progress=BatchDone(batch_size=16, slices={"3": 16}, batch_ms=12.5)),
     ),
-    (REPORT, ProgressRequest(ATTEMPT, progress=OuterStepTaken(), id=ID[2])),
+    (REPORT, ReportTraining(ATTEMPT, progress=OuterStepTaken(), id=ID[2])),
     (DATA, DataRequest(ATTEMPT, "digits", id=ID[2])),
     (
         DATA,
@@ -331,9 +331,9 @@ REQUESTS: list[tuple[Any, Any]] = [
     (RENEW_LEASE, RenewLease(id=ID[1])),
     (HEALTH_CHECK, HealthRequest()),
     (HEALTH_CHECK, HealthRequest(caller=Caller(process=ID[1], age_ms=5000, address="/ip4/10.0.0.1/tcp/4001"))),
-    (REPORT, ProgressRequest(ATTEMPT, progress=RoundMetrics(round=2, metrics={"loss": 0.25}))),
-    (REPORT, ProgressRequest(ATTEMPT, progress=SendingUpdate())),
-    (REPORT, ProgressRequest(ATTEMPT, progress=UpdateMerged())),
+    (REPORT, ReportTraining(ATTEMPT, progress=RoundMetrics(round=2, metrics={"loss": 0.25}))),
+    (REPORT, ReportTraining(ATTEMPT, progress=SendingUpdate())),
+    (REPORT, ReportTraining(ATTEMPT, progress=UpdateMerged())),
 ]
 RESPONSES: list[tuple[Any, Any]] = [
     (RELEASE_LEASE, LeaseReleased(known=True)),
@@ -352,7 +352,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (HEALTH_CHECK, Health(healthy=True, time_ms=1_800_000_000_000, twin="/ip4/10.0.0.2/tcp/4001")),
     (RENEW_LEASE, Renewed(id=ID[1], timeout_ms=10_000)),
-    (REPORT, ProgressError(reason="the round is over")),
+    (REPORT, ReportError(reason="the round is over")),
     (SAY_GOODBYE, GoodbyeReceived()),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, format=JSONL)),
     (ANNOUNCE_DRAIN, DrainReceived()),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Continue, ScheduleUpdate
+from hypha_proto.training_reports import Continue, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.rounds import Late, Rounds, RoundSettings, Suspected
 

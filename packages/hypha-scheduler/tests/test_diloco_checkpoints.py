@@ -8,7 +8,7 @@ import anyio
 import pytest
 from support.diloco_simulation import PEERS, SERVER, Job, job_table
 
-from hypha_proto.progress import RoundMetrics
+from hypha_proto.training_reports import RoundMetrics
 from hypha_scheduler.strategies.diloco.restore import restore
 
 pytestmark = pytest.mark.virtual_clock

@@ -9,7 +9,7 @@ import pytest
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution, SampleRange, StateContribution
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import BatchDone, Continue, Done, ScheduleUpdate
+from hypha_proto.training_reports import BatchDone, Continue, Done, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.contributions import Contributed
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,

@@ -27,7 +27,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import BatchesCounted, ReportBatches
 from hypha_proto.contributions import CommitStatus, SampleRange
 from hypha_proto.job_spec import AggregateConfig, TrainConfig
-from hypha_proto.progress import Continue, Done, RoundMetrics, SendingUpdate, TrainedBatch, UpdateMerged
+from hypha_proto.training_reports import Continue, Done, RoundMetrics, SendingUpdate, TrainedBatch, UpdateMerged
 from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 from hypha_scheduler.strategies.base import EmitEvent, PushTarget, RetryAfter, SliceToUse, TaskState
 from hypha_scheduler.strategies.diloco.restore import restore

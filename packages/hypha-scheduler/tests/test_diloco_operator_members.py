@@ -10,7 +10,7 @@ from support.diloco_simulation import JOB_ID, PEERS, SERVER, Job, job_table
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
 from hypha_proto.job_spec import TrainConfig
-from hypha_proto.progress import Done
+from hypha_proto.training_reports import Done
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.strategies.base import RetryAfter, StartTask, TaskState
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN

@@ -9,7 +9,7 @@ from support.diloco_simulation import BATCH, JOB_ID, PEERS, Job, job_table
 
 from hypha_proto.batch_reports import BatchesCounted, ReportBatches
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import BatchDone, ScheduleUpdate, SendingUpdate, TrainedBatch
+from hypha_proto.training_reports import BatchDone, ScheduleUpdate, SendingUpdate, TrainedBatch
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 
 A, B, C = PEERS[:3]

@@ -22,7 +22,7 @@ from hypha_net.errors import TransferRefusedError
 from hypha_net.testing import simulate
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Acknowledged, ProgressError
+from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.effect_queue import EffectQueue
@@ -316,7 +316,7 @@ async def test_report_whose_record_cannot_be_synced_is_not_acknowledged(
         worker = lab.worker(operator.leases[0])
         disk.fails = True
         disk.free.set()
-        assert isinstance(await worker.report(lab.peer), ProgressError)
+        assert isinstance(await worker.report(lab.peer), ReportError)
         [failure] = await lab.ended()
         assert "No space left on device" in str(failure)
         events = (operator.context.directory / "metrics.jsonl").read_text()

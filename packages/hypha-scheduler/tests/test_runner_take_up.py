@@ -26,8 +26,8 @@ from support.scripted_jobs import (
 
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.tasks import TaskFinished
+from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.jobs.orphaned_tasks import read_orphaned
@@ -209,7 +209,7 @@ async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
         [adopted] = await second.until("adopted")
         assert adopted == (kept,)
         answer = await lab.worker(forgotten.lease).report(lab.peer, forgotten.id_in(found.job_id))
-        assert isinstance(answer, ProgressError)
+        assert isinstance(answer, ReportError)
         lab.endpoint._network.heal(lab.peer, unreachable.lease.peer)
         await second.until("acquired")
         assert kept.lease not in second.told("acquired")[0]
@@ -265,7 +265,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs
         assert [lease for lease, _ in worker.released] == [task.lease.id]
         assert read_journal(first.context.directory / JOURNAL) == before
         answer = await worker.report(lab.peer, task.id_in(first.context.job_id))
-        assert isinstance(answer, ProgressError)
+        assert isinstance(answer, ReportError)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

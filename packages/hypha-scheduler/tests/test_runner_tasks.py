@@ -18,9 +18,9 @@ from hypha_proto.datasets import NO_FREE_SLICE, NotFound, SliceAssigned, WireErr
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, ListLogs
-from hypha_proto.progress import Acknowledged, ProgressError
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.tasks import Stop, TaskFailed
+from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.runner import MAX_WAITING
@@ -74,7 +74,7 @@ async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(ope
         heard = len(operator.heard)
         await worker.streams[lease].tell(worker.started[0].definition, failed=TaskFailed(reason="late"))
         assert len(operator.heard) == heard
-        assert isinstance(await worker.report(lab.peer, worker.started[0].definition.attempt), ProgressError)
+        assert isinstance(await worker.report(lab.peer, worker.started[0].definition.attempt), ReportError)
         assert isinstance(await worker.report(lab.peer), Acknowledged)
         assert operator.told("progress")[-1][0].attempt == 1
         await worker.end(lease, "failed")
@@ -266,7 +266,7 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open
             before = len(operator.heard)
             for worker in (mine, stranger):
                 for named in (task.id_in(job_id) for task in (first, *others)):
-                    assert isinstance(await worker.report(lab.peer, named), ProgressError)
+                    assert isinstance(await worker.report(lab.peer, named), ReportError)
                     assert isinstance(await worker.slice(lab.peer, named), NotFound)
                     header = PushHeader(named, 1, "k", "n", 0, "blake3:" + "0" * 64, lab.peer)
                     assert "no task of this job runs there" in str(
@@ -278,8 +278,8 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open
         await start_task(lab, operator)
         assert isinstance(await mine.report(lab.peer), Acknowledged)
         for other in others:
-            assert isinstance(await mine.report(lab.peer, other.id_in(job_id)), ProgressError)
-        assert isinstance(await stranger.report(lab.peer, mine.last), ProgressError)
+            assert isinstance(await mine.report(lab.peer, other.id_in(job_id)), ReportError)
+        assert isinstance(await stranger.report(lab.peer, mine.last), ReportError)
         assigned = await mine.slice(lab.peer)
         assert isinstance(assigned, SliceAssigned)
         assert assigned.format == "jsonl"
@@ -466,7 +466,7 @@ async def provoke(lab: Lab, operator: QuietOperator, worker: ScriptedWorker, wha
             operator.deadline = anyio.current_time() + 1
             operator.refresh()
         case "report":
-            assert isinstance(await worker.report(lab.peer), ProgressError)
+            assert isinstance(await worker.report(lab.peer), ReportError)
         case "slice":
             assert isinstance(await worker.slice(lab.peer), NotFound)
         case "end":

@@ -53,22 +53,22 @@ from hypha_proto.leases import (
     WhyNot,
 )
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest
-from hypha_proto.progress import (
+from hypha_proto.resources import Resources
+from hypha_proto.tasks import TaskDefinition, TaskFailed, TaskFinished
+from hypha_proto.training_reports import (
     REPORT,
     BatchDone,
     Done,
     OuterStepTaken,
-    Progress,
-    ProgressError,
-    ProgressRequest,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
+    ReportTraining,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
+    TrainingReport,
     UpdateMerged,
 )
-from hypha_proto.resources import Resources
-from hypha_proto.tasks import TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.allocation.auction import DECISION_WINDOW
@@ -205,8 +205,8 @@ class Worker(ScriptedWorker):
         text = "the owner says no" if self.refuses else f"has no executor {offered}"
         return Reasons(rejections=(Rejection(code="executor", text=text),))
 
-    async def tell(self, peer: PeerId, start: ScriptedStart, progress: Progress) -> ProgressResponse:
-        message = ProgressRequest(start.definition.attempt, progress, id=uuid.uuid4())
+    async def tell(self, peer: PeerId, start: ScriptedStart, progress: TrainingReport) -> ReportAnswer:
+        message = ReportTraining(start.definition.attempt, progress, id=uuid.uuid4())
         self.batches += isinstance(progress, BatchDone)
         answer = await rpc.call(self.endpoint, peer, REPORT, message)
         if self.repeats_messages:
@@ -790,7 +790,7 @@ async def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_
 async def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[ProgressResponse] = []
+    answers: list[ReportAnswer] = []
     with caplog.at_level(logging.WARNING, "hypha_scheduler.service"):
         async with open_network(tmp_path) as (service, workers, _shared):
 
@@ -802,12 +802,12 @@ async def test_refused_reports_are_logged_once_with_their_reason_which_is_answer
                 known = workers[0].start.definition.attempt
                 unknown = replace(known, job_id=uuid.UUID(int=7)), replace(known, number=8)
                 for attempt in (*unknown, known, known):
-                    message = ProgressRequest(attempt, OuterStepTaken())
+                    message = ReportTraining(attempt, OuterStepTaken())
                     answers.append(await rpc.call(workers[0].endpoint, scheduler, REPORT, message))
 
             workers[0].tasks.start_soon(report_nonsense)
             await service.run_job(job(model))
-    reasons = [answer.reason or "" for answer in answers if isinstance(answer, ProgressError)]
+    reasons = [answer.reason or "" for answer in answers if isinstance(answer, ReportError)]
     assert "runs no job 00000000-" in reasons[0]
     assert "does not run on this peer" in reasons[1]
     assert reasons[2] == reasons[3] == "only the parameter server takes outer steps"

@@ -12,7 +12,7 @@ import pytest
 from hypha_net.errors import RequestTimeoutError
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ScheduleUpdate
+from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.base import Lease, TaskRef
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.rounds import (
@@ -342,7 +342,7 @@ def test_unexpected_reports_get_an_error(report: str) -> None:
         "merged": lambda: rounds.update_merged(PEERS[0], 1.0),
         "not a member": lambda: rounds.batch_done(PEERS[4], 16, 1.0),
     }[report]()
-    assert isinstance(answer, ProgressError)
+    assert isinstance(answer, ReportError)
 
 
 def test_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:

@@ -14,17 +14,17 @@ import pytest
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Model, PeersReference, SchedulerReference, TrainConfig
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     Acknowledged,
     BatchDone,
     Done,
     OuterStepTaken,
-    Progress,
-    ProgressError,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
+    TrainingReport,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_scheduler.jobs.config import DatasetTable, InnerOptimizerTable, JobTable
@@ -57,7 +57,7 @@ class LeastOperator(Operator):
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         return ()
 
-    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, progress: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         return Done(), ()
 
 
@@ -165,7 +165,7 @@ def test_reports_of_the_end_are_answered_and_others_refused() -> None:
     assert attempt.on_training_report(SendingUpdate()) == Acknowledged()
     assert attempt.on_training_report(RoundMetrics(round=1, metrics={"loss": 0.5})) == Done()
     assert attempt.loss == 0.5
-    assert attempt.on_training_report(OuterStepTaken()) == ProgressError()
+    assert attempt.on_training_report(OuterStepTaken()) == ReportError()
 
 
 @pytest.mark.parametrize(

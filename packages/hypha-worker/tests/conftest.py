@@ -49,10 +49,10 @@ from hypha_proto.offers import (
     WorkerRequest,
     WorkerSpec,
 )
-from hypha_proto.progress import REPORT, Continue, ProgressRequest, ProgressResponse
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.tasks import StatusUpdate, TaskSpec
+from hypha_proto.training_reports import REPORT, Continue, ReportAnswer, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
@@ -119,9 +119,9 @@ class Scheduler:
     ends: list[End] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
     """Kinds of all status updates."""
-    reports: list[ProgressRequest] = field(default_factory=list)
+    reports: list[ReportTraining] = field(default_factory=list)
     refused: list[UpdateRefused] = field(default_factory=list)
-    answer: Callable[[ProgressRequest], ProgressResponse] = lambda _report: Continue()
+    answer: Callable[[ReportTraining], ReportAnswer] = lambda _report: Continue()
     offers: dict[uuid.UUID, tuple[PeerId, WorkerOffer]] = field(default_factory=dict)
     free_at_end: list[Resources] = field(default_factory=list)
     worker: Worker | None = None
@@ -157,7 +157,7 @@ class Scheduler:
         self._notify()
         return OfferReceived()
 
-    async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
+    async def _report(self, _peer: PeerId, report: ReportTraining) -> ReportAnswer:
         self.reports.append(report)
         self._notify()
         return self.answer(report)

@@ -29,10 +29,10 @@ from hypha_proto.bridge_api import ExecutorSpan, SpanReport
 from hypha_proto.commands import SetMembers
 from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.leases import RenewalFailed
-from hypha_proto.progress import Done
 from hypha_proto.round_membership import Member
 from hypha_proto.task_resources import PUSH_OUTPUT, RELEASE_OUTPUTS, PushedFile, PushOutput, ReleaseOutputs
 from hypha_proto.tasks import Stop, TaskResource, UriSource
+from hypha_proto.training_reports import Done
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bridge import spans as spans_module

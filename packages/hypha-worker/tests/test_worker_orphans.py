@@ -47,24 +47,24 @@ from hypha_proto.leases import (
     RenewLease,
 )
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.progress import (
+from hypha_proto.resources import Resources
+from hypha_proto.round_membership import Member
+from hypha_proto.tasks import StatusUpdate, Stop, TaskSpec
+from hypha_proto.training_reports import (
     REPORT,
     Acknowledged,
     BatchDone,
     Continue,
     Done,
     OuterStepTaken,
-    ProgressError,
-    ProgressRequest,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
+    ReportTraining,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
     UpdateMerged,
 )
-from hypha_proto.resources import Resources
-from hypha_proto.round_membership import Member
-from hypha_proto.tasks import StatusUpdate, Stop, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
@@ -111,7 +111,7 @@ class Job(Execution):
     async def run(self) -> None:
         await self._script(self)
 
-    async def batch(self, slices: Mapping[str, int] | None = None) -> ProgressResponse:
+    async def batch(self, slices: Mapping[str, int] | None = None) -> ReportAnswer:
         """Compute for a second and report it."""
         await anyio.sleep(1.0)
         begun = anyio.current_time()
@@ -120,7 +120,7 @@ class Job(Execution):
         self.slowest_batch = max(self.slowest_batch, anyio.current_time() - begun)
         return answer
 
-    async def report(self, progress: Any) -> ProgressResponse:
+    async def report(self, progress: Any) -> ReportAnswer:
         answer = await self.bridge.report(progress)
         self.reported.append(progress)
         return answer
@@ -139,7 +139,7 @@ class Process:
     folder: Path
     tasks: ScriptedTaskScheduler
     """Its side of the task streams, which each run has from its journal."""
-    reports: list[ProgressRequest] = field(default_factory=list)
+    reports: list[ReportTraining] = field(default_factory=list)
     goodbyes: list[Goodbye] = field(default_factory=list)
     pushes: list[str] = field(default_factory=list)
     """Kinds of the files that it got."""
@@ -180,12 +180,12 @@ class Process:
 
         return transfer.FilePushTarget(self.folder / f"{uuid.uuid4()}", 1 << 20, on_complete)
 
-    async def _report(self, _peer: PeerId, report: ProgressRequest) -> ProgressResponse:
+    async def _report(self, _peer: PeerId, report: ReportTraining) -> ReportAnswer:
         if self.silent:
             await anyio.sleep_forever()
         if not self.knows_job:
             self.refused += 1
-            return ProgressError(reason="no such job")
+            return ReportError(reason="no such job")
         self.reports.append(report)
         if isinstance(report.progress, BatchDone):
             return ScheduleUpdate(counter=3) if len(self.reports) == 5 else Continue()
@@ -478,7 +478,7 @@ async def test_a_job_ends_when_the_grace_is_over(
     assert not list(tmp_path.glob("hypha-*")), "its folder is removed"
 
 
-async def _fail(_peer: PeerId, _report: ProgressRequest) -> ProgressResponse:
+async def _fail(_peer: PeerId, _report: ReportTraining) -> ReportAnswer:
     raise RequestTimeoutError("broken")
 
 

@@ -26,9 +26,9 @@ from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.outer_momentum import derive_momentum
-from hypha_proto.progress import Continue, Done, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.round_membership import Member
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
+from hypha_proto.training_reports import Continue, Done, ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
 
@@ -143,10 +143,10 @@ async def running(
         yield TermLab(lab, trainers, scheduler, lease, receivers)
 
 
-def done_after(count: int) -> Callable[[ProgressRequest], ProgressResponse]:
-    heard: list[ProgressRequest] = []
+def done_after(count: int) -> Callable[[ReportTraining], ReportAnswer]:
+    heard: list[ReportTraining] = []
 
-    def answer(report: ProgressRequest) -> ProgressResponse:
+    def answer(report: ReportTraining) -> ReportAnswer:
         heard.append(report)
         return Done() if len(heard) == count else Continue()
 
@@ -276,7 +276,7 @@ async def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_la
 
 async def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
     async with in_lab() as lab:
-        lab.scheduler.answer = lambda _report: ProgressError()
+        lab.scheduler.answer = lambda _report: ReportError()
         async with running(lab, push_receiver) as term_lab:
             await term_lab.announce(1, who=(0,))
             await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))

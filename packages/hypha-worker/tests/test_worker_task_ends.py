@@ -18,14 +18,14 @@ import pytest
 
 from hypha_net import transfer
 from hypha_proto.job_spec import All, PeersReference
-from hypha_proto.progress import (
+from hypha_proto.resources import Resources
+from hypha_proto.training_reports import (
     BatchDone,
     Done,
-    ProgressRequest,
-    ProgressResponse,
+    ReportAnswer,
+    ReportTraining,
     ScheduleUpdate,
 )
-from hypha_proto.resources import Resources
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
@@ -103,7 +103,7 @@ async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_recei
         pushed.listen()
         await serve_slices(lab, 1)
 
-        def answer(report: ProgressRequest) -> ProgressResponse:
+        def answer(report: ReportTraining) -> ReportAnswer:
             assert report.attempt.job_id == lab.scheduler.job_id
             return ScheduleUpdate(counter=0) if isinstance(report.progress, BatchDone) else Done()
 

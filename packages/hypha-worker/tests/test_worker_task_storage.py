@@ -18,7 +18,7 @@ from hypha_net import transfer
 from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.job_spec import All, PeersReference, SliceAddress
-from hypha_proto.progress import Continue, ProgressRequest, ProgressResponse
+from hypha_proto.training_reports import Continue, ReportAnswer, ReportTraining
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import task_storage
 from hypha_worker.connectors.peer_files import PeerFiles
@@ -191,7 +191,7 @@ async def test_a_job_that_fills_its_storage_fails_and_others_go_on(
         assert storage.limit != 1_000_000 or reported.wait(30)  # a blocked event loop takes no report
         return look(storage)
 
-    def answer(_report: ProgressRequest) -> ProgressResponse:
+    def answer(_report: ReportTraining) -> ReportAnswer:
         reported.set()
         return Continue()
 

@@ -15,14 +15,14 @@ from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     REPORT,
     BatchDone,
     Continue,
     Done,
-    ProgressError,
-    ProgressRequest,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
+    ReportTraining,
     ScheduleUpdate,
     TrainedBatch,
 )
@@ -50,15 +50,15 @@ class Scene:
     scheduler: MemoryEndpoint
     contact: SchedulerContact
     reports: TrainingReports
-    single: list[ProgressRequest] = field(default_factory=list)
+    single: list[ReportTraining] = field(default_factory=list)
     several: list[ReportBatches] = field(default_factory=list)
-    answers: list[ProgressResponse] = field(default_factory=list)
+    answers: list[ReportAnswer] = field(default_factory=list)
     """Answers to reports of single batches; then `Continue`."""
     answer: BatchesCounted = field(default_factory=lambda: BatchesCounted(counted=9, last=12))
     """Answer to several batches."""
 
     def take_single(self) -> None:
-        async def handle(_peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+        async def handle(_peer: PeerId, request: ReportTraining) -> ReportAnswer:
             self.single.append(request)
             return self.answers.pop(0) if self.answers else Continue()
 
@@ -107,7 +107,7 @@ async def test_a_strategy_that_takes_no_several_gets_one_report_a_batch(waits: b
         assert await report(trained(0, 1, number=5)) == BatchesCounted(counted=1), "the end of another round"
         scene.answers = [Continue(), Done()]
         assert await report(trained(1, 3, number=5)) == BatchesCounted(counted=3, done=True)
-        scene.answers = [ProgressError(reason="no such job")]
+        scene.answers = [ReportError(reason="no such job")]
         assert await report(trained(3, 1, number=5)) == BatchesCounted(counted=4, reason="no such job")
         assert len({request.id for request in scene.single}) == len(scene.single)
 

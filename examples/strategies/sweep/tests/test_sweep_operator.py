@@ -21,18 +21,18 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.progress import (
+from hypha_proto.task_resources import LocateResource
+from hypha_proto.tasks import StoredOutput
+from hypha_proto.training_reports import (
     Acknowledged,
     BatchDone,
     Done,
     OuterStepTaken,
-    ProgressError,
+    ReportError,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
 )
-from hypha_proto.task_resources import LocateResource
-from hypha_proto.tasks import StoredOutput
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import (
@@ -222,7 +222,7 @@ def test_the_count_of_batches_follows_from_the_samples() -> None:
     found = [operator.on_training_report(start.task, BatchDone(batch_size=16), 1.0)[0] for _ in range(4)]
     assert found == [ScheduleUpdate(counter=counter) for counter in (2, 1, 0, 0)]
     assert operator.on_training_report(start.task, SendingUpdate(), 1.0) == (Acknowledged(), ())
-    assert operator.on_training_report(start.task, OuterStepTaken(), 1.0) == (ProgressError(), ())
+    assert operator.on_training_report(start.task, OuterStepTaken(), 1.0) == (ReportError(), ())
 
 
 def test_every_variant_gets_the_same_slices() -> None:

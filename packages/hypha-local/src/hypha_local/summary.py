@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_proto.model_listing import weights_of
-from hypha_proto.progress import COMPUTE_SECONDS, DATA_WAIT_SECONDS, REPORT_WAIT_SECONDS, SYNC_SECONDS
 from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.training_reports import COMPUTE_SECONDS, DATA_WAIT_SECONDS, REPORT_WAIT_SECONDS, SYNC_SECONDS
 
 _NEXT_LINE: Final = "\n" + 19 * " "
 """Begins a further line of a value."""
@@ -63,7 +63,7 @@ class Summary:
     audit: str = ""
     """What ``hypha-scheduler audit`` says."""
     worker_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Where the time of each worker that states it has gone, by `hypha_proto.progress.ROUND_SECONDS`."""
+    """Where the time of each worker that states it has gone, by `hypha_proto.training_reports.ROUND_SECONDS`."""
 
     def as_json(self) -> str:
         """Format the summary as a JSON object."""

@@ -1,7 +1,7 @@
 """Reports of several batches at once, which executors send in the background while they train on.
 
-Sent over ``/hypha-progress/0.1.0`` to schedulers of jobs with rounds; others get one `progress.BatchDone` per batch.
-Positions are absolute within a round, so a lost, duplicate or late message changes nothing: the scheduler skips
+Sent over ``/hypha-progress/0.1.0`` to schedulers of jobs with rounds; others get one `training_reports.BatchDone` per
+batch. Positions are absolute within a round, so a lost, duplicate or late message changes nothing: the scheduler skips
 batches that it has counted, and executors send others again.
 """
 
@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import msgspec
 
 from hypha_proto.attempt_id import AttemptId
-from hypha_proto.progress import BatchDone, TrainedBatch
 from hypha_proto.protocols import BATCH_REPORTS, RpcMethod
+from hypha_proto.training_reports import BatchDone, TrainedBatch
 from hypha_proto.wire_schema import OMIT, U32, Message
 
 MAX_BATCHES: Final = 256

@@ -27,8 +27,8 @@ from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
-from hypha_proto.progress import REPORT, ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, ResourceLocation
+from hypha_proto.training_reports import REPORT, ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
@@ -453,13 +453,13 @@ class SchedulerService:
             self._log_refusal("slice request", peer, run, reason)
         return answer
 
-    async def _report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+    async def _report(self, peer: PeerId, request: ReportTraining) -> ReportAnswer:
         run = await self._find_job(request.attempt.job_id)
-        unknown = ProgressError(
+        unknown = ReportError(
             reason=f"this scheduler runs no job {request.attempt.job_id}: it has ended, or began before a restart"
         )
         answer = unknown if run is None else await run.on_training_report(peer, request)
-        if isinstance(answer, ProgressError):
+        if isinstance(answer, ReportError):
             what = f"report {type(request.progress).__name__}"
             self._log_refusal(what, peer, run, answer.reason or "it does not match the state of the job")
         return answer

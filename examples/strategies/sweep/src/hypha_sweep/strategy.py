@@ -15,7 +15,7 @@ import anyio
 from pydantic import Field
 
 from hypha_net.transfer import PullSource
-from hypha_proto import ids, job_spec, offers, progress, resources, task_resources, tasks, transfer
+from hypha_proto import ids, job_spec, offers, resources, task_resources, tasks, training_reports, transfer
 from hypha_scheduler import errors
 from hypha_scheduler.jobs import artifacts, config, resource_locations, specs
 from hypha_scheduler.strategies import base
@@ -127,8 +127,8 @@ class SweepOperator(base.Operator):
         return self.running[task].next_slice(self.slices)  # every variant gets the same slices in the same order
 
     def on_training_report(
-        self, task: base.TaskRef, report: progress.Progress, now: float
-    ) -> tuple[progress.ProgressResponse, base.Effects]:
+        self, task: base.TaskRef, report: training_reports.TrainingReport, now: float
+    ) -> tuple[training_reports.ReportAnswer, base.Effects]:
         return self.running[task].on_training_report(report), ()
 
     def on_push_request(

@@ -45,9 +45,9 @@ from hypha_proto.drain import Drain
 from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.leases import RENEWED_LEASE, Goodbye
 from hypha_proto.offers import WorkerOffer
-from hypha_proto.progress import ProgressError, ProgressRequest, ProgressResponse
 from hypha_proto.task_resources import LocateResource, ResourceLocation
 from hypha_proto.tasks import TaskResource
+from hypha_proto.training_reports import ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
@@ -204,7 +204,7 @@ class JobRunner:
         self._operator: Operator | None = None
         self._early_notices: list[tuple[str, object]] = []
         """Notices of background work before there is an operator."""
-        self._progress_responses: ResponseCache[tuple[ProgressResponse, int]] = ResponseCache()
+        self._progress_responses: ResponseCache[tuple[ReportAnswer, int]] = ResponseCache()
         """Answers, and the tickets of the effects that precede them."""
         self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
         self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
@@ -849,18 +849,18 @@ class JobRunner:
             self._settle()
         return NotFound() if found is None else found
 
-    async def on_training_report(self, peer: PeerId, request: ProgressRequest) -> ProgressResponse:
+    async def on_training_report(self, peer: PeerId, request: ReportTraining) -> ReportAnswer:
         """Handle a report of an executor that trains."""
         task = self._attempts.running_at(peer, request.attempt)
         if task is None:
-            return ProgressError(reason="this attempt at a task of the job does not run on this peer")
+            return ReportError(reason="this attempt at a task of the job does not run on this peer")
         told = self._progress_responses.get(peer, request.id) or self._tell_report(task, request)
         if told is None or not await self._effects.wait(told[1]):
             await self._leave_unanswered()
-            return ProgressError(reason=_JOB_OVER)
+            return ReportError(reason=_JOB_OVER)
         return told[0]
 
-    def _tell_report(self, task: TaskRef, request: ProgressRequest) -> tuple[ProgressResponse, int] | None:
+    def _tell_report(self, task: TaskRef, request: ReportTraining) -> tuple[ReportAnswer, int] | None:
         """Tell the operator of a report; return its answer and the ticket of the effects that precede it."""
         now, peer = anyio.current_time(), task.lease.peer
         told = self._ask(lambda: self._running_operator.on_training_report(task, request.progress, now))

@@ -22,10 +22,10 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command
 from hypha_proto.datasets import MANIFEST, UnusableSlice
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Progress, ProgressResponse
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
+from hypha_proto.training_reports import ReportAnswer, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.datasets.dataset import DatasetView
@@ -477,7 +477,7 @@ class Operator(Protocol):
         """Handle what has happened to a task: `TaskNotStarted` and `TaskEnded` come last, and one of them once."""
         ...
 
-    def on_training_report(self, task: TaskRef, report: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Handle a report of an executor that trains. Repeated requests never arrive here twice."""
         ...
 

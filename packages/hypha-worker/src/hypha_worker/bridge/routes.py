@@ -41,7 +41,7 @@ from hypha_proto.bridge_api import (
 )
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.errors import DecodeError
-from hypha_proto.progress import ProgressResponse, ProgressValue
+from hypha_proto.training_reports import ReportAnswer, TrainingReportValue
 from hypha_worker.bridge.backend import BridgeBackend
 from hypha_worker.errors import BridgeError, bad_request
 
@@ -163,9 +163,9 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def status(request: Request) -> Response:
         """Report progress to the scheduler; answer with the scheduler's response."""
-        progress = await _read(request, "progress", partial(from_json, ProgressValue))
+        progress = await _read(request, "progress", partial(from_json, TrainingReportValue))
         answer = await call(backend.training(_NO_ROUNDS).report, progress)
-        return Response(to_json(ProgressResponse, answer), media_type="application/json")
+        return Response(to_json(ReportAnswer, answer), media_type="application/json")
 
     async def batches(request: Request) -> Response:
         """Report trained batches; answer how many need not be reported again, and how many the round has."""

@@ -21,14 +21,14 @@ from hypha_proto.bridge_api import FetchedFile, RoundJoined, Transfer
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, SchedulerReference, SliceAddress, TrainConfig
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     BatchDone,
     OuterStepTaken,
-    Progress,
-    ProgressResponse,
+    ReportAnswer,
     RoundMetrics,
     SendingUpdate,
     TrainedBatch,
+    TrainingReport,
     UpdateMerged,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
@@ -48,7 +48,7 @@ _SAMPLES: Final = instrumentation.Counter("hypha.worker.samples", "{sample}", "S
 _PREFETCHED: Final = instrumentation.Level(
     "hypha.worker.prefetch.depth", "{slice}", "Slices fetched and not begun, a job."
 )
-_REPORT_NAMES: Final[Mapping[type[Progress], str]] = {
+_REPORT_NAMES: Final[Mapping[type[TrainingReport], str]] = {
     RoundMetrics: "RoundMetrics",
     SendingUpdate: "Update",
     OuterStepTaken: "Updated",
@@ -248,7 +248,7 @@ class TrainingBridge:
         self.queue.join(answer.round)
         return RoundJoined(round=answer.round, weights=answer.weights)
 
-    async def report(self, progress: Progress) -> ProgressResponse:
+    async def report(self, progress: TrainingReport) -> ReportAnswer:
         """Report progress to the scheduler; return its answer. Raises `BridgeError`."""
         if isinstance(progress, BatchDone):
             self._record_batch(progress)

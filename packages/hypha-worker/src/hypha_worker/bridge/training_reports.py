@@ -17,18 +17,18 @@ from hypha_net import rpc
 from hypha_net.errors import NetError
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted, ReportBatches, TrainedBatches, report_of
-from hypha_proto.progress import (
+from hypha_proto.protocols import RpcMethod
+from hypha_proto.training_reports import (
     REPORT,
     BatchDone,
     Continue,
     Done,
-    Progress,
-    ProgressError,
-    ProgressRequest,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
+    ReportTraining,
     ScheduleUpdate,
+    TrainingReport,
 )
-from hypha_proto.protocols import RpcMethod
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import to_bridge_error
 
@@ -58,16 +58,16 @@ class TrainingReports:
     _unreported: Counter[str] = field(default_factory=Counter)
     """Samples taken from each slice in batches that were not reported during an outage."""
 
-    async def report(self, progress: Progress) -> ProgressResponse:
+    async def report(self, progress: TrainingReport) -> ReportAnswer:
         """Report progress; wait for the scheduler as long as the job may. Raises `BridgeError`."""
         try:
             return await self.contact.call(
-                REPORT, self._request(progress), is_refusal=lambda answer: isinstance(answer, ProgressError)
+                REPORT, self._request(progress), is_refusal=lambda answer: isinstance(answer, ReportError)
             )
         except NetError as error:
             raise to_bridge_error(error) from error
 
-    async def report_batch(self, batch: BatchDone) -> ProgressResponse:
+    async def report_batch(self, batch: BatchDone) -> ReportAnswer:
         """Report a batch; let the executor go on at once if the scheduler cannot be reached, and may come back.
 
         Raises:
@@ -76,7 +76,7 @@ class TrainingReports:
         if not self.contact.may_wait():
             return await self.report(batch)
         answer = await self._try(REPORT, self._request(self._with_unreported(batch)))
-        if answer is None or (isinstance(answer, ProgressError) and not self.contact.is_confirmed):
+        if answer is None or (isinstance(answer, ReportError) and not self.contact.is_confirmed):
             self._note_unreported(batch)
             return Continue()
         self._unreported.clear()
@@ -113,7 +113,7 @@ class TrainingReports:
             match await self.report_batch(report_of(batch)):
                 case Done():
                     return BatchesCounted(counted=counted, done=True)
-                case ProgressError(reason=reason):
+                case ReportError(reason=reason):
                     return BatchesCounted(counted=counted, reason=reason or "its log says why")
                 case ScheduleUpdate(counter=counter):
                     self._last = (trained.round, min(counted + counter, _MAX_COUNT))
@@ -144,5 +144,5 @@ class TrainingReports:
         counts = self._unreported + Counter(batch.slices or {})
         return msgspec.structs.replace(batch, slices={index: min(counts[index], _MAX_COUNT) for index in counts})
 
-    def _request(self, progress: Progress) -> ProgressRequest:
-        return ProgressRequest(self.attempt, progress, id=uuid.uuid4())
+    def _request(self, progress: TrainingReport) -> ReportTraining:
+        return ReportTraining(self.attempt, progress, id=uuid.uuid4())

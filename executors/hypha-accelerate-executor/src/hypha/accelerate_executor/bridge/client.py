@@ -40,7 +40,7 @@ from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import Reference
-from hypha_proto.progress import Progress, ProgressError, ProgressResponse, ProgressValue
+from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport, TrainingReportValue
 
 logger = logging.getLogger(__name__)
 
@@ -308,19 +308,19 @@ class Bridge:
             raise SchedulerRefused(f"the scheduler refused the batches of round {trained.round}: {answer.reason[:400]}")
         return answer
 
-    def report(self, progress: Progress) -> ProgressResponse:
+    def report(self, progress: TrainingReport) -> ReportAnswer:
         """Send a progress report to the scheduler; return its answer.
 
         Raises:
             SchedulerRefused: the scheduler answered with an error.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        response = self._post(routes.STATUS, to_json(ProgressValue, progress))
+        response = self._post(routes.STATUS, to_json(TrainingReportValue, progress))
         try:
-            answer: ProgressResponse = from_json(ProgressResponse, response.content)
+            answer: ReportAnswer = from_json(ReportAnswer, response.content)
         except DecodeError as error:
             raise BridgeRefused("status", response.status, "malformed-answer", str(error)) from None
-        if isinstance(answer, ProgressError):
+        if isinstance(answer, ReportError):
             why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
             raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}{why}")
         return answer

@@ -20,7 +20,7 @@ import msgspec
 from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.errors import BridgeTimeout
 from hypha_proto.batch_reports import MAX_BATCHES, BatchesCounted, TrainedBatches
-from hypha_proto.progress import Continue, Done, ProgressResponse, ScheduleUpdate, TrainedBatch
+from hypha_proto.training_reports import Continue, Done, ReportAnswer, ScheduleUpdate, TrainedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class BatchReporter:
             self._reset(0)
             self._changed.wait_for(lambda: not self._under_way, _DROP_SECONDS)
 
-    def report(self, batch: TrainedBatch) -> ProgressResponse:
+    def report(self, batch: TrainedBatch) -> ReportAnswer:
         """Hand a batch over; return what the scheduler has answered last, counted from this batch.
 
         Waits as long as too many batches are not counted.
@@ -171,13 +171,13 @@ class BatchReporter:
         self._kept.appendleft(msgspec.structs.replace(following, slices=dict(slices) or None))
         self._first += 1
 
-    def _current(self) -> ProgressResponse:
+    def _current(self) -> ReportAnswer:
         with self._changed:
             if self._is_done:
                 return Done()
             return Continue() if self._last is None else ScheduleUpdate(counter=max(0, self._last - self._trained))
 
-    def flush(self) -> ProgressResponse:
+    def flush(self) -> ReportAnswer:
         """Wait until all batches are counted, unless the scheduler is silent; return what `report` does.
 
         Raises:
@@ -191,7 +191,7 @@ class BatchReporter:
             self._hurries = False
         return self._current()
 
-    def confirm_end(self) -> ProgressResponse:
+    def confirm_end(self) -> ReportAnswer:
         """Wait until the scheduler has answered the report of the last batch; return what `report` does.
 
         A scheduler that is silent is asked again for a while; then the last batch that is known stays the last one.

@@ -45,7 +45,7 @@ from hypha_proto.bridge_api import RoundJoined
 from hypha_proto.contributions import OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution
 from hypha_proto.global_model import digest_file
 from hypha_proto.job_spec import PeersReference, Reference, TrainConfig
-from hypha_proto.progress import MICRO_BATCH, Done, RoundMetrics, SendingUpdate, UpdateMerged
+from hypha_proto.training_reports import MICRO_BATCH, Done, RoundMetrics, SendingUpdate, UpdateMerged
 
 logger = logging.getLogger(__name__)
 

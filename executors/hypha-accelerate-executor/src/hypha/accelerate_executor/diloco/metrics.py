@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     COMPUTE_SECONDS,
     DATA_WAIT_SECONDS,
     REPORT_WAIT_SECONDS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from hypha_proto.progress import Done, ProgressResponse, ScheduleUpdate
+from hypha_proto.training_reports import Done, ReportAnswer, ScheduleUpdate
 
 
 class NextStep(Enum):
@@ -31,7 +31,7 @@ class RoundCountdown:
         self.round = first_round
         self._left: int | None = None
 
-    def after_batch(self, answer: ProgressResponse) -> NextStep:
+    def after_batch(self, answer: ReportAnswer) -> NextStep:
         """Return the next step after the answer to a batch's report; a newer count replaces the older one."""
         if isinstance(answer, Done):
             return NextStep.STOP
@@ -45,7 +45,7 @@ class RoundCountdown:
         """Return the next step when no sample is left: a round whose end was announced still sends its update."""
         return NextStep.STOP if self._left is None else NextStep.SYNCHRONISE
 
-    def after_merge(self, answer: ProgressResponse) -> NextStep:
+    def after_merge(self, answer: ReportAnswer) -> NextStep:
         """Return the next step after the answer to the merge report: the next round, or the end."""
         if isinstance(answer, Done):
             return NextStep.STOP

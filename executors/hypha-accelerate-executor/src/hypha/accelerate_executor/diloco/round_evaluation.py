@@ -20,7 +20,7 @@ from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
 from hypha.accelerate_executor.modeling.evaluation import EvaluatedModel, Subject
 from hypha_proto.job_spec import Evaluation as EvaluationSpec
-from hypha_proto.progress import RoundMetrics
+from hypha_proto.training_reports import RoundMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from hypha_proto.job_spec import (
     SchedulerReference,
     TrainConfig,
 )
-from hypha_proto.progress import (
+from hypha_proto.tasks import TaskSpec
+from hypha_proto.training_reports import (
     Acknowledged,
     BatchDone,
     Done,
-    Progress,
-    ProgressError,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
+    TrainingReport,
 )
-from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_scheduler.jobs.config import DatasetTable, InnerOptimizerTable
 from hypha_scheduler.jobs.specs import optimizer_spec, schedule_spec
@@ -87,7 +87,7 @@ class Training:
         self._slices += 1
         return SliceToUse(*divmod(self._slices - 1, slices))
 
-    def on_training_report(self, report: Progress) -> ProgressResponse:
+    def on_training_report(self, report: TrainingReport) -> ReportAnswer:
         """Count the samples and keep the loss; return how many batches are left, or that the executor is done."""
         match report:
             case BatchDone():
@@ -98,7 +98,7 @@ class Training:
             case RoundMetrics():
                 self.loss = report.metrics.get("loss", math.nan)
                 return Done()
-        return ProgressError()
+        return ReportError()
 
     def on_push_request(self, header: PushHeader) -> PushTarget | Refusal:
         """Return where the update may be written; files of other kinds are refused."""

@@ -19,8 +19,8 @@ from hypha_proto.contributions import AwaitCommit, CommitStatus, ContributionKno
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
-from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.round_membership import RefusalKnown, UpdateRefused
+from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.strategies.avoidance import Avoidance
@@ -394,13 +394,13 @@ class DilocoOperator(Operator):
         where = self._data.dataset.describe(report.index)
         return f"{where} at {reasons}; restore the file there, the data node's log says more"
 
-    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Process the report of an executor."""
         self._now = now
         if self._running is None:
-            return ProgressError(reason="the job has no workers yet"), ()
+            return ReportError(reason="the job has no workers yet"), ()
         peer = task.lease.peer
-        answer, effects = self._running.training.report(peer, progress, now)
+        answer, effects = self._running.training.report(peer, report, now)
         return answer, (*self._translate(effects), *self._check_outcome(now))
 
     # -------------------------------------------------------------------------------------------------------- messages

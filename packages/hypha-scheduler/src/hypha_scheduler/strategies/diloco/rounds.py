@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Acknowledged, Continue, Done, ProgressError, ProgressResponse, ScheduleUpdate
+from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportAnswer, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
 from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare, mean_loss
@@ -313,7 +313,7 @@ class Rounds:
 
     def batch_done(
         self, peer: PeerId, samples: int, now: float, seconds: float | None = None, waited: float = 0.0
-    ) -> ProgressResponse:
+    ) -> ReportAnswer:
         """Process the report of one finished batch, see `batches_done`.
 
         Args:
@@ -327,7 +327,7 @@ class Rounds:
 
     def batches_done(
         self, peer: PeerId, batches: Sequence[MeasuredBatch], now: float, left: int | None = None
-    ) -> ProgressResponse:
+    ) -> ReportAnswer:
         """Process a report of finished batches; the response is to continue, or how many more precede the update.
 
         Args:
@@ -339,7 +339,7 @@ class Rounds:
         """
         member = self._members.get(peer)
         if member is None:
-            return ProgressError()
+            return ReportError()
         if member.standing is Standing.PREPARING:  # a late report of an executor that has ended
             return Done() if self.is_excused(peer) else Continue()
         current = self._rounds[member.round]
@@ -373,11 +373,11 @@ class Rounds:
         part.reported = max(part.reported, first + count)
         return known
 
-    def batches_known(self, peer: PeerId, now: float) -> ProgressResponse:
+    def batches_known(self, peer: PeerId, now: float) -> ReportAnswer:
         """Process a report of which no batch is to be counted; the response is as that of `batches_done`."""
         member = self._members.get(peer)
         if member is None:
-            return ProgressError()
+            return ReportError()
         if member.standing is not Standing.PREPARING:
             member.heard(now)
         return Done() if member.done or self.is_excused(peer) else Continue()
@@ -418,7 +418,7 @@ class Rounds:
         if interval is not None:
             member.rhythm.batch_took(interval)
 
-    def _answer_batch(self, current: Round, peer: PeerId, now: float) -> ProgressResponse:
+    def _answer_batch(self, current: Round, peer: PeerId, now: float) -> ReportAnswer:
         if self.is_excused(peer):
             return Done()
         if peer in current.dropped or self._members[peer].standing is Standing.AWAY:
@@ -497,17 +497,17 @@ class Rounds:
             member.rhythm.delivery_took(now - (part.last_at or now))
         return current.close(only_complete=True)
 
-    def update_merged(self, peer: PeerId, now: float) -> ProgressResponse:
+    def update_merged(self, peer: PeerId, now: float) -> ReportAnswer:
         """Process that a worker has merged the outer update; it continues with the next round, leaves or is done."""
         member = self._members.get(peer)
         if member is None or member.standing is Standing.PREPARING:
-            return ProgressError()
+            return ReportError()
         member.heard(now)
         if not self._rounds[member.round].was_announced:  # a response was lost and the report repeated
             if member.round > self._settings.rounds:  # since the job was taken up again
                 member.done = True
                 return Done()
-            return Continue() if member.round > 1 else ProgressError()
+            return Continue() if member.round > 1 else ReportError()
         if member.round >= self._settings.rounds:
             member.done = True
             return Done()
@@ -599,7 +599,7 @@ class Rounds:
         wait = self._deadlines.updates_wait()
         return min(wait, max(_HURRY, 2 * max(self._steps))) if self._steps else wait
 
-    def outer_step_taken(self, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def outer_step_taken(self, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         """Process that the parameter server has taken an outer step, which closes a round.
 
         A parameter server that states its term has pushed the outer update before: then the commit has closed the
@@ -607,7 +607,7 @@ class Rounds:
         """
         current = self._open
         if self.closes_by_commit or current is None or not current.was_announced:  # or a repeated report
-            return (self._after_step() if self._closed else ProgressError()), ()
+            return (self._after_step() if self._closed else ReportError()), ()
         return self._after_step_of(current, now)
 
     def step_committed(self, number: int, now: float) -> tuple[Effect, ...]:
@@ -618,7 +618,7 @@ class Rounds:
             return ()
         return self._after_step_of(current, now)[1]
 
-    def _after_step_of(self, current: Round, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def _after_step_of(self, current: Round, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         self._closed += 1
         if current.announced_at is None:
             current.announced_at = now
@@ -633,7 +633,7 @@ class Rounds:
         effects = (*late, *current.close(only_complete=True), *missed, *self._review(now))
         return self._after_step(), effects
 
-    def _after_step(self) -> ProgressResponse:
+    def _after_step(self) -> ReportAnswer:
         return Done() if self.is_complete else Acknowledged()
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:

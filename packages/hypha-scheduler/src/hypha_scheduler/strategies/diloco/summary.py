@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import ROUND_SECONDS
+from hypha_proto.training_reports import ROUND_SECONDS
 from hypha_scheduler.strategies.base import TrafficCounts
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.training_state import TrainingState

@@ -17,20 +17,20 @@ from hypha_proto.contributions import ContributionKnown, StateContribution
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import RoundToJoin
-from hypha_proto.progress import (
+from hypha_proto.training_reports import (
     MICRO_BATCH,
     ROUND_SECONDS,
     Acknowledged,
     BatchDone,
     Done,
     OuterStepTaken,
-    Progress,
-    ProgressError,
-    ProgressResponse,
+    ReportAnswer,
+    ReportError,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
     TrainedBatch,
+    TrainingReport,
 )
 from hypha_scheduler.strategies.diloco import rounds
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
@@ -125,7 +125,7 @@ class TrainingState:
         self.set_aside.setdefault(report.index, report)
         return True
 
-    def report(self, peer: PeerId, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def report(self, peer: PeerId, progress: TrainingReport, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         """Process the report of an executor; return the response, and the effects to apply."""
         if peer == self.server:
             answer, effects = self._server_report(progress, now)
@@ -135,11 +135,11 @@ class TrainingState:
             answer, effects = self._worker_report(peer, progress, now)
         if isinstance(answer, Done):
             self.told_done.add(peer)
-        if isinstance(answer, ProgressError) and answer.reason is None:
-            answer = ProgressError(reason=self._refusal_reason(peer, progress))
+        if isinstance(answer, ReportError) and answer.reason is None:
+            answer = ReportError(reason=self._refusal_reason(peer, progress))
         return answer, self._count(effects)
 
-    def _refusal_reason(self, peer: PeerId, progress: Progress) -> str:
+    def _refusal_reason(self, peer: PeerId, progress: TrainingReport) -> str:
         """Return why a report does not match the state of the job."""
         name = type(progress).__name__
         if peer == self.server:
@@ -155,21 +155,21 @@ class TrainingState:
             return "this worker is not a member of the job"
         return f"{name} came before the parameter server was told to take the outer step"
 
-    def _server_report(self, progress: Progress, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def _server_report(self, progress: TrainingReport, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         if isinstance(progress, OuterStepTaken):
             return self.rounds.outer_step_taken(now)
-        return (Acknowledged() if isinstance(progress, RoundMetrics) else ProgressError()), ()
+        return (Acknowledged() if isinstance(progress, RoundMetrics) else ReportError()), ()
 
     def _worker_report(
-        self, peer: PeerId, progress: Progress, now: float
-    ) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+        self, peer: PeerId, progress: TrainingReport, now: float
+    ) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         if isinstance(progress, BatchDone):
             self.slices.report(peer, _slice_counts(progress.slices))
             return self.rounds.batches_done(peer, (_measured(progress),), now), self.rounds.take_effects(now)
         if isinstance(progress, RoundMetrics):
             return Acknowledged(), self._measured(peer, progress, now)
         if isinstance(progress, OuterStepTaken):
-            return ProgressError(), ()
+            return ReportError(), ()
         return self._update_merged(peer, now)
 
     def report_batches(
@@ -186,7 +186,7 @@ class TrainingState:
         else:
             answer = self.rounds.batches_known(peer, now)
         effects = self._count(self.rounds.take_effects(now))
-        if isinstance(answer, ProgressError):
+        if isinstance(answer, ReportError):
             return BatchesCounted(counted=message.first, reason=self._refusal_reason(peer, SendingUpdate())), effects
         counted = min(message.first + count, _MAX_COUNT)
         if isinstance(answer, Done):
@@ -197,7 +197,7 @@ class TrainingState:
             self.rounds.update_sending(peer, now)
         return BatchesCounted(counted=counted, last=last), effects
 
-    def _last_batch(self, peer: PeerId, number: int, trained: int, answer: ProgressResponse) -> int | None:
+    def _last_batch(self, peer: PeerId, number: int, trained: int, answer: ReportAnswer) -> int | None:
         """Return after how many batches of a round a worker sends its update; it has `trained` so many."""
         is_over = self.rounds.round_of(peer) != number and not self.rounds.is_preparing(peer)
         if is_over or answer == ScheduleUpdate(counter=0):  # the round goes on without it, or has no batches left
@@ -205,7 +205,7 @@ class TrainingState:
         last = self.rounds.last_batch(peer, number)
         return None if last is None else min(last, _MAX_COUNT)
 
-    def _update_sending(self, peer: PeerId, now: float) -> ProgressResponse:
+    def _update_sending(self, peer: PeerId, now: float) -> ReportAnswer:
         number = self.rounds.round_of(peer)
         if number is None or self.rounds.is_excused(peer):
             return Acknowledged() if number is None else Done()
@@ -346,7 +346,7 @@ class TrainingState:
 
     # --------------------------------------------------------------------------------------------------------- reports
 
-    def _update_merged(self, peer: PeerId, now: float) -> tuple[ProgressResponse, tuple[Effect, ...]]:
+    def _update_merged(self, peer: PeerId, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
         number = self.rounds.round_of(peer)
         answer = self.rounds.update_merged(peer, now)
         queued = self.rounds.take_effects(now)

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.tasks import TaskSpec
+from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.strategies.avoidance import Avoidance
@@ -315,9 +315,9 @@ class InferenceOperator(Operator):
         if worker.task is not None and self._slices.held_by(worker.task):
             worker.heard(now)
 
-    def on_training_report(self, task: TaskRef, progress: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Refuse a report of training."""
-        return ProgressError(reason="an inference job takes no reports of training"), ()
+        return ReportError(reason="an inference job takes no reports of training"), ()
 
     # ---------------------------------------------------------------------------------------------------------- slices
 

@@ -19,7 +19,6 @@ import msgspec
 from hypha_net.errors import ContentMismatchError, NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.progress import Progress, ProgressError, ProgressResponse
 from hypha_proto.task_resources import (
     RELEASE_OUTPUTS,
     LocateResource,
@@ -30,12 +29,22 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
+from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
 from hypha_scheduler.strategies import base
 from hypha_scheduler.strategies.avoidance import Avoidance
-from hypha_scheduler.strategies.base import Effect, Effects, EmitEvent, EndJob, RoleRequest, StartTask, StopTask
+from hypha_scheduler.strategies.base import (
+    Effect,
+    Effects,
+    EmitEvent,
+    EndJob,
+    RoleRequest,
+    StartTask,
+    StopTask,
+    TaskRef,
+)
 from hypha_scheduler.strategies.tasks import records, result_locations, retries
 from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
 from hypha_scheduler.strategies.tasks.instances import Instance, Instances
@@ -76,7 +85,7 @@ _NO_RUN: Final = "the attempt is not the one that runs"
 class RunningAttempt:
     """An attempt that runs."""
 
-    task: base.TaskRef
+    task: TaskRef
     instance: Instance
     began: float
     is_lost: bool = False
@@ -230,7 +239,7 @@ class TasksOperator(base.Operator):
             return ()
         return self._settle(now) if self.avoidance.give_in(now) else self._fail(reasons)
 
-    def on_task_update(self, task: base.TaskRef, update: base.TaskUpdate, now: float) -> Effects:
+    def on_task_update(self, task: TaskRef, update: base.TaskUpdate, now: float) -> Effects:
         """Handle what has happened to an attempt."""
         run = self._run_of(task)
         if run is None:
@@ -277,9 +286,9 @@ class TasksOperator(base.Operator):
         said = {key: value for key, value in msgspec.structs.asdict(progress).items() if value is not None}
         return (EmitEvent("task_progress", self._fields(run) | said),)
 
-    def on_training_report(self, task: base.TaskRef, report: Progress, now: float) -> tuple[ProgressResponse, Effects]:
+    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Refuse reports of training."""
-        return ProgressError(reason="a task has no rounds; report its progress by /task/update"), ()
+        return ReportError(reason="a task has no rounds; report its progress by /task/update"), ()
 
     def next_deadline(self) -> float | None:
         """Return when something is due."""
@@ -331,7 +340,7 @@ class TasksOperator(base.Operator):
 
     # ----------------------------------------------------------------------------------------------- ends of attempts
 
-    def _run_of(self, task: base.TaskRef) -> RunningAttempt | None:
+    def _run_of(self, task: TaskRef) -> RunningAttempt | None:
         run = self._running.get(task.lease.id)
         return run if run is not None and run.task == task and not self._is_over else None
 
@@ -581,7 +590,7 @@ class TasksOperator(base.Operator):
 
     # ------------------------------------------------------------------------------------------------------- resources
 
-    def on_locate(self, task: base.TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
+    def on_locate(self, task: TaskRef, request: LocateResource, now: float) -> tuple[ResourceLocation, Effects]:
         """Say where a result is, after what the worker has found about its holders."""
         run = self._run_of(task)
         if run is None:
@@ -673,7 +682,7 @@ class TasksOperator(base.Operator):
             if (stored := self.holders.get(key)) is not None and str(stored.holder) == holder:
                 stored.is_suspect = True
 
-    def on_pull_request(self, task: base.TaskRef, request: PullRequest) -> PullSource | Refusal:
+    def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Serve the files of copies."""
         stored = self.holders.copy_of(request.dataset)
         if stored is None or stored.copy is None or request.index >= len(stored.output.files):
@@ -697,7 +706,7 @@ class TasksOperator(base.Operator):
         return effects
 
     def _start(self, held: TaskLease, instance: Instance, now: float) -> None:
-        task = base.TaskRef(instance.name, held.lease, self.instances.mark_running(instance))
+        task = TaskRef(instance.name, held.lease, self.instances.mark_running(instance))
         run = self._running[held.lease.id] = RunningAttempt(task, instance, now)
         if self.avoidance.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))

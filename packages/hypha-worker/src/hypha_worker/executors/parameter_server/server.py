@@ -25,8 +25,8 @@ from hypha_proto.commands import CommandAnswer, SetMembers, SetWorkers, TaskComm
 from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference
-from hypha_proto.progress import REPORT, Done, OuterStepTaken, ProgressError, ProgressRequest
 from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
+from hypha_proto.training_reports import REPORT, Done, OuterStepTaken, ReportError, ReportTraining
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.executors.parameter_server import outer_push
@@ -531,11 +531,9 @@ class ParameterServer(Execution):
     async def _report_step(self, done: CompleteRound) -> bool:
         """Report an outer step to the scheduler; return whether it was the last."""
         context = self._context
-        request = ProgressRequest(context.attempt, OuterStepTaken(), id=uuid.uuid4())
-        answer = await context.contact.call(
-            REPORT, request, is_refusal=lambda answer: isinstance(answer, ProgressError)
-        )
-        if isinstance(answer, ProgressError):
+        request = ReportTraining(context.attempt, OuterStepTaken(), id=uuid.uuid4())
+        answer = await context.contact.call(REPORT, request, is_refusal=lambda answer: isinstance(answer, ReportError))
+        if isinstance(answer, ReportError):
             why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}{why}")
         return isinstance(answer, Done)

@@ -1,4 +1,4 @@
-"""Job progress: reports of executors, and the scheduler's responses that say what to do next."""
+"""Reports of executors that train, and the scheduler's answers, which say what to do next."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class UpdateMerged(Unit, frozen=True, tag="update-received"):
     """Report that a training worker has merged the outer update into its model."""
 
 
-Progress = BatchDone | RoundMetrics | SendingUpdate | OuterStepTaken | UpdateMerged
-ProgressValue = Annotated[Progress, EXTERNAL]
+TrainingReport = BatchDone | RoundMetrics | SendingUpdate | OuterStepTaken | UpdateMerged
+TrainingReportValue = Annotated[TrainingReport, EXTERNAL]
 
 
-class ProgressRequest(Message, frozen=True):
-    """Progress report from the peer that runs a task of the job."""
+class ReportTraining(Message, frozen=True):
+    """Report of an executor, from the peer that runs its task."""
 
     attempt: AttemptId
-    progress: ProgressValue
+    progress: TrainingReportValue
     traceparent: Annotated[str | None, OMIT] = None
     id: Annotated[uuid.UUID | None, OMIT] = None
     """Idempotency key: unchanged when the request is repeated for lack of a response, so that it counts once."""
@@ -95,13 +95,13 @@ class Done(Message, frozen=True, tag="Done"):
     """Response: the job is complete for this executor, which should exit."""
 
 
-class ProgressError(Message, frozen=True, tag="Error"):
+class ReportError(Message, frozen=True, tag="Error"):
     """Response: the report does not match the state of the job; the executor should exit."""
 
     reason: Annotated[str | None, OMIT] = None
     """One line for people."""
 
 
-ProgressResponse = Acknowledged | Continue | ScheduleUpdate | Done | ProgressError
+ReportAnswer = Acknowledged | Continue | ScheduleUpdate | Done | ReportError
 
-REPORT: Final = RpcMethod[ProgressRequest, ProgressResponse](PROGRESS, ProgressRequest, ProgressResponse)
+REPORT: Final = RpcMethod[ReportTraining, ReportAnswer](PROGRESS, ReportTraining, ReportAnswer)
