@@ -1,37 +1,45 @@
-"""Restoring DiLoCo from its journal: committed rounds count, and what workers have is theirs after a restart."""
+"""Restoring DiLoCo from its journal and its files: committed rounds count, and what workers have stays theirs."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import anyio
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.diloco_simulation import PEERS, SERVER, FakeContext, FakeDataset, job_table
 
 from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
 from hypha_proto.ids import PeerId
+from hypha_proto.update_file import TensorFileWriter, TensorInfo, UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.artifacts import Artifact, open_start_model
+from hypha_scheduler.jobs.config import ArtifactTable, StartModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
-from hypha_scheduler.strategies.base import WriteJournal
+from hypha_scheduler.strategies.base import DatasetView, Lease, WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import announced_record, contributed_record, round_record, term_record
 from hypha_scheduler.strategies.diloco.restore import BeganRecord, RestoredTraining, restore
-from hypha_scheduler.strategies.diloco.result_model import Advance
+from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
 from hypha_scheduler.strategies.diloco.sample_ledger import LedgerFullError, SampleLedger, SampleSpan
+from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, outer_optimizer
+from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 
-PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(3)]
-SERVER = PeerId.from_public_key(bytes([9]) * 32)
+A, B, C = WORKERS = PEERS[:3]
 SIZES, SEED = [12, 5, 20, 7], 5
 KINDS = ["slice", "slice", "contribute", "contribute", "refuse", "lose", "round", "announce", "restart"]
-STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from(PEERS), st.integers(0, 20))
+STEP = st.tuples(st.sampled_from(KINDS), st.sampled_from(WORKERS), st.integers(0, 20))
 BEGAN = BeganRecord(
     dataset="d", manifest="m", model="start", seed=SEED, batch_size=4,
-    settings={"outer_optimizer": {"learning_rate": 0.7}}, workers=tuple(PEERS),
+    settings={"outer_optimizer": {"learning_rate": 0.7}}, workers=tuple(WORKERS),
 )  # fmt: skip
 
 
@@ -58,7 +66,7 @@ class Run:
         self.lost: set[PeerId] = set()
         self.journal.record("accepted", job={"type": "diloco"})
         self.journal.append("began", **BEGAN.record())
-        self.write(term_record(1, SERVER, PEERS))
+        self.write(term_record(1, SERVER, WORKERS))
 
     def write(self, record: WriteJournal) -> None:
         self.journal.append(record.kind, **record.fields)
@@ -80,7 +88,7 @@ class Run:
         elif what == "round":
             self.commit()
         elif what == "restart":
-            self.restart(PEERS if count % 2 else [other for other in PEERS if other != peer])
+            self.restart(WORKERS if count % 2 else [other for other in WORKERS if other != peer])
 
     def assign(self, peer: PeerId) -> None:
         try:
@@ -121,7 +129,7 @@ class Run:
         restored = restore(read_journal(self.path))
         self.ledger = SampleLedger(SIZES, SEED)
         restored.restore_ledger(self.ledger, kept)
-        self.lost.update(set(PEERS) - set(kept))
+        self.lost.update(set(WORKERS) - set(kept))
         self.open = {
             peer: MemberUpdate(peer, r.round, r.samples, r.batches, r.spans, r.update, r.contribution)
             for peer, r in restored.contributed.items()
@@ -168,13 +176,13 @@ def test_a_restart_continues_with_the_committed_rounds_and_what_workers_have(
     assert restored.weights == (digest(f"w{run.closed}") if run.closed else None)
     assert sorted(samples_of(restored.used)) == sorted(samples_of(run.used))
     ledger = SampleLedger(SIZES, SEED)
-    restored.restore_ledger(ledger, PEERS)
+    restored.restore_ledger(ledger, WORKERS)
     check_restored(run, restored, ledger)
 
 
 def check_restored(run: Run, restored: RestoredTraining, ledger: SampleLedger) -> None:
     everything = Counter(samples_of([*ledger.available, *restored.used]))
-    for peer in PEERS:
+    for peer in WORKERS:
         held = samples_of(ledger.held_by(peer))
         contributed = ledger.contribution(peer, run.closed + 1) or ()
         everything.update([*held, *samples_of(contributed)])
@@ -195,11 +203,9 @@ def epochs(samples: Iterable[tuple[int, int, int]]) -> int:
 
 
 HISTORY = [
-    ("slice", PEERS[0], 0), ("slice", PEERS[1], 0), ("slice", PEERS[2], 0), ("contribute", PEERS[0], 3),
-    ("contribute", PEERS[1], 4), ("contribute", PEERS[2], 5), ("announce", PEERS[0], 0), ("refuse", PEERS[2], 0),
-    ("round", PEERS[0], 0), ("slice", PEERS[2], 0), ("contribute", PEERS[1], 1), ("lose", PEERS[0], 0),
-    ("slice", PEERS[1], 0), ("contribute", PEERS[2], 9), ("round", PEERS[0], 0), ("slice", PEERS[1], 0),
-    ("contribute", PEERS[1], 2), ("announce", PEERS[1], 0),
+    ("slice", A, 0), ("slice", B, 0), ("slice", C, 0), ("contribute", A, 3), ("contribute", B, 4), ("contribute", C, 5),
+    ("announce", A, 0), ("refuse", C, 0), ("round", A, 0), ("slice", C, 0), ("contribute", B, 1), ("lose", A, 0),
+    ("slice", B, 0), ("contribute", C, 9), ("round", A, 0), ("slice", B, 0), ("contribute", B, 2), ("announce", B, 0),
 ]  # fmt: skip
 
 
@@ -221,7 +227,7 @@ def test_a_journal_cut_at_any_byte_is_restored_to_its_last_whole_record(tmp_path
 
 def restarted(path: Path) -> SampleLedger:
     ledger = SampleLedger(SIZES, SEED)
-    restore(read_journal(path)).restore_ledger(ledger, PEERS)
+    restore(read_journal(path)).restore_ledger(ledger, WORKERS)
     return ledger
 
 
@@ -233,22 +239,22 @@ def test_a_refused_update_has_gone_back_after_a_restart(
     """Also if the statement was refused at once, and if the same worker got its samples again."""
     run = Run(tmp_path / "journal")
     with run.journal:
-        run.assign(PEERS[0])
-        [span] = run.ledger.held_by(PEERS[0])
+        run.assign(A)
+        [span] = run.ledger.held_by(A)
         if is_recorded:
-            run.contribute(PEERS[0], 3)
-            run.withdraw(PEERS[0], "refused")
+            run.contribute(A, 3)
+            run.withdraw(A, "refused")
         else:
-            taken = run.ledger.contribute(PEERS[0], 1, [SampleSpan(span.epoch, span.index, 0, 3)])
-            run.ledger.withdraw(PEERS[0], 1)
-            run.unused.append(UnusedUpdate(PEERS[0], "refused", taken, None))
+            taken = run.ledger.contribute(A, 1, [SampleSpan(span.epoch, span.index, 0, 3)])
+            run.ledger.withdraw(A, 1)
+            run.unused.append(UnusedUpdate(A, "refused", taken, None))
         if is_assigned_again:
-            run.assign(PEERS[0])
+            run.assign(A)
         run.commit()
     ledger = restarted(run.path)
-    assert ledger.held_by(PEERS[0]) == run.ledger.held_by(PEERS[0])
+    assert ledger.held_by(A) == run.ledger.held_by(A)
     assert sorted(ledger.available) == sorted(run.ledger.available)
-    assert len(ledger.held_by(PEERS[0])) == (2 if is_assigned_again else 1)
+    assert len(ledger.held_by(A)) == (2 if is_assigned_again else 1)
 
 
 def test_another_dataset_or_model_is_named() -> None:
@@ -264,19 +270,19 @@ def test_another_dataset_or_model_is_named() -> None:
 
 def test_a_worker_keeps_what_the_journal_lost_the_assignment_of(tmp_path: Path) -> None:
     """Assignments are not synced: after a power cut a contribution may stand without its assignment."""
-    run_of(tmp_path / "journal", [("slice", PEERS[0], 0), ("contribute", PEERS[0], 3)])
+    run_of(tmp_path / "journal", [("slice", A, 0), ("contribute", A, 3)])
     records = [record for record in read_journal(tmp_path / "journal") if record["record"] != "assigned"]
     ledger = SampleLedger(SIZES, SEED)
     restored = restore(records)
-    restored.restore_ledger(ledger, PEERS)
-    assert ledger.contribution(PEERS[0], 1) == restored.contributed[PEERS[0]].spans
+    restored.restore_ledger(ledger, WORKERS)
+    assert ledger.contribution(A, 1) == restored.contributed[A].spans
 
 
 def test_a_journal_of_another_dataset_is_refused(tmp_path: Path) -> None:
-    run_of(tmp_path / "journal", [("slice", PEERS[0], 0)])
+    run_of(tmp_path / "journal", [("slice", A, 0)])
     restored = restore(read_journal(tmp_path / "journal"))
     with pytest.raises(JobFailedError, match=r"does not fit the dataset: the dataset has no positions 0 to"):
-        restored.restore_ledger(SampleLedger([1]), PEERS)
+        restored.restore_ledger(SampleLedger([1]), WORKERS)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -317,3 +323,97 @@ def test_records_of_another_job_are_refused(tmp_path: Path) -> None:
     records = read_journal(tmp_path / "journal")
     with pytest.raises(JobFailedError, match=r"line \d+: .* of another job than the first one: seed is 6, and was 5"):
         restore([*records, {"record": "began", **(BEGAN.record() | {"seed": 6})}])
+
+
+Records = list[dict[str, Any]]
+
+
+class Context(FakeContext):
+    """Context with a directory of its own, and a dataset whose manifest is `manifest`."""
+
+    manifest = "{}"
+
+    async def open_dataset(self, source: Any, *, timeout: float, manifest: str = "manifest.json") -> DatasetView:
+        await anyio.Path(self.directory / manifest).write_text(self.manifest)
+        return FakeDataset()
+
+    async def prepare_artifact(
+        self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
+    ) -> Artifact:
+        assert isinstance(table, StartModelTable)
+        return await open_start_model(table, copy, self.job_id, self.scheduler, name, unchanged=unchanged)
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo("F32", (3,))}, {}) as writer:
+        writer.write("w", np.ones(3, np.float32))
+    return folder
+
+
+async def interrupted(tmp_path: Path) -> tuple[Context, Any, Records]:
+    """Begin a job, record two rounds and stop; return its context, configuration and journal."""
+    context, job = Context(tmp_path / "job"), job_table(model={"path": str(make_model(tmp_path / "start"))})
+    context.directory.mkdir()
+    leases = [Lease(uuid.uuid4(), peer, TRAIN, 100.0) for peer in PEERS[:3]]
+    leases.append(Lease(uuid.uuid4(), SERVER, AGGREGATE, 100.0))
+    async with STRATEGY.open(job, context, []) as operator:
+        effects = (*operator.on_start(0.0), *operator.on_leases_acquired(leases, 1.0))
+    journal: Records = [{"record": e.kind, **e.fields} for e in effects if isinstance(e, WriteJournal)]
+    result = ResultModel(context.directory, outer_optimizer(job))
+    for number in (1, 2):
+        update = context.directory / "updates" / f"round-{number}-ab12.safetensors"
+        write_update(update, {"w": (3,)}, [("w", np.ones(3, "f4"))], UpdateMetadata(round=number))
+        record = round_record(number, 1, [], [], await result.advance(update, number), None)
+        await result.commit(number)
+        journal.append({"record": record.kind, **record.fields})
+    return context, job, journal
+
+
+async def test_a_job_goes_on_with_its_own_copy_of_the_start_model(tmp_path: Path) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    shutil.rmtree(tmp_path / "start")
+    async with STRATEGY.open(job, context, journal):
+        pass
+    assert (context.directory / "outer-state" / "round-2").is_dir()
+
+
+def damage_weights(directory: Path) -> None:
+    path = directory / "outer-state" / "round-2" / "weights.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def remove_state(directory: Path) -> None:
+    shutil.rmtree(directory / "outer-state" / "round-2")
+
+
+def change_start_model(directory: Path) -> None:
+    (directory / "start-model" / "config.json").write_text('{"changed": true}')
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (damage_weights, r"round-2/weights\.safetensors: the file is damaged"),
+        (remove_state, r"round-2: the directory is missing"),
+        (change_start_model, r"the job cannot go on: model is 'blake3:\w+', and was 'blake3:\w+'"),
+    ],
+)
+async def test_files_that_were_changed_since_are_named(
+    tmp_path: Path, change: Callable[[Path], None], what: str
+) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    change(context.directory)
+    with pytest.raises(JobFailedError, match=what):
+        async with STRATEGY.open(job, context, journal):
+            pass
+
+
+async def test_a_dataset_that_was_changed_since_is_named(tmp_path: Path) -> None:
+    context, job, journal = await interrupted(tmp_path)
+    context.manifest = '{"changed": true}'
+    with pytest.raises(JobFailedError, match=r"the manifest of dataset '.*' has the digest"):
+        async with STRATEGY.open(job, context, journal):
+            pass
