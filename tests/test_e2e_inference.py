@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from support.local_network import processes_of
+from support.local_network import processes_of, running
 from support.task_network import Submission, TaskNetwork
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
@@ -120,13 +120,8 @@ def results(job: Submission) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceNetwork]:
     root: Path = tmp_path_factory.mktemp("network") / "run"
-    running = InferenceNetwork(root)
-    try:
-        running.up()
-        yield running
-    finally:
-        running.down()
-    assert processes_of(root) == []
+    with running(InferenceNetwork(root)) as network:
+        yield network
 
 
 def test_images_are_classified_as_by_a_plain_script(network: InferenceNetwork) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.local_network import Job, LocalNetwork
+from support.local_network import Job, LocalNetwork, running
 from support.numpy_executor import executor_toml, write_model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
@@ -55,12 +55,8 @@ class Network(LocalNetwork):
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    planned = Network(tmp_path / "run")
-    try:
-        planned.up()
-        yield planned
-    finally:
-        planned.down()
+    with running(Network(tmp_path / "run")) as network:
+        yield network
 
 
 def test_neither_the_second_epoch_nor_the_second_job_fetches_model_or_slices_again(network: Network) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.local_network import LocalNetwork, processes_of
+from support.local_network import LocalNetwork, running
 
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha.accelerate_executor.modeling.weight_mapping import WeightMapping
@@ -64,16 +63,10 @@ class TasksNetwork(LocalNetwork):
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TasksNetwork]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-    root = tmp_path_factory.mktemp("tasks")
-    made = TasksNetwork(root / "network")
-    try:
-        made.up()
-        yield made
-    finally:
-        made.down()
-        sys.path.pop(0)
-    assert processes_of(root) == []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+        with running(TasksNetwork(tmp_path_factory.mktemp("tasks") / "network")) as network:
+            yield network
 
 
 @pytest.mark.parametrize("kind", TASKS)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from support.doc_snippets import block
 from support.fake_s3 import SECRET, s3_server
-from support.task_network import TaskNetwork, executor, running
+from support.local_network import running
+from support.task_network import TaskNetwork, executor
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(180)]
 

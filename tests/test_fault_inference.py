@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from support.local_network import processes_of
+from support.local_network import running
 from support.task_network import Submission, TaskNetwork
 from support.waiting import wait_until
 
@@ -123,13 +123,8 @@ class InferenceNetwork(TaskNetwork):
 @contextmanager
 def inference_network(root: Path, workers: int = 3, delay: float = 0.3) -> Iterator[InferenceNetwork]:
     """Run a healthy network; at the end none of its processes is left."""
-    network = InferenceNetwork(root, workers, delay)
-    try:
-        network.up()
+    with running(InferenceNetwork(root, workers, delay)) as network:
         yield network
-    finally:
-        network.down()
-    assert processes_of(root) == []
 
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]

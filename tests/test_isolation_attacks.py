@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import psutil
 import pytest
+from support.local_network import running
 from support.requirements import skip_outside_ci
-from support.task_network import Submission, TaskNetwork, running
+from support.task_network import Submission, TaskNetwork
 from support.waiting import wait_until
 
 from hypha_worker.executors.isolation.stack import make_stack

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import psutil
@@ -419,6 +419,20 @@ class LocalNetwork:
         return anyio.run(main, backend="trio")
 
 
+Network = TypeVar("Network", bound=LocalNetwork)
+
+
+@contextmanager
+def running(network: Network) -> Iterator[Network]:
+    """Run a network that is planned, until it is healthy; at the end none of its processes is left."""
+    try:
+        network.up()
+        yield network
+    finally:
+        network.down()
+    assert processes_of(network.folders.root) == []
+
+
 @contextmanager
 def local_network(
     root: Path, workers: int = 2, twins: Mapping[str, str] | None = None, drain_timeout: int = 0, **extensions: str
@@ -437,9 +451,5 @@ def local_network(
         network.set_drain_timeout(name, drain_timeout)
     for name, toml in extensions.items():
         network.extend(name.replace("_", "-"), toml)
-    try:
-        network.up()
+    with running(network):
         yield network
-    finally:
-        network.down()
-    assert processes_of(root) == []

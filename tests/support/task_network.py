@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hypha_local.processes import LocalProcess, script
-from support.local_network import LocalNetwork, processes_of
+from support.local_network import LocalNetwork, running
 from support.waiting import wait_until
 
 RUN_CODE = "import json; task = json.load(open('job.json')); exec(task['settings'].get('code', 'pass'))"
@@ -173,14 +173,3 @@ def task_network(root: Path, workers: int = 2, leases: int = 1) -> Iterator[Task
     """Run a healthy network; at the end none of its processes is left."""
     with running(TaskNetwork(root, workers, leases)) as network:
         yield network
-
-
-@contextmanager
-def running(network: TaskNetwork) -> Iterator[TaskNetwork]:
-    """Run a network that is planned, until it is healthy; at the end none of its processes is left."""
-    try:
-        network.up()
-        yield network
-    finally:
-        network.down()
-    assert processes_of(network.folders.root) == []
