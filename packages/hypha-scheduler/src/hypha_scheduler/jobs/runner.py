@@ -199,7 +199,9 @@ class JobRunner:
         self._earlier: Sequence[Mapping[str, Any]] = ()
         """Records of the journal of an interrupted run."""
         self._attempts = AttemptRegister()
-        self.task_streams = TaskStreams(self.job_id, self._attempts, observer=self)
+        self.task_streams = TaskStreams(
+            self.job_id, self._attempts, self.on_task_update, lambda lease: self._pool.check(lease)
+        )
         self._auction_settings = auction
         self._operator: Operator | None = None
         self._early_notices: list[tuple[str, object]] = []
@@ -890,10 +892,6 @@ class JobRunner:
             ticket = self._tell_update(task, update)
         if ticket is not None:
             await self._effects.wait(ticket)
-
-    def on_stream_broken(self, lease: uuid.UUID) -> None:
-        """Find out whether the worker of a lease has ended."""
-        self._pool.check(lease)
 
     async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
         """Handle a worker's question where a resource of its task is."""

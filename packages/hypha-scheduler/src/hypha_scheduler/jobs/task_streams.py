@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import anyio
 from msgspec.structs import replace
@@ -63,18 +63,6 @@ _REFUSED_STREAMS: Final = instrumentation.Counter(
 _OTHER_ATTEMPT: Final = "it is about an attempt that does not run on its lease"
 
 
-class StreamObserver(Protocol):
-    """What is told of status updates; the runner of a job."""
-
-    async def on_task_update(self, task: TaskRef, update: TaskUpdate, traffic: TrafficCounts | None) -> None:
-        """Handle a status update about a running attempt; it is acknowledged when this returns."""
-        ...
-
-    def on_stream_broken(self, lease: uuid.UUID) -> None:
-        """Handle that the stream of a lease broke: its worker may have ended."""
-        ...
-
-
 class SchedulerCodec:
     """Frames as the scheduler sends and receives them."""
 
@@ -108,7 +96,10 @@ class TaskStreams:
     job_id: uuid.UUID
     attempts: AttemptRegister
     """What runs on the leases."""
-    observer: StreamObserver
+    on_update: Callable[[TaskRef, TaskUpdate, TrafficCounts | None], Awaitable[None]]
+    """Handles what has happened to a running attempt; the status update is acknowledged when this returns."""
+    on_broken: Callable[[uuid.UUID], None]
+    """Called with a lease whose stream broke: its worker may have ended."""
     _leases: dict[uuid.UUID, _LeaseStream] = field(default_factory=dict)
     _refusals: LogThrottle = field(default_factory=LogThrottle)
 
@@ -186,7 +177,7 @@ class TaskStreams:
             self._count_refusal(lease, received, str(error))
             update = self._failed(attempt, received, error)
         if isinstance(update, TaskEnded):
-            await self.observer.on_task_update(attempt.task, update, traffic_of(received))
+            await self.on_update(attempt.task, update, traffic_of(received))
         elif update is not None and not (isinstance(update, TaskStarted) and attempt.confirmed.is_set()):
             await self._pass_on(attempt, update)
 
@@ -195,9 +186,9 @@ class TaskStreams:
         if not attempt.confirmed.is_set():
             attempt.confirmed.set()
             if not isinstance(update, TaskStarted):  # what runs has been started
-                await self.observer.on_task_update(attempt.task, TaskStarted(), None)
+                await self.on_update(attempt.task, TaskStarted(), None)
         if not attempt.ended.is_set():
-            await self.observer.on_task_update(attempt.task, update, None)
+            await self.on_update(attempt.task, update, None)
 
     def _failed(self, attempt: Attempt, received: StatusUpdate, error: InvalidUpdateError) -> TaskEnded:
         """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
@@ -230,7 +221,7 @@ class TaskStreams:
             try:
                 await lease.channel.run(stream, subscribe.next)
             except StreamResetError:
-                self.observer.on_stream_broken(subscribe.lease)
+                self.on_broken(subscribe.lease)
                 raise
 
 
