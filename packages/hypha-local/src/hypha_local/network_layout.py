@@ -251,8 +251,9 @@ def write_nodes(
             "exclude_cidr": [],
         }
         own = worker_settings(node, work) + executors(node) if node.role == "worker" else settings.get(node.role, "")
-        text = "".join(f"{key} = {toml(value)}\n" for key, value in common.items()) + own
-        (folders.configuration / f"{node.name}.toml").write_text(text, encoding="utf-8")
+        lines = ["# written by hypha-local at each start: changes are lost\n"]
+        lines += [f"{key} = {toml(value)}\n" for key, value in common.items()]
+        (folders.configuration / f"{node.name}.toml").write_text("".join(lines) + own, encoding="utf-8")
 
 
 def worker_settings(node: NodePlan, work: str) -> str:
