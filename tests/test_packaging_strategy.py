@@ -12,7 +12,8 @@ import pytest
 from support.local_network import Job, LocalNetwork, local_network
 from support.wheelhouse import OVERRIDE, ROOT, Environment, empty_environment, passed, run, uv
 
-from hypha_proto.update_file import TensorFile, open_update
+from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 

@@ -278,7 +278,7 @@ async def _serve_dataset(endpoint: MemoryEndpoint, folder: Path) -> None:
 
 def _job(folder: Path) -> DilocoJobConfig:
     """Return a job whose first round does not end during the measurement."""
-    from hypha_proto.update_file import TensorFileWriter, TensorInfo  # imported late: numpy
+    from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo  # imported late: numpy
 
     model = folder / "start-model"
     model.mkdir()

@@ -36,8 +36,9 @@ from hypha_proto.bridge_api import RoundJoined
 from hypha_proto.contributions import OPTIMIZER_RESET, Contribution
 from hypha_proto.global_model import digest_file
 from hypha_proto.job_spec import TrainConfig
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.training_reports import BatchDone, Done, RoundMetrics, SendingUpdate, UpdateMerged
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, open_update, write_update
+from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 from hypha_proto.weights_digest import digest_weights
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from hypha_local.processes import script
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import TrainConfig
-from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
+from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 from support.numpy_executor import Weights, read_weights, step
 

@@ -25,14 +25,8 @@ from hypha.accelerate_executor.modeling.create import create_model, create_torch
 from hypha.accelerate_executor.modeling.hf import load_model, model_directory
 from hypha_proto.global_model import WEIGHTS, GlobalModel
 from hypha_proto.job_spec import Nesterov
-from hypha_proto.update_file import (
-    TensorFile,
-    TensorFileWriter,
-    TensorInfo,
-    UpdateMetadata,
-    open_update,
-    write_update,
-)
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 from hypha_proto.weights_digest import digest_weights
 
 pytestmark = pytest.mark.timeout(120)

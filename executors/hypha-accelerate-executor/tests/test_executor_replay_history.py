@@ -23,7 +23,8 @@ from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Adam, All, Model, Nesterov, PeersReference, TrainConfig, UriReference
 from hypha_proto.replay_plan import FORMAT, RecordedRound, RecordedUpdate, ReplayPlan, Run
-from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
+from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 
 PEERS = tuple(

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.outer_step import BLOCK, PART, inspect_update, outer_step
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, write_update
 
 Arrays = dict[str, NDArray[np.float32]]
 SHAPES = {"layer.weight": (300, 700), "layer.bias": (700,), "norm.mean": (5,), "scale": (), "none": (0, 3)}

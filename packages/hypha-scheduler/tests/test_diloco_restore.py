@@ -19,7 +19,8 @@ from support.diloco_simulation import PEERS, SERVER, FakeContext, FakeDataset, j
 
 from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
 from hypha_proto.ids import PeerId
-from hypha_proto.update_file import TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact, open_start_model
 from hypha_scheduler.jobs.config import ArtifactTable, StartModelTable

@@ -16,7 +16,8 @@ import pytest
 
 from hypha_proto.global_model import GlobalModel
 from hypha_proto.job_spec import Nesterov
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.strategies.diloco.evaluations import Evaluations, WeightsQuality
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, ResultModel
 

@@ -54,6 +54,7 @@ from hypha_proto.leases import (
 )
 from hypha_proto.offers import OFFER, WORKER_REQUESTS, WorkerOffer, WorkerRequest
 from hypha_proto.resources import Resources
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.tasks import TaskDefinition, TaskFailed, TaskFinished
 from hypha_proto.training_reports import (
     REPORT,
@@ -70,7 +71,7 @@ from hypha_proto.training_reports import (
     UpdateMerged,
 )
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.allocation.auction import DECISION_WINDOW
 from hypha_scheduler.audit.diloco import audit
 from hypha_scheduler.errors import AllocationError, JobFailedError

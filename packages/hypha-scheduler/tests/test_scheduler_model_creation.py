@@ -17,8 +17,9 @@ from support.stored_model import write_model
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.transfer import PullRequest
-from hypha_proto.update_file import TensorFile, TensorFileWriter, TensorInfo, UpdateMetadata, write_update
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import open_start_model
 from hypha_scheduler.jobs.config import ModelTable, StartModelTable

@@ -27,10 +27,10 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.round_membership import Member
-from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
+from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.training_reports import Continue, Done, ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
-from hypha_proto.update_file import TensorFile, UpdateMetadata, write_update
+from hypha_proto.update_file import UpdateMetadata, write_update
 
 TERM = 2
 RATE, FACTOR = 0.7, 0.9

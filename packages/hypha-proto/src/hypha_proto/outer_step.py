@@ -36,14 +36,8 @@ import numpy as np
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.outer_arithmetic import BlockArithmetic
-from hypha_proto.update_file import (
-    Float32Array,
-    TensorFile,
-    TensorFileWriter,
-    TensorInfo,
-    UpdateMetadata,
-    open_update,
-)
+from hypha_proto.safetensors_io import Float32Array, TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.update_file import UpdateMetadata, open_update
 
 BLOCK: Final = 1 << 17
 """Numbers per block: small enough that two blocks in float64 fit into the processor's caches, large enough that threads

@@ -3,7 +3,6 @@
 Executors, the parameter server and the scheduler exchange files of this format. A file may come from another machine,
 so every offset of its header is checked against the file's size before use. The data is memory-mapped: a tensor takes
 no memory until it is read. The writer takes one tensor at a time.
-Other packages import `hypha_proto.update_file`, which builds on this module.
 
 File layout: the header's length (u64, little endian), the header (JSON: name -> dtype, shape, data_offsets, and
 `__metadata__` of text to text), then the tensors without gaps.

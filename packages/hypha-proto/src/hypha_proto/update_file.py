@@ -28,24 +28,8 @@ from hypha_proto.safetensors_io import (
     TensorFile,
     TensorFileWriter,
     TensorInfo,
-    from_float,
     to_float32,
 )
-
-__all__ = [
-    "FLOAT_DTYPES",
-    "Float32Array",
-    "TensorFile",
-    "TensorFileWriter",
-    "TensorInfo",
-    "UpdateMetadata",
-    "apply_update_to_dir",
-    "check_fit",
-    "from_float",
-    "open_update",
-    "to_float32",
-    "write_update",
-]
 
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""

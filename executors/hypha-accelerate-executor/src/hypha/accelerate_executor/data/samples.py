@@ -14,7 +14,7 @@ from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.errors import DataError
 from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError, TensorFileError
-from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, to_float32
+from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile, to_float32
 
 FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
 JSON_ROWS: Final = "rows"

@@ -19,7 +19,7 @@ from hypha.accelerate_executor.distributed.process_group import LoadWeights, Pro
 from hypha.accelerate_executor.errors import BridgeRefused, BridgeTimeout, ModelError
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import TrainConfig
-from hypha_proto.update_file import TensorFile
+from hypha_proto.safetensors_io import TensorFile
 
 logger = logging.getLogger(__name__)
 

@@ -17,19 +17,16 @@ from hypha.accelerate_executor.distributed.state_dict import Weights, WholeWeigh
 from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.modeling.weight_mapping import WeightMapping
 from hypha_proto.errors import TensorFileError
-from hypha_proto.update_file import (
+from hypha_proto.safetensors_io import (
     FLOAT_DTYPES,
     Float32Array,
     TensorFile,
     TensorFileWriter,
     TensorInfo,
-    UpdateMetadata,
-    encode_aliases,
     from_float,
-    open_update,
     to_float32,
-    write_update,
 )
+from hypha_proto.update_file import UpdateMetadata, encode_aliases, open_update, write_update
 from hypha_proto.weights_digest import digest_weights
 
 

@@ -15,7 +15,7 @@ from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.errors import DeliveryError, ModelError
 from hypha.accelerate_executor.modeling.hf import load_stored_model
 from hypha_proto.global_model import write_shards
-from hypha_proto.update_file import TensorFile
+from hypha_proto.safetensors_io import TensorFile
 
 logger = logging.getLogger(__name__)
 

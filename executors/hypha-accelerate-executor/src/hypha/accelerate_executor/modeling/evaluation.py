@@ -23,7 +23,7 @@ from hypha.accelerate_executor.modeling.hf import TORCH, load_model
 from hypha.accelerate_executor.train.trainer import loss_of
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS
-from hypha_proto.update_file import TensorFile
+from hypha_proto.safetensors_io import TensorFile
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.modeling.hf import dtype_argument
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import weights_of
-from hypha_proto.update_file import FLOAT_DTYPES, TensorFile, TensorInfo
+from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile, TensorInfo
 
 STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 """Name suffixes of running statistics: averaged over workers (counts: those of one), then added without momentum."""

@@ -24,7 +24,7 @@ from hypha.accelerate_executor.data.samples import (
     is_json,
     missing_column,
 )
-from hypha_proto.update_file import FLOAT_DTYPES, to_float32
+from hypha_proto.safetensors_io import FLOAT_DTYPES, to_float32
 
 
 class TensorSlice:

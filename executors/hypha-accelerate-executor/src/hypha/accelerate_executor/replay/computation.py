@@ -27,7 +27,8 @@ from hypha_proto.job_spec import Nesterov, TrainConfig
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.outer_step import outer_step
 from hypha_proto.replay_plan import RecordedRound, RecordedUpdate, ReplayPlan
-from hypha_proto.update_file import Float32Array, TensorFile, TensorFileWriter, UpdateMetadata, open_update
+from hypha_proto.safetensors_io import Float32Array, TensorFile, TensorFileWriter
+from hypha_proto.update_file import UpdateMetadata, open_update
 
 _BLOCK: Final = 1 << 16
 
