@@ -84,8 +84,8 @@ class MessageChannel(Generic[Out, In]):
     """Largest frame in bytes that is received."""
     next_wanted: int = 0
     """Sequence number of the first message of the peer that is not handled."""
-    _first: int = 0
-    """Sequence number of the oldest message in `_pending`."""
+    oldest: int = 0
+    """Sequence number of the oldest own message that the peer has not handled; of the next one without any."""
     _pending: deque[Out] = field(default_factory=deque)
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _scope: anyio.CancelScope | None = None
@@ -100,11 +100,6 @@ class MessageChannel(Generic[Out, In]):
         """Number of own messages that the peer has not handled."""
         return len(self._pending)
 
-    @property
-    def oldest(self) -> int:
-        """Sequence number of the oldest own message that the peer has not handled; of the next one without any."""
-        return self._first
-
     def take_over(self, own: int, peers: int) -> None:
         """Continue, before the first stream, a channel whose state on this side is lost.
 
@@ -112,12 +107,12 @@ class MessageChannel(Generic[Out, In]):
             own: sequence number of the first own message that the peer has not handled.
             peers: sequence number of the oldest message that the peer keeps.
         """
-        self._first, self.next_wanted = own, peers
+        self.oldest, self.next_wanted = own, peers
 
     @property
     def _end(self) -> int:
         """Sequence number of the next own message."""
-        return self._first + len(self._pending)
+        return self.oldest + len(self._pending)
 
     def send(self, message: Out) -> None:
         """Queue a message; it is sent now or over the next stream.
@@ -132,14 +127,14 @@ class MessageChannel(Generic[Out, In]):
 
     def give_up(self) -> None:
         """Forget the messages that the peer has not handled, because nobody needs them any more."""
-        self._first += len(self._pending)
+        self.oldest += len(self._pending)
         self._pending.clear()
         self._acknowledged.set()
 
     async def wait_until_handled(self) -> None:
         """Wait until the peer has handled all messages that were sent so far, or they are given up."""
         end = self._end
-        while self._first < end:
+        while self.oldest < end:
             await self._acknowledged.wait()
 
     async def run(self, stream: Stream, peer_wants: int) -> None:
@@ -163,7 +158,7 @@ class MessageChannel(Generic[Out, In]):
                 await self._run_exclusively(stream, peer_wants)
 
     async def _run_exclusively(self, stream: Stream, peer_wants: int) -> None:
-        if peer_wants < self._first:
+        if peer_wants < self.oldest:
             raise ChannelError(f"{stream.peer} wants message {peer_wants} again, which it has handled")
         self._scope = anyio.CancelScope()
         try:
@@ -188,9 +183,9 @@ class MessageChannel(Generic[Out, In]):
 
     async def _send_pending(self, stream: Stream) -> None:
         """Send messages, and separate acknowledgements where no message carries them; at least one frame at first."""
-        position, told = self._first, -1
+        position, told = self.oldest, -1
         while True:
-            position = max(position, self._first)
+            position = max(position, self.oldest)
             if position == self._end and told == self.next_wanted:
                 await self._changed.wait()
                 continue
@@ -199,7 +194,7 @@ class MessageChannel(Generic[Out, In]):
                     while position == self._end:
                         await self._changed.wait()
             told = self.next_wanted
-            message = self._pending[position - self._first] if position < self._end else None
+            message = self._pending[position - self.oldest] if position < self._end else None
             await send_frame(stream, self.codec.encode(position, told, message))
             position += message is not None
 
@@ -222,9 +217,9 @@ class MessageChannel(Generic[Out, In]):
     def _acknowledge(self, stream: Stream, wanted: int) -> None:
         if not 0 <= wanted <= self._end:
             raise ChannelError(f"{stream.peer} acknowledges message {wanted}, which was never sent")
-        while self._first < wanted:
+        while self.oldest < wanted:
             self._pending.popleft()
-            self._first += 1
+            self.oldest += 1
         self._acknowledged.set()
         self._acknowledged = anyio.Event()
 

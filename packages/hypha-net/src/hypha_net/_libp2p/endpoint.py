@@ -91,7 +91,8 @@ class Libp2pEndpoint:
         self._records = SecurityState(TlsContexts(identity), self.events)
         self._swarm: Swarm | None = None  # the host asks for addresses during its construction
         self._services: list[ManagerAPI] = []
-        self._fault: Exception | None = None
+        self.fault: Exception | None = None
+        """The error that ended this endpoint, if a py-libp2p service failed; py-libp2p itself does not raise it."""
         self._relay_client = RelayClient(self, self._accept_circuit, self._announce_addresses)
         self._host = make_host(identity, self._records, settings.max_connections, self._own_addresses)
         self._announcer = ProtocolAnnouncer(self._host, tasks)
@@ -243,7 +244,7 @@ class Libp2pEndpoint:
     def _use_identity(self, identity: Identity, contexts: TlsContexts) -> None:
         """Switch to a reloaded identity."""
         self._identity = identity
-        self._records.replace_contexts(contexts)
+        self._records.contexts = contexts
         self._gateways.retry_now()
 
     async def reload_certificates(self) -> bool:
@@ -401,15 +402,10 @@ class Libp2pEndpoint:
             finally:
                 await self._close()
 
-    @property
-    def fault(self) -> Exception | None:
-        """The error that ended this endpoint, if a py-libp2p service failed; py-libp2p itself does not raise it."""
-        return self._fault
-
     async def _close(self) -> None:
         services = (*self._services, cast(Swarm, self._host.get_network()).manager)
         faults = [error for service in services for _, error, _ in cast(TrioManager, service)._errors]
-        self._fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
+        self.fault = next((fault for fault in faults if isinstance(fault, Exception)), None)
         self._dialer.close()
         self._tasks.cancel_scope.cancel()
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True):

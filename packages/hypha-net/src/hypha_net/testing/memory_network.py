@@ -187,7 +187,7 @@ class MemoryEndpoint:
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, name: str, tasks: anyio.abc.TaskGroup) -> None:
         self._network = network
-        self._peer_id = peer_id
+        self.peer_id = peer_id
         self._name = name
         self._tasks = tasks
         self._handlers: dict[str, StreamHandler] = {}
@@ -209,14 +209,9 @@ class MemoryEndpoint:
         self._roles = RoleCheck(peer_id, self._role_of, self.events)
 
     @property
-    def peer_id(self) -> PeerId:
-        """See `Endpoint.peer_id`."""
-        return self._peer_id
-
-    @property
     def addresses(self) -> tuple[str, ...]:
         """See `Endpoint.addresses`."""
-        return (f"/memory/{self._name}/p2p/{self._peer_id}",)
+        return (f"/memory/{self._name}/p2p/{self.peer_id}",)
 
     @property
     def traffic(self) -> Traffic:
@@ -238,22 +233,22 @@ class MemoryEndpoint:
         return found.peer_id
 
     async def _connect_to(self, peer: PeerId, timeout: float) -> MemoryEndpoint:
-        faults = self._network.links.between(self._peer_id, peer)
+        faults = self._network.links.between(self.peer_id, peer)
         with anyio.move_on_after(timeout) as scope:
             await anyio.sleep(self._network.links.draw_delay(faults))
         if scope.cancelled_caught:
             raise UnreachableError(f"{peer} did not answer within {timeout:g} s")
         if not self._open:
             raise StreamClosedError("the endpoint is shut down")
-        node = self._network.find(peer, self._peer_id)
+        node = self._network.find(peer, self.peer_id)
         if peer not in self._streams and self._network.links.occurs(faults.refuse_rate):
             raise UnreachableError(f"{peer} did not answer this time")
         if peer not in self._streams:
             self._streams[peer] = []
             self.events.emit(Connected(peer, "outbound"))
-        if self._peer_id not in node._streams:
-            node._streams[self._peer_id] = []
-            node.events.emit(Connected(self._peer_id, "inbound"))
+        if self.peer_id not in node._streams:
+            node._streams[self.peer_id] = []
+            node.events.emit(Connected(self.peer_id, "inbound"))
         return node
 
     async def connect_peer(self, peer: PeerId, *, timeout: float = 10.0) -> None:
@@ -263,7 +258,7 @@ class MemoryEndpoint:
 
     def round_trip_time(self, peer: PeerId) -> float | None:
         """See `Endpoint.round_trip_time`: twice the delay of the link, without jitter."""
-        return 2 * self._network.links.between(self._peer_id, peer).delay if peer in self._streams else None
+        return 2 * self._network.links.between(self.peer_id, peer).delay if peer in self._streams else None
 
     async def disconnect(self, peer: PeerId) -> None:
         """See `Endpoint.disconnect`."""
@@ -278,8 +273,8 @@ class MemoryEndpoint:
             self._finished_sent += stream.sent
             stream.abort(reason)
         other = self._network.get(peer)
-        if other is not None and self._peer_id in other._streams:
-            other.drop_peer(self._peer_id, reason)
+        if other is not None and self.peer_id in other._streams:
+            other.drop_peer(self.peer_id, reason)
 
     def connected_peers(self) -> Mapping[PeerId, PeerInfo]:
         """See `Endpoint.connected_peers`."""
@@ -299,16 +294,16 @@ class MemoryEndpoint:
         """See `Endpoint.open_stream`; over a standing connection a `request` arrives after one delay of the link."""
         await anyio.lowlevel.checkpoint()
         if request is not None and peer in self._streams:
-            node = self._network.find(peer, self._peer_id)
+            node = self._network.find(peer, self.peer_id)
         else:
             node = await self._connect_to(peer, timeout)
         protocol = next((p for p in protocols if p in node._handlers), None)
         if protocol is None:
             raise UnsupportedProtocolError(f"{peer} speaks none of {', '.join(protocols)}")
-        there, back = Pipe(self._write_delay(peer)), Pipe(node._write_delay(self._peer_id))
+        there, back = Pipe(self._write_delay(peer)), Pipe(node._write_delay(self.peer_id))
         ours = MemoryStream(peer, protocol, back, there)
         self._track(peer, ours)
-        node._track(self._peer_id, theirs := MemoryStream(self._peer_id, protocol, there, back))
+        node._track(self.peer_id, theirs := MemoryStream(self.peer_id, protocol, there, back))
         node._tasks.start_soon(node._serve, theirs)
         if request is not None:
             await self._send_request(ours, request, timeout)
@@ -331,12 +326,12 @@ class MemoryEndpoint:
 
         async def wait() -> None:
             links = self._network.links
-            faults = links.between(self._peer_id, peer)
+            faults = links.between(self.peer_id, peer)
             if links.occurs(faults.break_rate):
                 self.drop_peer(peer, "the connection broke off")
             await anyio.sleep(links.draw_delay(faults))
             if (receiver := self._network.get(peer)) is not None:
-                await receiver.processor.handle(self._peer_id)
+                await receiver.processor.handle(self.peer_id)
 
         return wait
 
@@ -373,8 +368,8 @@ class MemoryEndpoint:
     async def publish(self, topic: str, data: bytes) -> None:
         """See `Endpoint.publish`."""
         await anyio.lowlevel.checkpoint()
-        message = GossipMessage(self._peer_id, bytes(data))
-        routes = self._network.routes(topic, self._peer_id)
+        message = GossipMessage(self.peer_id, bytes(data))
+        routes = self._network.routes(topic, self.peer_id)
         for node in routes.pop(0.0, []):
             node.deliver(topic, message)
         if routes:
@@ -436,12 +431,12 @@ class MemoryEndpoint:
 
     def topic_peers(self, topic: str) -> frozenset[PeerId]:
         """See `Endpoint.topic_peers`; all subscribers count as connected here."""
-        return frozenset(self._network.subscribers(topic)) - {self._peer_id}
+        return frozenset(self._network.subscribers(topic)) - {self.peer_id}
 
     async def put_record(self, key: bytes, value: bytes, *, ttl: float = 3600.0) -> None:
         """See `Endpoint.put_record`; it expires `ttl` seconds after this endpoint is closed."""
         await anyio.sleep(self._network.faults.delay)
-        self._network.store(Record(key, value, self._peer_id), self._peer_id, ttl)
+        self._network.store(Record(key, value, self.peer_id), self.peer_id, ttl)
 
     async def find_records(self, key: bytes, *, timeout: float = 5.0) -> list[Record]:
         """See `Endpoint.find_records`."""

@@ -29,18 +29,14 @@ class SearchPacing:
         self._deadline = deadline
         self._random = random
         self._given_up = 0
-        self._resume_at: float | None = None
+        self.resume_at: float | None = None
+        """End of the pause between two attempts; None outside of pauses."""
         self.give_up_at: float | None = None
         """When the set is given up unless it grows; None before the first lease, and close to the deadline.
 
         From the second attempt on an empty set is given up, too: otherwise it would gather the workers that others
         release one by one, and hold these up again.
         """
-
-    @property
-    def resume_at(self) -> float | None:
-        """End of the pause between two attempts; None outside of pauses."""
-        return self._resume_at
 
     @property
     def is_first(self) -> bool:
@@ -57,11 +53,11 @@ class SearchPacing:
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._given_up, 16)) * self._random.uniform(*_PAUSE_JITTER)
         self._given_up += 1
         self.give_up_at = None
-        self._resume_at = min(now + pause, max(now, self._deadline - LAST_ATTEMPT))
-        return self._resume_at - now
+        self.resume_at = min(now + pause, max(now, self._deadline - LAST_ATTEMPT))
+        return self.resume_at - now
 
     def resume(self, now: float) -> None:
         """Begin the next attempt after a pause."""
-        if self._resume_at is not None:
-            self._resume_at = None
+        if self.resume_at is not None:
+            self.resume_at = None
             self.restart_patience(now)

@@ -60,14 +60,6 @@ class ByteCount:
     sent: int = 0
     received: int = 0
 
-    def add_sent(self, count: int) -> None:
-        """Count bytes that were sent."""
-        self.sent += count
-
-    def add_received(self, count: int) -> None:
-        """Count bytes that were received."""
-        self.received += count
-
 
 @dataclass(slots=True)
 class SecurityState:
@@ -77,10 +69,6 @@ class SecurityState:
     """For handshakes that begin from now on."""
     events: Events
     bytes: ByteCount = field(default_factory=ByteCount)
-
-    def replace_contexts(self, contexts: TlsContexts) -> None:
-        """Use other contexts for handshakes that begin from now on."""
-        self.contexts = contexts
 
 
 def libp2p_key_pair(identity: Identity) -> KeyPair:
@@ -298,7 +286,7 @@ class TlsConnection(ISecureConn):
             return False
         except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.add_received(count)
+        self._bytes.received += count
         self._feed(_scratch.buffer[:count])
         return True
 
@@ -334,7 +322,7 @@ class TlsConnection(ISecureConn):
             return data
         except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.add_sent(count)
+        self._bytes.sent += count
         return data[count:]
 
     async def close(self) -> None:

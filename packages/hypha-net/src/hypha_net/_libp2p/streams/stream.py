@@ -26,19 +26,9 @@ class Libp2pStream:
 
     def __init__(self, muxed: YamuxStream, protocol: str) -> None:
         self._muxed = muxed
-        self._protocol = protocol
+        self.protocol = protocol
         self._closed = False
-        self._peer = PeerId(muxed.peer_id.to_bytes())
-
-    @property
-    def peer(self) -> PeerId:
-        """See `Stream.peer`."""
-        return self._peer
-
-    @property
-    def protocol(self) -> str:
-        """See `Stream.protocol`."""
-        return self._protocol
+        self.peer = PeerId(muxed.peer_id.to_bytes())
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """See `Stream.send_all`."""

@@ -81,7 +81,8 @@ class YamuxSession(IMuxedConn):
         Args:
             unread: the counter that the peer's other connections use, if it has any.
         """
-        self._conn = conn
+        self.transport = conn
+        """The secure connection below."""
         self._serve = serve
         self._served: trio.Nursery
         self._serving = 0
@@ -113,7 +114,8 @@ class YamuxSession(IMuxedConn):
         """Whether the peer has sent GO_AWAY."""
         self._write_failed = False
         """Whether sending has failed; what the peer has sent before may still be read."""
-        self.started_at = self._last_received_at = trio.current_time()
+        self.started_at = self.last_received_at = trio.current_time()
+        """When this session began, and the last bytes of the peer arrived, by trio's clock."""
         self._scope = trio.CancelScope()
 
     # --------------------------------------------------------------------------------------------- lifetime
@@ -166,24 +168,24 @@ class YamuxSession(IMuxedConn):
         self._accepted.close()
         self._control.close()
         with trio.CancelScope(shield=True):
-            await self._conn.close()
+            await self.transport.close()
             if self.on_close is not None:
                 await self.on_close()
 
     async def _keep_alive(self) -> None:
         """Ping a silent peer, and close the connection when it does not answer."""
         while True:
-            silent_until = self._last_received_at + PING_INTERVAL
+            silent_until = self.last_received_at + PING_INTERVAL
             suspended = await self._sleep_was_suspended(max(0.0, silent_until - trio.current_time()))
             await self._reset_overdue_streams()
             if suspended:
                 continue
-            if trio.current_time() - self._last_received_at < PING_INTERVAL:
+            if trio.current_time() - self.last_received_at < PING_INTERVAL:
                 continue
             pinged_at = trio.current_time()
             self.queue_frame(FrameType.PING, FrameFlag.SYN, 0, 0)
-            if not await self._sleep_was_suspended(PING_TIMEOUT) and self._last_received_at < pinged_at:
-                silent = trio.current_time() - self._last_received_at
+            if not await self._sleep_was_suspended(PING_TIMEOUT) and self.last_received_at < pinged_at:
+                silent = trio.current_time() - self.last_received_at
                 _log.warning("closing the connection with %s: silent for %.0f s", self.peer_id, silent)
                 await self._shut_down("the peer is silent")
                 self._scope.cancel()
@@ -200,7 +202,7 @@ class YamuxSession(IMuxedConn):
         await trio.sleep_until(until)
         if trio.current_time() <= until + SUSPENDED:
             return False
-        self._last_received_at = trio.current_time()
+        self.last_received_at = trio.current_time()
         return True
 
     # ------------------------------------------------------------------------------------------------ streams
@@ -267,9 +269,9 @@ class YamuxSession(IMuxedConn):
         header = before + frame_header(kind, flags, stream_id, length)
         try:
             if data is None:
-                await self._conn.write(header)
+                await self.transport.write(header)
             elif length <= SMALL_BODY:  # header and body in one TLS record
-                await self._conn.write(header + data)
+                await self.transport.write(header + data)
             else:
                 await self._send_large(header, data, length)
         except IOException:
@@ -283,7 +285,7 @@ class YamuxSession(IMuxedConn):
             await self._bulk.acquire()
         try:
             began = trio.current_time()
-            await self._conn.write(header, data)
+            await self.transport.write(header, data)
             self._frame_size.add_sample(length, trio.current_time() - began)
         finally:
             self._bulk.release()
@@ -386,9 +388,9 @@ class YamuxSession(IMuxedConn):
 
     async def _fill(self, buffer: memoryview, *, within_frame: bool = False) -> bool:
         while buffer:
-            count = self._conn.read_now(buffer)
+            count = self.transport.read_now(buffer)
             if count is None:
-                await self._conn.wait_readable(fair=not within_frame)
+                await self.transport.wait_readable(fair=not within_frame)
                 continue
             if not count:
                 return False
@@ -397,8 +399,8 @@ class YamuxSession(IMuxedConn):
         return True
 
     def _count_received(self, count: int) -> None:
-        self._last_received_at = trio.current_time()
-        self._receive_rate.add(count, self._last_received_at)
+        self.last_received_at = trio.current_time()
+        self._receive_rate.add(count, self.last_received_at)
 
     async def _fill_inplace(self, stream: YamuxStream, length: int) -> memoryview | None:
         """Read a frame's body into the buffer of a waiting reader and return an empty buffer.
@@ -412,9 +414,9 @@ class YamuxSession(IMuxedConn):
                 body = acquire_buffer(length)
                 body[:received] = stream.take_spilled()
                 return body if await self._fill(body[received:], within_frame=True) else None
-            count = self._conn.read_now(rest)
+            count = self.transport.read_now(rest)
             if count is None:
-                await self._conn.wait_readable(fair=False)
+                await self.transport.wait_readable(fair=False)
                 continue
             if not count:
                 return None
@@ -493,19 +495,9 @@ class YamuxSession(IMuxedConn):
     # --------------------------------------------------------------------------------------------- properties
 
     @property
-    def transport(self) -> SecureTransport:
-        """The secure connection below."""
-        return self._conn
-
-    @property
-    def last_received_at(self) -> float:
-        """When the last bytes of the peer arrived, by trio's clock."""
-        return self._last_received_at
-
-    @property
     def is_initiator(self) -> bool:
         """Whether this side dialled."""
-        return bool(self._conn.is_initiator)
+        return bool(self.transport.is_initiator)
 
     @property
     def is_established(self) -> bool:
@@ -519,12 +511,12 @@ class YamuxSession(IMuxedConn):
 
     def get_transport_addresses(self) -> list[Multiaddr]:
         """Return the addresses of the connection below."""
-        return self._conn.get_transport_addresses()
+        return self.transport.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
         """Return whether the connection is direct or relayed."""
-        return self._conn.get_connection_type()
+        return self.transport.get_connection_type()
 
     def get_remote_address(self) -> tuple[str, int] | None:
         """Return host and port of the connection's other end, if known."""
-        return self._conn.get_remote_address()
+        return self.transport.get_remote_address()

@@ -58,9 +58,10 @@ class YamuxStream(IMuxedStream):
         """Bytes of an incomplete frame in the reader's buffer; the session takes them back if the reader leaves."""
         self._spilled = b""
         """Those bytes, after the reader has left."""
-        self._receive_window = session.initial_receive_window
-        self._initial_grant = self._receive_window - SPEC_INITIAL_WINDOW
-        self._receive_allowance = self._receive_window
+        self.receive_window = session.initial_receive_window
+        """Bytes that the peer may send before this side reads."""
+        self._initial_grant = self.receive_window - SPEC_INITIAL_WINDOW
+        self._receive_allowance = self.receive_window
         """Bytes that the peer may still send."""
         self._read_since_update = 0
         self._updated_at = trio.current_time()
@@ -74,7 +75,6 @@ class YamuxStream(IMuxedStream):
         self._discarding = False
         self._discarding_since = 0.0
         self._small_writes = 0
-        self._deadline = float("inf")
         self._carries_circuit = False
         self._changed = trio.Event()
 
@@ -132,7 +132,7 @@ class YamuxStream(IMuxedStream):
         self._inplace_target = buffer
         try:
             while not (self._inplace_received or self._buffer.size or self._remote_closed or self._reset_reason):
-                await self._wait_for_change()
+                await self._changed.wait()
         except BaseException:
             self._buffer.prepend(bytes(buffer[: self._inplace_received]))
             self._inplace_received = 0
@@ -182,7 +182,7 @@ class YamuxStream(IMuxedStream):
                 raise MuxedStreamEOF("the peer has ended the stream")
             if self._reset_reason is not None:
                 raise MuxedStreamReset(self._reset_reason)
-            await self._wait_for_change()
+            await self._changed.wait()
 
     def _count_read(self, size: int) -> None:
         self._session.unread.remove(size)
@@ -198,19 +198,19 @@ class YamuxStream(IMuxedStream):
         if self._remote_closed or self._reset_reason is not None or not self._read_since_update:
             return
         now = trio.current_time()
-        half_used, elapsed = self._read_since_update >= self._receive_window // 2, now - self._updated_at
+        half_used, elapsed = self._read_since_update >= self.receive_window // 2, now - self._updated_at
         if not half_used and elapsed < WINDOW_UPDATE_INTERVAL:
             return
         amount, self._read_since_update, self._updated_at = self._read_since_update, 0, now
         if half_used and self._should_widen(elapsed):
-            amount += self._receive_window
-            self._receive_window *= 2
+            amount += self.receive_window
+            self.receive_window *= 2
         self.grant_window(amount)
 
     def _should_widen(self, elapsed: float) -> bool:
-        if self._receive_window >= MAX_WINDOW or not (self.is_wide or self._session.can_widen()):
+        if self.receive_window >= MAX_WINDOW or not (self.is_wide or self._session.can_widen()):
             return False
-        more = self._receive_window * (1 if self.is_wide else 2)  # what it adds to the session's wide windows
+        more = self.receive_window * (1 if self.is_wide else 2)  # what it adds to the session's wide windows
         return elapsed < 1.5 * self._long_round_trip() or self._session.is_fast_for(more)
 
     def grant_window(self, amount: int) -> None:
@@ -223,18 +223,13 @@ class YamuxStream(IMuxedStream):
         """Prepare the stream for a relayed connection: widest window if the session allows it, frames with TLS."""
         self._carries_circuit = True
         if self._session.can_widen():
-            amount, self._receive_window = MAX_WINDOW - self._receive_window, MAX_WINDOW
+            amount, self.receive_window = MAX_WINDOW - self.receive_window, MAX_WINDOW
             self.grant_window(amount)
-
-    @property
-    def receive_window(self) -> int:
-        """Bytes that the peer may send before this side reads."""
-        return self._receive_window
 
     @property
     def is_wide(self) -> bool:
         """Whether the receive window is larger than `INITIAL_WINDOW`."""
-        return self._receive_window > INITIAL_WINDOW
+        return self.receive_window > INITIAL_WINDOW
 
     def _long_round_trip(self) -> float:
         """Return the link's round trip in seconds; 0 where `INITIAL_WINDOW` is large enough for it."""
@@ -281,7 +276,7 @@ class YamuxStream(IMuxedStream):
             if self._local_closed:
                 raise MuxedStreamClosed("sending has ended on this side")
             if self._send_window == 0:
-                await self._wait_for_change()
+                await self._changed.wait()
                 continue
             size = min(len(rest), self._send_window, self._max_frame_size())
             self._send_window -= size
@@ -420,26 +415,8 @@ class YamuxStream(IMuxedStream):
         return self.is_finished
 
     def set_deadline(self, ttl: int) -> None:
-        """Fail reads and writes that still wait for the peer in `ttl` seconds with `MuxedStreamError`.
-
-        Part of py-libp2p's interface; Hypha itself uses cancel scopes.
-
-        Raises:
-            ValueError: `ttl` is negative.
-        """
-        if ttl < 0:
-            raise ValueError(f"a deadline in {ttl} s")
-        self._deadline = trio.current_time() + ttl
-        self._notify()
-
-    async def _wait_for_change(self) -> None:
-        if self._deadline == float("inf"):
-            await self._changed.wait()
-            return
-        with trio.CancelScope(deadline=self._deadline) as scope:
-            await self._changed.wait()
-        if scope.cancelled_caught:
-            raise MuxedStreamError("the stream's deadline has passed")
+        """Fail: only py-libp2p's mplex uses this part of its interface, and Hypha uses cancel scopes."""
+        raise NotImplementedError
 
     def get_remote_address(self) -> tuple[str, int] | None:
         """Return host and port of the connection's other end, if known."""
