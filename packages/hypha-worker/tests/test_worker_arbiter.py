@@ -1,4 +1,4 @@
-"""The arbiter: prices, preferences, quotas, defaults, devices, fairness, and reasons for rejection."""
+"""The arbiter: prices, preferences, quotas, devices, fairness, reasons for rejection; and its request batches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import REJECTION_CODES, Rejection
-from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
+from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.policy import OfferPolicy
-from hypha_worker.bidding.request_batch import ReceivedRequest
+from hypha_worker.bidding.request_batch import DeferredRequests, ReceivedRequest, RequestBatch
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
 
 TRAIN = ExecutorDescriptor("train", "diloco-transformer")
-PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(6)]
+PEERS = [PeerId.from_public_key(n.to_bytes(32, "big")) for n in range(200)]
 MACHINE = Resources(cpu=8.0, memory=32.0, storage=100.0)
 
 
@@ -387,3 +387,115 @@ def test_preference_decides_between_equal_prices(name: str) -> None:
     batch = [asking(0), asking(1, peer=1)]
     assert chosen(batch, evaluation=name) == [0]
     assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]
+
+
+TRAINING = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
+SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("aggregate", "x"),))
+
+
+def numbered(
+    number: int, peer: int = 0, bid: float = 100.0, received_at: float = 0.0, spec: WorkerSpec = TRAINING
+) -> ReceivedRequest:
+    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
+    return ReceivedRequest(PEERS[peer], request, received_at)
+
+
+def numbers(batch: RequestBatch) -> list[int]:
+    return [each.request.id.int for each in batch.drain()]
+
+
+def test_a_batch_is_due_after_its_window() -> None:
+    batch = RequestBatch(window=0.2)
+    assert batch.seconds_until_due(0.0) is None
+    batch.add(numbered(0, received_at=1.0))
+    batch.add(numbered(1, received_at=1.1))
+    assert batch.seconds_until_due(1.05) == pytest.approx(0.15)
+    assert batch.seconds_until_due(1.3) == 0.0
+    assert numbers(batch) == [0, 1]
+    assert batch.seconds_until_due(2.0) is None
+
+
+def test_a_flood_is_not_decided_alone_and_leaves_a_place_to_others() -> None:
+    batch = RequestBatch()
+    for number in range(5 * REQUEST_BATCH_SIZE):
+        batch.add(numbered(number))
+    assert batch.seconds_until_due(0.01) == pytest.approx(0.19)
+    batch.add(numbered(9999, peer=1, bid=1.0))
+    found = numbers(batch)
+    assert len(found) == REQUEST_BATCH_SIZE
+    assert 9999 in found
+
+
+def test_a_repeated_request_takes_one_place() -> None:
+    batch = RequestBatch(size=3)
+    for _ in range(5):
+        batch.add(numbered(7))
+    batch.add(numbered(7, peer=1))
+    assert numbers(batch) == [7, 7], "one of each scheduler: an id may be copied"
+
+
+def test_of_more_schedulers_than_places_the_best_bids_stay() -> None:
+    batch = RequestBatch(size=3)
+    for number, bid in enumerate((1.0, 5.0, 3.0, 9.0, 1.0, 7.0)):
+        batch.add(numbered(number, peer=number, bid=bid))
+    assert sorted(numbers(batch)) == [1, 3, 5]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=80), st.integers(7, 12))
+def test_places_are_shared_evenly_and_each_schedulers_best_bids_stay(wanted: list[tuple[int, int]], size: int) -> None:
+    batch = RequestBatch(size=size)
+    offered = [numbered(number, peer, float(bid)) for number, (peer, bid) in enumerate(wanted)]
+    for each in offered:
+        batch.add(each)
+    kept = batch.drain()
+    assert len(kept) == min(size, len(offered))
+    places = Counter(each.scheduler for each in kept)
+    for scheduler, count in Counter(each.scheduler for each in offered).items():
+        bids = sorted((each.request.bid for each in offered if each.scheduler == scheduler), reverse=True)
+        assert (
+            sorted((each.request.bid for each in kept if each.scheduler == scheduler), reverse=True)
+            == bids[: places[scheduler]]
+        )
+        if places[scheduler] < count:
+            assert places[scheduler] >= max(places.values()) - 1
+
+
+def kept(deferred: DeferredRequests) -> list[int]:
+    return sorted(each.request.id.int for each in deferred.pending)
+
+
+def test_a_repeated_request_replaces_the_older_one() -> None:
+    deferred = DeferredRequests()
+    for number in range(3):
+        deferred.add(numbered(number, received_at=number / 100))
+    assert kept(deferred) == [2]
+
+
+def test_a_publication_replaces_all_of_the_one_before() -> None:
+    deferred = DeferredRequests()
+    deferred.add(numbered(0))
+    deferred.add(numbered(1, received_at=0.05, spec=SERVER))
+    deferred.add(numbered(2, peer=1, spec=SERVER))
+    assert kept(deferred) == [0, 1, 2]
+    deferred.drop_superseded([numbered(3, received_at=0.5)])
+    assert kept(deferred) == [2]
+
+
+def test_the_next_deadline_is_that_of_the_oldest_request() -> None:
+    deferred = DeferredRequests()
+    assert deferred.next_deadline == float("inf")
+    deferred.add(numbered(0, received_at=1.0))
+    deferred.add(numbered(1, received_at=1.1, spec=SERVER))
+    assert deferred.next_deadline == 6.0
+    deferred.forget(PEERS[0])
+    assert deferred.pending == ()
+
+
+def test_a_flood_of_different_requests_leaves_a_place_to_others() -> None:
+    deferred = DeferredRequests()
+    for number in range(2 * REQUEST_BATCH_SIZE):
+        spec = WorkerSpec(resources=Resources(cpu=number / 1000), executor=TRAINING.executor)
+        deferred.add(numbered(number, spec=spec))
+    deferred.add(numbered(9999, peer=1, received_at=0.1))
+    assert len(deferred.pending) == REQUEST_BATCH_SIZE
+    assert 9999 in kept(deferred)

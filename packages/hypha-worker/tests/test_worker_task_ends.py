@@ -30,7 +30,6 @@ from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import make_environment, substitute
-from hypha_worker.executors.process.process_runner import exit_text
 from hypha_worker.leasing import retention
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.tasks.execution import Execution, TaskContext
@@ -320,11 +319,6 @@ def test_a_worker_of_a_user_without_a_home_runs_processes(tmp_path: Path, monkey
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     made = make_environment({}, {}, Allocation(Resources()), "token", tmp_path, writable=[tmp_path])
     assert made["HOME"] == str(tmp_path)
-
-
-@pytest.mark.parametrize(("code", "text"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM")])
-def test_an_exit_status_is_described(code: int, text: str) -> None:
-    assert exit_text(code) == text
 
 
 class FailsWhenCancelled(Execution):

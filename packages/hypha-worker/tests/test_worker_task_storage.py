@@ -34,8 +34,9 @@ def make(folder: Path, **sizes: int) -> None:
         (folder / name).write_bytes(b"x" * size)
 
 
-def test_files_and_announcements_count_together(tmp_path: Path) -> None:
-    make(tmp_path, model=300)
+def test_files_at_any_depth_and_announcements_count_together(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    make(tmp_path / "folder", model=300)
     storage = TaskStorage(tmp_path, 1000)
     storage.reserve(tmp_path / "a", 400)
     make(tmp_path, a=100)  # it arrives, and counts as announced
@@ -46,17 +47,8 @@ def test_files_and_announcements_count_together(tmp_path: Path) -> None:
     storage.reserve(tmp_path / "c", 300)
     with pytest.raises(StorageExceededError):
         storage.reserve(tmp_path / "c", 301)
-    (tmp_path / "model").unlink()
+    (tmp_path / "folder" / "model").unlink()
     storage.reserve(tmp_path / "c", 600)
-
-
-def test_what_the_executor_writes_counts_for_the_next_file(tmp_path: Path) -> None:
-    storage = TaskStorage(tmp_path, 1000)
-    (tmp_path / "sub").mkdir()
-    make(tmp_path / "sub", log=900)
-    with pytest.raises(StorageExceededError, match="900 of 1000 bytes are used"):
-        storage.reserve(tmp_path / "a", 101)
-    storage.reserve(tmp_path / "a", 100)
 
 
 def test_links_count_once_and_are_not_followed(tmp_path: Path) -> None:
