@@ -1,10 +1,12 @@
-"""Complete jobs against a fake worker; exact where DiLoCo can be exact."""
+"""Complete jobs against a fake worker, exact where DiLoCo can be exact; and evaluation on held-out samples."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from click.testing import CliRunner
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.data.batches import Batches
-from hypha.accelerate_executor.modeling.evaluation import evaluate
+from hypha.accelerate_executor.modeling.evaluation import EvaluatedModel, Subject, evaluate
 from hypha_proto.update_file import apply_update_to_dir, open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -233,3 +235,273 @@ def test_a_device_map_does_not_change_training(make_worker: Callable[..., Any]) 
     assert training.main(plain.arguments()) == 0
     assert training.main([*mapped.arguments(), "--device-map", "cpu"]) == 0
     assert plain.updates[0].read_bytes() == mapped.updates[0].read_bytes()
+
+
+PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+SHARE = {
+    "type": "peers",
+    "peers": [PEER],
+    "strategy": {"type": "One"},
+    "resource": {"dataset": "held-out", "index": 0},
+    "filenames": ["evaluation-00000.safetensors", "evaluation-00001.safetensors"],
+}
+
+
+@pytest.fixture
+def held_out(tmp_path: Path, digits: dict[str, Any]) -> list[Path]:
+    """Return the test images in two files, and all of them in a third."""
+    paths = [tmp_path / name for name in (*SHARE["filenames"], "whole.safetensors")]
+    for path, part in zip(paths, (slice(0, 200), slice(200, None), slice(None)), strict=True):
+        rows = {name: np.ascontiguousarray(value[part]) for name, value in digits["test"].items()}
+        safetensors.numpy.save_file(rows, path)
+    return paths
+
+
+def serving(worker: Any, files: list[Path]) -> list[Any]:
+    """Let a fake worker provide the evaluation files; return the requests for them."""
+    asked: list[Any] = []
+
+    def fetch(body: Any) -> tuple[int, Any]:
+        if body.get("filenames") is None:
+            return worker.fetch(body)  # type: ignore[no-any-return]
+        asked.append(body)
+        out = worker.work_dir / body["out_dir"]
+        out.mkdir(exist_ok=True)
+        return 200, [worker._place(path, out / path.name, {}) for path in files]
+
+    worker.answers["/resources/fetch"] = fetch
+    return asked
+
+
+def measured(worker: Any) -> dict[int, dict[str, float]]:
+    """Return the reported evaluation metrics by round."""
+    told = [report["metrics"] for report in worker.reports if isinstance(report, dict) and "metrics" in report]
+    return {each["round"]: each["metrics"] for each in told if "evaluation_loss" in each["metrics"]}
+
+
+def test_every_second_round_is_evaluated_as_the_evaluate_command_does(
+    make_worker: Callable[..., Any], held_out: list[Path], tmp_path: Path
+) -> None:
+    worker = make_worker(rounds=4, batches=12)
+    asked = serving(worker, held_out[:2])
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 2})) == 0
+    found = measured(worker)
+    assert list(found) == [2, 4]
+    assert len(asked) == 1, "the samples are fetched once"
+    shutil.copytree(worker.model_dir, tmp_path / "result")
+    for number, outer in enumerate(worker.outers, 1):
+        apply_update_to_dir(tmp_path / "result", outer)
+        if number % 2 == 0:
+            after = evaluate("image-classification", tmp_path / "result", held_out[2], 64)
+            assert found[number]["accuracy"] == pytest.approx(after.accuracy, abs=1e-6)
+            assert found[number]["evaluation_loss"] == pytest.approx(after.loss, abs=1e-4)
+            assert found[number]["evaluation_samples"] == after.samples == 360
+
+
+def test_evaluation_does_not_change_training(make_worker: Callable[..., Any], held_out: list[Path]) -> None:
+    plain, watched = make_worker(rounds=2, batches=8), make_worker(rounds=2, batches=8)
+    serving(watched, held_out[:2])
+    assert training.main(plain.arguments()) == 0
+    assert training.main(watched.arguments(evaluation={"data": SHARE, "every": 1})) == 0
+    assert list(measured(watched)) == [1, 2]
+    for ours, theirs in zip(watched.updates, plain.updates, strict=True):
+        (one, _), (other, _) = open_update(ours), open_update(theirs)
+        with one, other:
+            for name in other.tensors:
+                np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
+
+
+def test_training_continues_when_evaluation_files_are_unavailable(
+    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(rounds=3, batches=4)
+
+    def refuse(body: Any) -> tuple[int, Any]:
+        return (
+            worker.fetch(body) if body.get("filenames") is None else (502, {"error": "peer-failed", "detail": "away"})
+        )
+
+    worker.answers["/resources/fetch"] = refuse
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
+    assert len(worker.updates) == 3
+    assert measured(worker) == {}
+    assert caplog.text.count("evaluation is disabled") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes")],
+)
+def test_an_evaluation_for_which_there_is_no_memory_costs_only_itself(
+    make_worker: Callable[..., Any],
+    held_out: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fail(*_: Any, **__: Any) -> EvaluatedModel:
+        raise error
+
+    worker = make_worker(rounds=3, batches=4)
+    monkeypatch.setattr(Subject, "measure", fail)
+    serving(worker, held_out[:2])
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
+    assert len(worker.updates) == 3
+    assert caplog.text.count("evaluation is disabled") == 1
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold evaluations that run beside training until the event is set; fail those that wait for 30 seconds."""
+    opened, usual = threading.Event(), Subject.measure
+
+    def measure(subject: Subject, files: Any, batch_size: int, limit: int | None = None) -> EvaluatedModel:
+        if threading.current_thread() is not threading.main_thread():
+            assert opened.wait(30), "the evaluation has held up what it waits for"
+        return usual(subject, files, batch_size, limit)
+
+    monkeypatch.setattr(Subject, "measure", measure)
+    return opened
+
+
+def test_the_next_round_is_trained_during_an_evaluation(
+    make_worker: Callable[..., Any], held_out: list[Path], gate: threading.Event
+) -> None:
+    worker = make_worker(rounds=3, batches=4)
+    serving(worker, held_out[:2])
+
+    def status(body: Any) -> tuple[int, Any]:
+        if worker.done_rounds == 1 and body == "update":
+            assert measured(worker) == {}
+            gate.set()  # the second round's batches are done
+        return worker.status(body)  # type: ignore[no-any-return]
+
+    worker.answers["/status/send"] = status
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
+    found = measured(worker)
+    assert 1 in found
+    assert 3 in found, "the last round is evaluated before the executor exits"
+
+
+def test_an_evaluation_longer_than_rounds_leaves_out_those_that_follow(
+    make_worker: Callable[..., Any], held_out: list[Path], gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(rounds=4, batches=4)
+    serving(worker, held_out[:2])
+
+    def status(body: Any) -> tuple[int, Any]:
+        answer = worker.status(body)
+        if worker.done_rounds == 4:
+            gate.set()
+        return answer  # type: ignore[no-any-return]
+
+    worker.answers["/status/send"] = status
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
+    assert list(measured(worker)) == [1, 4]
+    assert "round 2 is not evaluated: the evaluation of an earlier round still runs" in caplog.text
+    assert "round 3 is not evaluated" in caplog.text
+
+
+def test_a_refused_report_of_an_evaluation_ends_the_executor(
+    make_worker: Callable[..., Any], held_out: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(rounds=3, batches=4)
+    serving(worker, held_out[:2])
+
+    def status(body: Any) -> tuple[int, Any]:
+        if isinstance(body, dict) and "evaluation_loss" in body.get("metrics", {}).get("metrics", {}):
+            return 200, {"type": "Error", "reason": "who are you"}
+        return worker.status(body)  # type: ignore[no-any-return]
+
+    worker.answers["/status/send"] = status
+    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 1
+    assert "who are you" in caplog.records[-1].getMessage()
+
+
+OWN_CLASSES = """
+import torch
+
+class Noisy(torch.nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 10)
+
+    def forward(self, pixel_values, labels):
+        x = pixel_values.flatten(1)
+        if self.scale:
+            x = x + self.scale * torch.rand_like(x)
+        return torch.nn.functional.cross_entropy(self.inner(x), labels)
+
+class Unique(Noisy):
+    scale = 0.0
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("there is one of me")
+"""
+
+
+@pytest.fixture
+def run_own(
+    make_worker: Callable[..., Any], held_out: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    """Return a function that trains a class of the worker's owner, three rounds, and returns the worker."""
+    (tmp_path / "owners_classes.py").write_text(OWN_CLASSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(name: str, **config: Any) -> Any:
+        model = tmp_path / name
+        options = ["--task", "torch", "--torch-class", f"owners_classes:{name}", "--out", str(model)]
+        if not model.exists():
+            assert CliRunner().invoke(command, ["create-model", *options]).exit_code == 0
+        config |= {"model": {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": []}}
+        worker = make_worker(rounds=3, batches=4, model_dir=model)
+        serving(worker, held_out[:2])
+        assert training.main([*worker.arguments(**config), "--allow-module", "owners_classes"]) == 0
+        return worker
+
+    yield run
+    sys.modules.pop("owners_classes", None)
+
+
+def _is_evaluated_before_the_merge_is_reported(worker: Any) -> bool:
+    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
+    merged = kinds.index("update-received")
+    return kinds[merged - 2 : merged + 2] == ["metrics", "metrics", "update-received", "status"]
+
+
+def test_a_model_that_cannot_be_copied_is_evaluated_before_its_merge_is_reported(run_own: Callable[..., Any]) -> None:
+    worker = run_own("Unique", evaluation={"data": SHARE, "every": 1})
+    assert list(measured(worker)) == [1, 2, 3]
+    assert _is_evaluated_before_the_merge_is_reported(worker)
+
+
+def test_a_model_that_draws_random_numbers_in_evaluation_still_trains_reproducibly(
+    run_own: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    plain, watched = run_own("Noisy"), run_own("Noisy", evaluation={"data": SHARE, "every": 1})
+    assert "draws random numbers in evaluation" in caplog.text
+    assert list(measured(watched)) == [1, 2, 3]
+    assert _is_evaluated_before_the_merge_is_reported(watched)
+    for ours, theirs in zip(watched.updates, plain.updates, strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_session_executes_commands_like_processes_of_their_own(tmp_path: Path, held_out: list[Path]) -> None:
+    model = str(tmp_path / "model")
+    create = ["create-model", "--arch", "resnet-digits", "--out", model]
+    measure = ["evaluate", "--model", model, "--data", str(held_out[2])]
+    lines = [json.dumps(each).replace(", ", ",\r") for each in (create, measure, create, ["--version"], ["none"], 7)]
+    done = CliRunner().invoke(command, ["session"], input="\n".join([*lines, "{", ""]))
+    assert done.exit_code == 0
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["status"] for answer in answers] == [0, 0, 1, 0, 2, 2, 2]
+    alone = CliRunner().invoke(command, measure)
+    assert json.loads(answers[1]["output"]) == json.loads(alone.stdout)
+    assert "not an empty directory" in answers[2]["output"]
+    assert "hypha-accelerate-executor" in answers[3]["output"]
+    assert "'none'" in answers[4]["output"]
+    assert "not an array of strings" in answers[5]["output"]
+    assert "is not JSON" in answers[6]["output"]
