@@ -46,8 +46,7 @@ def journal(lab: Lab) -> list[dict[str, Any]]:
 
 
 async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.acquire()
         operator.demand = (role(count=3),)
         operator.refresh()
@@ -202,8 +201,7 @@ def shortages(lab: Lab) -> list[dict[str, Any]]:
 
 
 async def test_lost_lease_is_replaced_while_the_demand_stays(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).forgotten.add(first.id)
@@ -258,8 +256,7 @@ async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_bac
 @pytest.mark.parametrize("how", ["stopped", "not started"])
 async def test_lease_that_went_with_its_task_is_replaced(open_jobs: OpenJobs, how: str) -> None:
     """A task that was stopped for good, or did not start, takes its lease along."""
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         lab.worker(first).is_silent = how == "not started"
@@ -278,8 +275,7 @@ async def test_lease_that_went_with_its_task_is_replaced(open_jobs: OpenJobs, ho
 
 async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: OpenJobs) -> None:
     """The only lease of a role is kept until there is another one; with several it is released at once."""
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         for worker in lab.workers[1:]:
             worker.cores = 0
         operator: QuietOperator = await lab.start()
@@ -305,8 +301,7 @@ async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: O
 
 
 async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -406,8 +401,7 @@ async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
 
 async def test_released_leases_are_answered_for_before_a_job_ends(open_jobs: OpenJobs) -> None:
     """A lease that is released in the same moment as the job ends does not stay at its worker."""
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.start()
         [[lease]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
@@ -419,8 +413,7 @@ async def test_released_leases_are_answered_for_before_a_job_ends(open_jobs: Ope
 
 
 async def test_two_requests_for_one_role_fail_the_job(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         operator: QuietOperator = await lab.acquire()
         operator.demand = (role(count=1), role(count=2))
         operator.refresh()

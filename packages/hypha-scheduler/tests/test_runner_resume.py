@@ -36,12 +36,11 @@ def interrupted(runs: Path, job_id: uuid.UUID = JOB, *, kind: str = "scripted", 
 
 
 async def test_an_interrupted_job_goes_on_with_its_journal(open_jobs: OpenJobs, tmp_path: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         directory = interrupted(tmp_path / "runs")
         operator: QuietOperator = await lab.start(job_id=JOB, resume=True)
         assert operator.context.directory == directory
-        assert [(record["record"], record.get("number")) for record in strategy.journals[0]] == [
+        assert [(record["record"], record.get("number")) for record in lab.strategy.journals[0]] == [
             ("accepted", None),
             ("done", 1),
         ]
@@ -74,14 +73,13 @@ async def test_a_resumed_job_may_do_without_the_files_that_it_began_with(
 
 async def test_a_job_can_be_interrupted_again(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """The second scheduler is killed, too; the third gets the records of both."""
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         directory = interrupted(tmp_path / "runs")
         with Journal(directory / JOURNAL) as journal:
             journal.record("resumed")
             journal.append("done", number=2)
         operator = await lab.start(job_id=JOB, resume=True)
-        assert [record["number"] for record in strategy.journals[0] if record["record"] == "done"] == [1, 2]
+        assert [record["number"] for record in lab.strategy.journals[0] if record["record"] == "done"] == [1, 2]
         await lab.finish(operator)
 
 
@@ -99,8 +97,7 @@ async def test_a_job_can_be_interrupted_again(open_jobs: OpenJobs, tmp_path: Pat
     ],
 )
 async def test_what_cannot_be_resumed_stays_as_it_is(open_jobs: OpenJobs, tmp_path: Path, spoil: str, why: str) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         directory = tmp_path / "runs" / str(JOB)
         if spoil == "empty":
             directory.mkdir(parents=True)
@@ -121,10 +118,10 @@ async def test_what_cannot_be_resumed_stays_as_it_is(open_jobs: OpenJobs, tmp_pa
         [error] = lab.results
         assert isinstance(error, JobFailedError)
         assert why in str(error)
-        assert strategy.operators == []
+        assert lab.strategy.operators == []
         if spoil not in ("missing", "format"):
             assert read_journal(directory / JOURNAL) == before
-            assert not strategy.journals
+            assert not lab.strategy.journals
         assert directory.exists() == (spoil != "missing")
 
 

@@ -114,17 +114,19 @@ async def open_stream(lab: Lab, lease: Lease, **settings: Any) -> TaskStreamWork
     return worker
 
 
-async def start(
-    lab: Lab, operator: QuietOperator, spec: TaskSpec = SPEC, *, name: str = "task", attempt: int = 0
-) -> tuple[TaskStreamWorker, TaskDefinition]:
-    """Start a task on the first lease over a new stream and confirm it; return the worker's side and the definition."""
-    await operator.until("acquired")
+async def start(lab: Lab, spec: TaskSpec = SPEC, *, attempt: int = 0) -> tuple[Any, TaskStreamWorker, TaskDefinition]:
+    """Start a job, and a task on its first lease over a new stream, which confirms it.
+
+    Returns:
+        The job's operator, the worker's side of the stream, and the definition of the task.
+    """
+    operator = await lab.acquire()
     worker = await open_stream(lab, operator.leases[0])
-    operator.act(StartTask(operator.task(name, attempt=attempt), spec))
+    operator.act(StartTask(operator.task(attempt=attempt), spec))
     begin = await worker.until("start")
     await worker.tell(begin, started=Started())
-    assert operator.told("update")[-1] == (operator.task(name, attempt=attempt), TaskStarted())
-    return worker, begin
+    assert operator.told("update")[-1] == (operator.task(attempt=attempt), TaskStarted())
+    return operator, worker, begin
 
 
 def events(context: JobContext, *names: str) -> list[dict[str, Any]]:
@@ -138,8 +140,7 @@ def events(context: JobContext, *names: str) -> list[dict[str, Any]]:
 
 async def test_attempts_follow_one_another_over_one_stream(open_jobs: OpenJobs) -> None:
     async with open_jobs(ScriptedStrategy(ConstantOperator), streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         assert begin == TaskDefinition(attempt=AttemptId(operator.context.job_id, "task", 0), start=SPEC)
         await worker.tell(begin, ready=Ready())
         await worker.tell(begin, progress=TaskProgress(fraction=0.5, message="half\nway", metrics={"loss": 1.0}))
@@ -270,8 +271,7 @@ async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
             return (WriteJournal("done", {}),) if isinstance(update, TaskEnded) else ()
 
     async with open_jobs(ScriptedStrategy(Recording), streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         free = anyio.Event()
 
         async def held(work: Any, *arguments: Any, **_: Any) -> Any:
@@ -298,8 +298,7 @@ async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
 
 async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         stop = StopTask(operator.task(), "enough", keep_lease=True)
         operator.act(stop, stop)  # a second one does no harm
         heard = await worker.until("stop")
@@ -317,8 +316,7 @@ async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJobs, drains: bool) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, _ = await start(lab, operator)
+        operator, worker, _ = await start(lab)
         operator.demand = ()
         began = anyio.current_time()
         operator.act(StopTask(operator.task(), "enough", keep_lease=True, drain_seconds=20 * drains))
@@ -333,8 +331,7 @@ async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJ
 
 async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         operator.act(StopTask(operator.task(), "move over", drain_seconds=20))
         heard = await worker.until("drain")
         assert heard.drain == DrainTask(left_ms=20_000, reason="move over")
@@ -349,8 +346,7 @@ async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
 
 async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, _ = await start(lab, operator)
+        operator, worker, _ = await start(lab)
         operator.demand = ()
         operator.act(StopTask(operator.task(), "over"))
         assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "over")
@@ -363,8 +359,7 @@ async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: 
 
 async def test_a_lost_lease_ends_its_task_and_its_stream(open_jobs: OpenJobs) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         operator.demand = ()
         scripted = lab.worker(operator.leases[0])
         scripted.forgotten.add(operator.leases[0].id)
@@ -382,8 +377,7 @@ async def test_a_lost_lease_ends_its_task_and_its_stream(open_jobs: OpenJobs) ->
 async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(open_jobs: OpenJobs) -> None:
     """Its worker may have ended, and its lease with it."""
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, _ = await start(lab, operator)
+        operator, worker, _ = await start(lab)
         operator.demand = ()
         lab.worker(operator.leases[0]).forgotten.add(operator.leases[0].id)
         began = anyio.current_time()
@@ -400,8 +394,7 @@ async def test_reports_of_other_attempts_are_refused_and_counted(
     open_jobs: OpenJobs, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, attempt=1)
+        operator, worker, begin = await start(lab, attempt=1)
         before = len(operator.heard)
         for false in ({"number": 0}, {"number": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
             attempt = msgspec.structs.replace(begin.attempt, **false)
@@ -474,8 +467,7 @@ async def test_a_report_that_contradicts_the_task_ends_its_attempt(
     open_jobs: OpenJobs, recorded: Any, what: dict[str, Any], why: str
 ) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, ASKED)
+        operator, worker, begin = await start(lab, ASKED)
         await worker.tell(begin, **what)
         task, update = operator.told("update")[-1]
         assert (task, update.state, update.outputs) == (operator.task(), TaskState.FAILED, ())
@@ -494,8 +486,7 @@ async def test_a_report_that_contradicts_the_task_ends_its_attempt(
 
 async def test_an_empty_report_is_of_a_later_version_and_skipped(open_jobs: OpenJobs, recorded: Any) -> None:
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator)
+        operator, worker, begin = await start(lab)
         before = len(operator.heard)
         await worker.tell(begin)
         assert (len(operator.heard), recorded.total(REFUSED)) == (before, 0)
@@ -602,8 +593,7 @@ async def test_a_job_survives_whatever_its_worker_sends(open_jobs: OpenJobs, cap
         {"ready": Ready()},
     ]
     async with open_jobs(streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, ASKED)
+        operator, worker, begin = await start(lab, ASKED)
         await worker.cut()
         received = attempt = 0
         for _ in range(400):
@@ -683,8 +673,7 @@ async def test_workers_hear_where_resources_are(open_jobs: OpenJobs, recorded: A
             return ResourceLocation(not_yet=NotYet(task="train", retry_ms=500)), (WriteJournal("asked", {}),)
 
     async with open_jobs(ScriptedStrategy(Locating, dataset=True), streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, INPUTS)
+        operator, worker, begin = await start(lab, INPUTS)
         failure = FailedHolder(peer=lab.peer, reason="a\nb" * 1000)
         answer = await locate(worker, begin, "model", failures=(failure,) * 100)
         assert answer == ResourceLocation(not_yet=NotYet(task="train", retry_ms=500))
@@ -739,8 +728,7 @@ async def test_slices_keep_the_suffix_of_their_format(open_jobs: OpenJobs, monke
             return replace(dataset(lab.peer), format=None)
 
         monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, spec)
+        operator, worker, begin = await start(lab, spec)
         slices = (await locate(worker, begin, "data")).pull
         assert slices is not None
         assert [entry.path for entry in slices.files] == ["digits-3.safetensors", "digits-1.safetensors"]
@@ -761,8 +749,7 @@ async def test_a_malformed_answer_of_an_operator_fails_its_job(open_jobs: OpenJo
             return answer, ()
 
     async with open_jobs(ScriptedStrategy(Wrong), streams=False) as lab:
-        operator = await lab.start()
-        worker, begin = await start(lab, operator, INPUTS)
+        _, worker, begin = await start(lab, INPUTS)
         assert await locate(worker, begin, "model") == ResourceLocation(gone=Gone(reason="the job is over"))
         [error] = await lab.ended()
         assert isinstance(error, JobFailedError)

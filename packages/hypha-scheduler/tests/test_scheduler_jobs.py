@@ -81,11 +81,10 @@ class Scheduler(ServedScheduler):
 
 
 async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy, real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         first, second, third = [await scheduler.submit(name) for name in ("one", "two", "three")]
-        operator: QuietOperator = await strategy.operator()
+        operator: QuietOperator = await lab.strategy.operator()
         await operator.until("acquired")
         listed = (await scheduler.command("jobs"))["jobs"]
         assert [entry["job_id"] for entry in listed] == [first, second, third]
@@ -111,7 +110,7 @@ async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(op
             await scheduler.command("cancel", id="one")
         assert caught.value.code == "ended"
 
-        last: QuietOperator = await strategy.operator(1)
+        last: QuietOperator = await lab.strategy.operator(1)
         last.act(EndJob())
         while await scheduler.states():
             await anyio.sleep(0.02)
@@ -121,8 +120,7 @@ async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(op
 
 
 async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy, real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         ids = [await scheduler.submit(name) for name in ("same", "same", "same-again", "other")]
         for wanted, meant in (("same", ids[:2]), ("sam", ids[:3])):
@@ -143,20 +141,19 @@ async def test_a_name_or_prefix_names_one_job_or_is_ambiguous(open_jobs: OpenJob
 
 
 async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy, real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1)
         for name in ("one", "two", "three"):
             await scheduler.submit(name)
-        operator: QuietOperator = await strategy.operator()
+        operator: QuietOperator = await lab.strategy.operator()
         await operator.until("acquired")
         await scheduler.terminate()
         again = Scheduler(lab, runs, max_running=1)
-        next_one: QuietOperator = await strategy.operator(1)
+        next_one: QuietOperator = await lab.strategy.operator(1)
         await next_one.until("acquired")
         assert await again.states(every=True) == {"two": "running", "three": "waiting", "one": "interrupted"}
         next_one.act(EndJob())
-        (await strategy.operator(2)).act(EndJob())
+        (await lab.strategy.operator(2)).act(EndJob())
         while await again.states():
             await anyio.sleep(0.02)
         ended = await again.states(every=True)
@@ -164,11 +161,10 @@ async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(open_j
 
 
 async def test_no_more_jobs_wait_than_the_queue_takes(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy, real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs, max_running=1, max_waiting=1)
         await scheduler.submit("one")
-        operator: QuietOperator = await strategy.operator()
+        operator: QuietOperator = await lab.strategy.operator()
         await operator.until("acquired")
         with pytest.raises(JobCommandError, match=r"max_running = 1.*without --no-wait"):
             await scheduler.submit(wait=False)
@@ -194,19 +190,18 @@ async def test_further_clients_are_told_to_try_again(
 
 
 async def test_programs_submit_follow_and_cancel_jobs(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
     kinds: list[str] = []
 
     def follow_plainly(job: str) -> list[str]:
         return [event["event"] for event in Client(socket_path(runs)).follow(job)]
 
-    async with open_jobs(strategy, real_time=True) as lab:
+    async with open_jobs(real_time=True) as lab:
         scheduler = Scheduler(lab, runs)
         await scheduler.is_up()
         client = AsyncClient(socket_path(runs))
         job = await client.submit({"type": "scripted", "name": "mine"})
         assert job.directory == runs / job.job_id
-        operator: QuietOperator = await strategy.operator()
+        operator: QuietOperator = await lab.strategy.operator()
         async for event in client.follow("mine"):
             kinds.append(event["event"])
             if event["event"] == "placement":
@@ -337,12 +332,11 @@ def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(
 async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_ones(
     open_jobs: OpenJobs, runs: Path, last: str
 ) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         scheduler = Scheduler(lab, runs, (ScriptedJob(),))
-        configured: QuietOperator = await strategy.operator()
+        configured: QuietOperator = await lab.strategy.operator()
         connection = await scheduler.connect()
-        submitted: QuietOperator = await strategy.operator(1)
+        submitted: QuietOperator = await lab.strategy.operator(1)
         for operator in (configured, submitted):
             await operator.until("acquired")
         first, second = (submitted, configured) if last == "configured" else (configured, submitted)
@@ -361,12 +355,11 @@ async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_
 
 @pytest.mark.virtual_clock
 async def test_scheduler_without_configured_jobs_stays(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy()
-    async with open_jobs(strategy) as lab:
+    async with open_jobs() as lab:
         scheduler = Scheduler(lab, runs)
         for number in range(2):
             connection = await scheduler.connect()
-            operator: QuietOperator = await strategy.operator(number)
+            operator: QuietOperator = await lab.strategy.operator(number)
             operator.act(EndJob())
             assert "result" in json.loads(await connection.receive())
         with anyio.move_on_after(60) as waited:
@@ -380,15 +373,14 @@ async def test_configured_jobs_run_although_no_jobs_can_be_submitted(
     open_jobs: OpenJobs, runs: Path, caplog: pytest.LogCaptureFixture, jobs: int
 ) -> None:
     """Another scheduler has the socket; without configured jobs that is an error."""
-    strategy = ScriptedStrategy()
     with caplog.at_level(logging.WARNING):
-        async with open_jobs(strategy) as lab:
+        async with open_jobs() as lab:
             other = Scheduler(lab, runs)
             await other.connect()
-            (await strategy.operator()).act(EndJob())
+            (await lab.strategy.operator()).act(EndJob())
             scheduler = Scheduler(lab, runs, (ScriptedJob(),) * jobs)
             if jobs:
-                operator: QuietOperator = await strategy.operator(len(strategy.operators))
+                operator: QuietOperator = await lab.strategy.operator(len(lab.strategy.operators))
                 operator.act(EndJob())
             await scheduler.ended.wait()
             if jobs:
