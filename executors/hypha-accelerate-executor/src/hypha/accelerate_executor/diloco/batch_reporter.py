@@ -146,7 +146,8 @@ class BatchReporter:
             self._kept.append(batch)
             if len(self._kept) > MAX_KEPT:
                 self._forget_oldest()
-            self._changed.notify_all()
+            if len(self._kept) == 1:  # else its thread knows when the next request is due
+                self._changed.notify_all()
             if not self._wait(self._may_go_on, self._timeout):
                 raise BridgeTimeout(f"the worker did not answer a report within {self._timeout:g} s")
 

@@ -77,7 +77,7 @@ class TrainingState:
     batches: Counter[PeerId] = field(default_factory=Counter)
     """Batches of each worker in committed rounds."""
     seconds: dict[PeerId, Counter[str]] = field(default_factory=dict)
-    """Where the time of each worker has gone that states it, by `progress.ROUND_SECONDS`."""
+    """Where the time of each worker has gone that states it, by `training_reports.ROUND_SECONDS`."""
     micro_batches: dict[PeerId, int] = field(default_factory=dict)
     """Largest number of samples that each worker computes at once, as far as they state it."""
     loss: float | None = None
