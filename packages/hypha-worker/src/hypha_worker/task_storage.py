@@ -96,7 +96,7 @@ class TaskStorage(ContentStorage):
         """Copy a source's content, as it was when fetched, from the cache to a new staged file.
 
         Returns:
-            Its size in bytes; None if it is not there.
+            The size of the content in bytes; None if the cache does not have it.
 
         Raises:
             StorageExceededError: the task's files would exceed its limit.

@@ -116,7 +116,7 @@ class ParameterServer(Execution):
         return PSEUDO_GRADIENT
 
     def handle_command(self, command: TaskCommand) -> CommandAnswer:
-        """See `Execution.handle`."""
+        """See `Execution.handle_command`."""
         if command.workers is not None:
             self._set_workers(command.workers)
         elif command.members is not None:

@@ -83,7 +83,7 @@ class ProcessExecution(Execution):
         return self._training.queue.accept(peer, header)
 
     def handle_command(self, command: TaskCommand) -> CommandAnswer:
-        """See `Execution.handle`."""
+        """See `Execution.handle_command`."""
         if self._training is None or command.server is None:
             return super().handle_command(command)
         return self._training.changes.handle(command.number, command.server)
