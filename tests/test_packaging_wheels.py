@@ -21,9 +21,8 @@ ON_LIBP2P = {"hypha-data", "hypha-gateway", "hypha-local", "hypha-net", "hypha-s
 WITH_NUMPY = {
     "hypha_proto.global_model",
     "hypha_proto.model_contents",
-    "hypha_proto.outer_arithmetic",
-    "hypha_proto.outer_momentum",
     "hypha_proto.outer_step",
+    "hypha_proto.outer_momentum",
     "hypha_proto.safetensors_io",
     "hypha_proto.update_file",
     "hypha_proto.weights_digest",

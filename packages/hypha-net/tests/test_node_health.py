@@ -16,12 +16,12 @@ from hypha_net.node.health import (
     CALL_INTERVAL,
     GATEWAY_WARNING,
     Readiness,
+    Twins,
     call_gateways,
     gateway_outage,
     serve_health,
     watch_gateways,
 )
-from hypha_net.node.twins import Twins
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.health import HEALTH_CHECK, Caller, Health, HealthRequest
 from hypha_proto.ids import PeerId

@@ -33,7 +33,7 @@ from hypha_net.testing import MemoryEndpoint, MemoryNetwork, simulate
 from hypha_net.token_bucket import TokenBucket
 from hypha_net.transfer.framing import MAX_CONCURRENT, TransferInterruptedError, receive_message, send_message
 from hypha_net.transfer.io import partial_file
-from hypha_net.transfer.push_slots import PushSlots
+from hypha_net.transfer.push_server import PushSlots
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId

@@ -35,8 +35,8 @@ from hypha_proto.tasks import Stop, TaskResource, UriSource
 from hypha_proto.training_reports import Done
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
-from hypha_worker.bridge import spans as spans_module
-from hypha_worker.bridge.spans import SpanRecorder
+from hypha_worker.bridge import backend
+from hypha_worker.bridge.backend import SpanRecorder
 from hypha_worker.errors import BridgeError
 from hypha_worker.hardware import usage
 from hypha_worker.hardware.usage import ProcessUsage, UsageAccumulator, read_tree
@@ -404,7 +404,7 @@ def test_without_a_collector_or_a_trace_spans_are_accepted_and_dropped() -> None
 
 
 def test_the_number_of_spans_per_job_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans_module, "MAX_SPANS_PER_JOB", 5)
+    monkeypatch.setattr(backend, "MAX_SPANS_PER_JOB", 5)
     recorder = SpanRecorder(iter(range(100)).__next__)
     with exporting() as collector:
         assert [recorder.record(report(), JOB) for _ in range(3)] == [3, 2, 0]

@@ -86,7 +86,7 @@ def create(
     if pretrained is not None and any((arch, config_json, torch_class)):
         raise click.UsageError("give either --from or a configuration: --arch, --config-json or --torch-class")
     if pretrained is not None:
-        from hypha.accelerate_executor.modeling.new_head import create_from_pretrained
+        from hypha.accelerate_executor.modeling.create import create_from_pretrained
 
         made = create_from_pretrained(task, pretrained, labels, seed, out)
         click.echo(f"{out}: {made.parameters} parameters; new: {', '.join(made.new) or 'none'}")

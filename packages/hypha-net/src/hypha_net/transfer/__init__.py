@@ -4,9 +4,8 @@ Content is visible only when it is complete. A header announces name, length and
 (`hypha_proto.transfer`). Content is received into a file; the sender may send a file or a buffer.
 
 `pull_client`, `pull_server`, `push_client` and `push_server` run the two protocols; `framing` sends and receives their
-headers. `push_slots` lets only one push of a peer at a time write a file.
-`retry` resumes what was interrupted, `progress` emits the events. The bytes themselves are moved by `io`: `sources`,
-`stream_copy`, `io_thread`, `partial_file` and `integrity`.
+headers. `progress` emits the events, and resumes what was interrupted. The bytes themselves are moved by `io`:
+`sources`, `stream_copy`, `partial_file` and `integrity`.
 """
 
 from hypha_net.bandwidth import MIN_RATE, BandwidthLimits, limit_bandwidth

@@ -1,21 +1,25 @@
 """The worker's side of the bridge of one task: fetch, send, receive and report.
 
 It is confined to one attempt: its work directory, what its definition names, and its scheduler. What only a task that
-trains has is in `training`.
+trains has is in `training`. An executor needs neither OpenTelemetry nor a synchronised clock: it reports spans after
+they ended, each with how long ago it began, and they are recorded in the trace of its job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import PurePosixPath
 from typing import Final, TypedDict
 
+import anyio
 import msgspec
 
 from hypha_net import instrumentation, transfer
 from hypha_proto.bridge_api import (
+    ExecutorSpan,
     FetchedFile,
     ProgressUpdate,
     ProgressUpdateAnswer,
@@ -28,7 +32,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
-from hypha_worker.bridge.spans import SpanRecorder
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.peer_files import fetched_file
@@ -307,3 +310,62 @@ class BridgeBackend:
                 raise
             self._on_disk_fault(reason)
             raise DiskFaultError(reason) from error
+
+
+MAX_SPANS_PER_JOB: Final = 20_000
+"""Further spans are accepted and not recorded."""
+_MS: Final = 1000.0
+
+
+@dataclass(slots=True)
+class SpanRecorder:
+    """Checks and records the spans of one job's executor."""
+
+    clock: Callable[[], float] = anyio.current_time
+    _recorded: int = 0
+    _started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
+
+    def record(self, report: SpanReport, job: str | None) -> int:
+        """Record a report under the job's span; return how many spans were recorded.
+
+        Args:
+            job: ``traceparent`` of the job's execution; None if it belongs to no trace.
+
+        Raises:
+            BridgeError: a span began before the job, or names a trace that is not the job's.
+        """
+        longest = (self.clock() - self._started) * _MS
+        for span in _flatten(report.spans):
+            if span.ago_ms > longest:
+                raise bad_request(
+                    f"spans: {span.name!r} began {span.ago_ms:g} ms ago, before the job ({longest:.0f} ms)"
+                )
+        parent = report.traceparent or job
+        if (
+            report.traceparent is not None
+            and job is not None
+            and not instrumentation.same_trace(report.traceparent, job)
+        ):
+            raise bad_request("spans: traceparent is not one of the job's trace, which TRACEPARENT names")
+        if job is None or not instrumentation.enabled():
+            return 0
+        before = self._recorded
+        self._record(report.spans, parent)
+        return self._recorded - before
+
+    def _record(self, spans: Sequence[ExecutorSpan], parent: str | None) -> None:
+        for span in spans:
+            if self._recorded >= MAX_SPANS_PER_JOB:
+                return
+            self._recorded += 1
+            ago, seconds = span.ago_ms / _MS, span.duration_ms / _MS
+            about = {"hypha.executor": True, **span.attributes}
+            own = instrumentation.record(span.name, about, parent=parent, ago=ago, seconds=seconds, error=span.error)
+            self._record(span.inside, own)
+
+
+def _flatten(spans: Sequence[ExecutorSpan]) -> list[ExecutorSpan]:
+    return [span for outer in spans for span in (outer, *_flatten(outer.inside))]

@@ -1,6 +1,6 @@
 """Resources that their holders push to this worker: which pushes are expected, and where they go.
 
-`resource_fetcher` expects a delivery that the scheduler has announced; `push_router` passes each push that names one.
+`resource_fetcher` expects a delivery that the scheduler has announced; `task_sessions` passes each push that names one.
 A push may come before the announcement, whose answer is on its way: then it waits for it.
 """
 

@@ -17,9 +17,8 @@ from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.errors import DataError
-from hypha.accelerate_executor.predict.computation import Result
+from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing, is_alone_as_together
 from hypha.accelerate_executor.predict.settings import SCORES, InferenceTask
-from hypha.accelerate_executor.predict.sharing import Sharing, find_sharing, is_alone_as_together
 from hypha.accelerate_executor.predict.slices import SliceRows, join_rows
 
 logger = logging.getLogger(__name__)

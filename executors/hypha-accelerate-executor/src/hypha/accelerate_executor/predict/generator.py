@@ -4,6 +4,11 @@ Rows are padded on the left and generated together by transformers' `generate`, 
 (`generate_batch`), where the next row takes the place of one that has ended. Continuous batching can neither sample
 by row nor stop at strings, and without FlashAttention it computes the attention between all rows of a batch: on a CPU
 it took 1.4 times as long as padded batches of equal lengths. Which of them computes is not left to what is installed.
+
+Tokens are sampled by the Gumbel-max method: the token with the largest log probability plus Gumbel noise is a sample of
+the distribution. The noise of a row comes from a generator that is seeded by (seed, slice, row) alone, so that its text
+does not depend on its batch. A random number for the whole batch would do neither, and the inverse of the cumulative
+distribution is sensitive to rounding in its long tail.
 """
 
 from __future__ import annotations
@@ -14,18 +19,55 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+)
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, set_padding
 from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import ModelError
-from hypha.accelerate_executor.predict.computation import Result
-from hypha.accelerate_executor.predict.sampling import GumbelSampler, row_stream
+from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
-from hypha.accelerate_executor.predict.sharing import Sharing, find_sharing
 from hypha.accelerate_executor.predict.slices import SliceRows
+
+
+class GumbelSampler(LogitsProcessor):
+    """Adds each row's noise to its scores; the largest score is then a sample."""
+
+    def __init__(self, streams: Sequence[np.random.Generator], temperature: float, top_p: float) -> None:
+        """Store the generators of the rows of a batch.
+
+        Args:
+            streams: one generator for each row, which has produced nothing yet.
+            temperature: divides the scores; above 0.
+            top_p: samples from the most probable tokens that together have this probability.
+        """
+        self._streams = streams
+        self._temperature = temperature
+        self._warper = TopPLogitsWarper(top_p) if top_p < 1 else None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the scores of the next token of each row, with noise."""
+        scaled = scores.float() / self._temperature
+        if self._warper is not None:
+            scaled = self._warper(input_ids, scaled)
+        vocabulary = scores.shape[-1]
+        waits = np.stack([stream.standard_exponential(vocabulary, dtype=np.float32) for stream in self._streams])
+        noise = -torch.from_numpy(waits).clamp_(min=torch.finfo(torch.float32).tiny).log_()
+        return scaled + noise.to(scaled.device)  # type: ignore[return-value]
+
+
+def row_stream(seed: int, slice_index: int, row: int) -> np.random.Generator:
+    """Return the random stream of a row."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, slice_index, row])))
+
 
 PADDED: Final = "padded"
 CONTINUOUS: Final = "continuous"

@@ -1,7 +1,7 @@
 """The loop over slices: fetch, compute, send, until the scheduler has no further slice or drains this worker.
 
 At most two slices are in hand: while one is computed, the part of the one before is sent and the next is fetched
-after it. So a worker that is lost costs at most these two.
+after it. So a worker that is lost costs at most these two. A row that cannot be computed costs no other row its result.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.data.row_errors import RowError, row_error_of
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError
-from hypha.accelerate_executor.predict.batching import BatchComputer
+from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
 from hypha.accelerate_executor.predict.computation import Result, RowComputation
 from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.settings import InferenceTask
@@ -161,3 +161,73 @@ def _slice_index(fetched: Fetched) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise DataError(f"the worker named no slice of {fetched.path.name}: metadata slice is {text!r:.80}")
     return int(text)
+
+
+_Row = TypeVar("_Row")
+_Result = TypeVar("_Result")
+_DEVICE_WORDS: Final = ("cuda error", "hip error", "acceleratorerror", "device-side assert")
+
+
+class DeviceFailed(ExecutorError):
+    """The accelerator cannot compute anything any more, so that no row is to blame."""
+
+
+class BatchComputer(Generic[_Row, _Result]):
+    """Computes rows in batches with a function that takes several rows.
+
+    A batch that fails is halved until the row is found. When memory runs out, batches become smaller for good.
+
+    Attributes:
+        size: most rows of a batch.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[_Row]], Sequence[_Result]], size: int) -> None:
+        """Store the function and the first size of batches."""
+        self._compute = compute
+        self.size = size
+
+    def __call__(self, rows: Sequence[_Row]) -> Iterator[list[tuple[_Row, _Result | RowError]]]:
+        """Yield the rows of each batch in order, with their results or errors.
+
+        Raises:
+            DeviceFailed: the device failed.
+        """
+        pending = [rows] if rows else []
+        while pending:
+            batch = pending.pop()
+            if len(batch) > self.size:
+                pending += [batch[self.size :], batch[: self.size]]
+                continue
+            try:
+                results = self._compute(batch)
+            except Exception as error:  # noqa: BLE001 – whatever a model raises is recorded with its row
+                halves = self._after(error, batch)
+                if halves is None:
+                    yield [(batch[0], _recorded(error))]
+                else:
+                    pending += reversed(halves)
+            else:
+                yield list(zip(batch, results, strict=True))
+
+    def _after(self, error: Exception, batch: Sequence[_Row]) -> list[Sequence[_Row]] | None:
+        """Return the halves of a batch that failed; None for a single row."""
+        if _is_device_failure(error):
+            raise DeviceFailed(f"the device failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
+        middle = (len(batch) + 1) // 2
+        if len(batch) == 1:
+            return None
+        if is_out_of_memory(error):
+            self.size = middle
+            logger.warning("memory is exhausted by a batch of %d rows: batches have %d from now on", len(batch), middle)
+        return [batch[:middle], batch[middle:]]
+
+
+def _is_device_failure(error: Exception) -> bool:
+    text = f"{type(error).__name__}: {error}".lower()
+    return not is_out_of_memory(error) and any(words in text for words in _DEVICE_WORDS)
+
+
+def _recorded(error: Exception) -> RowError:
+    if is_out_of_memory(error):
+        return RowError("out-of-memory", str(error))
+    return row_error_of(error)
