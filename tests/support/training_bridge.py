@@ -45,7 +45,6 @@ from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.task_storage import TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
@@ -232,7 +231,7 @@ def make_context(
     """Return an attempt at a task that trains, with a work directory in `folder` that holds `limit` bytes."""
     work_dir = folder / "hypha-job"
     work_dir.mkdir()
-    storage, traffic = TaskStorage(work_dir, limit), TaskTraffic()
+    storage = TaskStorage(work_dir, limit)
     contact = SchedulerContact(worker, scheduler)
     return TaskContext(
         endpoint=worker,
@@ -244,16 +243,13 @@ def make_context(
         allocation=Allocation(Resources()),
         work_dir=work_dir,
         storage=storage,
-        traffic=traffic,
         scope=anyio.CancelScope(),
         contact=contact,
         control=Control(),
         fetcher=ResourceFetcher(
             contact=contact,
             attempt=ATTEMPT,
-            work_dir=work_dir,
             storage=storage,
-            traffic=traffic,
             access=access or AccessPolicy(),
             store=OutputStore(folder / "outputs"),
             resource_pushes=ResourcePushes(),

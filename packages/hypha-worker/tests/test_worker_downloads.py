@@ -20,10 +20,11 @@ from support.fake_http_server import answers, served
 from support.fake_s3 import SECRET, s3_client, s3_server
 
 from hypha_net.connectors.s3_client import S3Client, S3Settings
+from hypha_net.connectors.s3_source import s3_uri
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.job_spec import All, HuggingFaceReference, PeersReference
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub, download_from_s3, download_from_uri
+from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
 from hypha_worker.content_cache import ContentCache, SchedulerCache
 from hypha_worker.errors import BridgeError
 from hypha_worker.task_storage import TaskStorage
@@ -323,7 +324,8 @@ async def fetch_object(
     folder: Path, access: AccessPolicy, key: str = "dir/a b.bin", bucket: str = "models", limit: int = 10 << 20
 ) -> FetchedFile:
     storage = TaskStorage(folder, limit)
-    return await download_from_s3(bucket, key, PurePosixPath("x"), access, storage=storage, timeout=30)
+    url = s3_uri(bucket, key)
+    return await download_from_uri(url, PurePosixPath(), access, storage=storage, name="x", timeout=30)
 
 
 async def refused_object(*arguments: Any, **keys: Any) -> tuple[int, str]:
@@ -399,7 +401,7 @@ async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(endpoint: 
 
     async def fetched() -> bytes:
         storage = TaskStorage(tmp_path / "job", 1000, SchedulerCache(cache, "a"))
-        await download_from_s3("models", "changing", PurePosixPath("x"), policy(endpoint), storage=storage)
+        await download_from_uri("s3://models/changing", PurePosixPath(), policy(endpoint), storage=storage, name="x")
         return (tmp_path / "job" / "x").read_bytes()
 
     (tmp_path / "job").mkdir()

@@ -1,4 +1,4 @@
-"""The storage and the threads of one task: all bytes of its folders together stay within its lease.
+"""The storage, threads and traffic of one task: all bytes of its folders together stay within its lease.
 
 What an executor's own processes write is counted when the next file is announced, which a task that has used up its
 storage does not get, and regularly by `TaskStorage.watch`, which ends the task.
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 
 from hypha_net.connectors.content import CachedVersion, ContentStorage
+from hypha_net.transfer import FilePushTarget
 from hypha_worker.content_cache import SchedulerCache
 from hypha_worker.errors import ExecutionError, StorageExceededError
 from hypha_worker.openat import walk
@@ -53,6 +54,25 @@ class _Reservation:
     size: int
 
 
+@dataclass(slots=True)
+class TaskTraffic:
+    """Bytes of complete files, without what the protocols add."""
+
+    sent: int = 0
+    """Of pushes, to each peer; repeated ones included."""
+    received: int = 0
+    """Of pushes, pulls and downloads."""
+
+    def counting(self, target: FilePushTarget) -> FilePushTarget:
+        """Return a push target that also counts what it receives."""
+
+        async def on_complete(size: int, digest: str) -> None:
+            self.received += size
+            await target.on_complete(size, digest)
+
+        return replace(target, on_complete=on_complete)
+
+
 class TaskStorage(ContentStorage):
     """Counts the bytes of one task, announced and present; implements `hypha_net.transfer.StorageQuota`.
 
@@ -69,6 +89,8 @@ class TaskStorage(ContentStorage):
         """
         self.cache: Final = cache
         self.limit = limit
+        self.traffic: Final = TaskTraffic()
+        """What is sent and received for the task."""
         self.files: Final = TaskFiles(work_dir)
         self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
         self._root = os.path.realpath(work_dir)

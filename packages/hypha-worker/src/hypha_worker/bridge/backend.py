@@ -130,7 +130,7 @@ class BridgeBackend:
         with self._translating_errors():
             async with self.context.storage.transfers:
                 fetched = await self._fetch(with_secrets(self.context.spec, wanted.reference), wanted.path)
-        self.context.traffic.received += sum(file.size for file in fetched)
+        self.context.storage.traffic.received += sum(file.size for file in fetched)
         return fetched
 
     async def _fetch(self, reference: Reference, path: str) -> Sequence[FetchedFile]:
@@ -234,7 +234,7 @@ class BridgeBackend:
         with self._translating_errors():
             async with context.storage.transfers:
                 fetched = await context.fetcher.fetch_slice(dataset, target, timeout=_SLICE_TIMEOUT)
-        context.traffic.received += fetched.size
+        context.storage.traffic.received += fetched.size
         return fetched
 
     def _take_resource(self, name: str, place: str, folder: str) -> list[FetchedFile]:

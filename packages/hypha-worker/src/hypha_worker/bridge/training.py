@@ -224,7 +224,7 @@ class TrainingBridge:
     async def pull_outer_update(self, address: SliceAddress, target: Path, digest: str) -> transfer.PullResult:
         """Pull an outer update that the scheduler serves; `target` lies in the staging folder. Raises `BridgeError`."""
         pulled, _ = await self._files.pull([self._context.scheduler], address, target, digest)
-        self._context.traffic.received += pulled.size
+        self._context.storage.traffic.received += pulled.size
         return pulled
 
     # ---------------------------------------------------------------------------------------------------------- rounds

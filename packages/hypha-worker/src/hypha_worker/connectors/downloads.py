@@ -158,23 +158,6 @@ def _name_of(url: str) -> str:
     return safe_name(f"sha256-{parts.path}" if parts.scheme == "sha256" else parts.path.rsplit("/", 1)[-1])
 
 
-async def download_from_s3(
-    bucket: str, key: str, target: PurePosixPath, access: AccessPolicy, *, storage: TaskStorage, timeout: float = 1800.0
-) -> FetchedFile:
-    """Download an object to `target` of the job's folder.
-
-    Raises:
-        BridgeError: not allowed, not found, too large, too slow, or the service is unreachable.
-    """
-    source = S3Object(bucket, key, access)
-    try:
-        with _staged(storage) as part, anyio.fail_after(timeout):
-            fetched = await fetch_content(source, part, storage)
-            return _publish(part, target, fetched, storage, source=source.name)
-    except TimeoutError:
-        raise timed_out(f"{source.name} was not downloaded within {timeout:g} s") from None
-
-
 def _split(url: str) -> SplitResult:
     if not url.isprintable():
         raise bad_request(f"value: {shown_url(url)!a} has characters that no URL has: write them as %XX")

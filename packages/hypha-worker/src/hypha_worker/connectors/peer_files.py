@@ -10,7 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -54,7 +54,6 @@ from hypha_worker.errors import (
     to_bridge_error,
 )
 from hypha_worker.task_storage import TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 
 _log = logging.getLogger(__name__)
 
@@ -130,9 +129,7 @@ class PeerFiles:
 
     endpoint: Endpoint
     storage: TaskStorage
-    """Bounds what is stored."""
-    traffic: TaskTraffic = field(default_factory=TaskTraffic)
-    """Counts what is sent."""
+    """Bounds what is stored, and counts what is sent."""
 
     async def pull(
         self,
@@ -319,7 +316,7 @@ class PeerFiles:
         sent = await retries.REQUEST.retry_unless_refused(
             name, lambda: transfer.push(self.endpoint, peer, content, header)
         )
-        self.traffic.sent += sent
+        self.storage.traffic.sent += sent
         return sent
 
     async def push_each(

@@ -25,7 +25,6 @@ from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
 from hypha_worker.task_storage import TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.resource_fetcher import ResourceFetcher
 
 
@@ -71,9 +70,7 @@ class TaskContext:
     work_dir: Path
     """A private folder; it exists while the attempt runs."""
     storage: TaskStorage
-    """Bounds everything that is stored in `work_dir`; runs the attempt's file work."""
-    traffic: TaskTraffic
-    """Counts what is sent and received for the attempt."""
+    """Bounds what is stored in `work_dir`, counts what is sent and received, and runs the attempt's file work."""
     scope: anyio.CancelScope
     """Cancelled when the attempt is to end. A cancellation from an outer scope means that the worker shuts down."""
     contact: SchedulerContact

@@ -18,6 +18,7 @@ from typing import Final
 import anyio
 
 from hypha_net import instrumentation, retries, rpc
+from hypha_net.connectors.s3_source import s3_uri
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
@@ -42,12 +43,7 @@ from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource, is_inside
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
-from hypha_worker.connectors.downloads import (
-    download_all_from_uri,
-    download_from_hub,
-    download_from_s3,
-    download_from_uri,
-)
+from hypha_worker.connectors.downloads import download_all_from_uri, download_from_hub, download_from_uri
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -61,7 +57,6 @@ from hypha_worker.errors import (
 from hypha_worker.paths import check_relative, safe_name
 from hypha_worker.task_files import TaskFiles
 from hypha_worker.task_storage import TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore
 from hypha_worker.tasks.resource_pushes import PushStalledError, ResourcePushes
@@ -103,9 +98,7 @@ class ResourceFetcher:
 
     contact: SchedulerContact
     attempt: AttemptId
-    work_dir: Path
     storage: TaskStorage
-    traffic: TaskTraffic
     access: AccessPolicy
     store: OutputStore
     resource_pushes: ResourcePushes
@@ -120,7 +113,7 @@ class ResourceFetcher:
     @property
     def files(self) -> PeerFiles:
         """What transfers files from and to peers for this task."""
-        return PeerFiles(self.endpoint, self.storage, self.traffic)
+        return PeerFiles(self.endpoint, self.storage)
 
     async def fetch_all(self, resources: Sequence[TaskResource]) -> dict[str, str]:
         """Fetch all resources at once; return the path of each, relative to the work directory.
@@ -210,7 +203,7 @@ class ResourceFetcher:
                 await self._fetch_from_source(resource, PurePosixPath(RESOURCES, resource.name))
             outcome = "fetched"
         except (BridgeError, NetError, OSError) as error:
-            if (fault := disk_fault_of(error, self.work_dir)) is not None:
+            if (fault := disk_fault_of(error, self.storage.files.work_dir)) is not None:
                 raise _returned(resource, fault) from error
             raise ResourceError(resource.name, _without_token(str(error), resource)) from error
         finally:
@@ -234,9 +227,8 @@ class ResourceFetcher:
 
     async def _download(self, resource: TaskResource, target: PurePosixPath) -> FetchedFile:
         if resource.s3 is not None:
-            bucket, key = resource.s3.bucket, resource.s3.key
-            return await download_from_s3(bucket, key, target, self.access, storage=self.storage)
-        if resource.dht is not None:
+            uri = s3_uri(resource.s3.bucket, resource.s3.key)
+        elif resource.dht is not None:
             uri = f"sha256:{check_sha256(resource.dht.sha256)}"
         else:
             assert resource.uri is not None
@@ -249,7 +241,7 @@ class ResourceFetcher:
         self._count_bytes(sum(file.size for file in files))
 
     def _count_bytes(self, size: int) -> None:
-        self.traffic.received += size
+        self.storage.traffic.received += size
         _BYTES.add(size)
 
     async def _fetch_from_peers(self, source: PeersSource, target: PurePosixPath) -> None:
@@ -323,7 +315,7 @@ class ResourceFetcher:
     async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
         staged.complete.clear()
         job, folder = self.attempt.job_id, staged.folder
-        with self.resource_pushes.expecting(announced, job, folder, self.storage, self.traffic) as delivery:
+        with self.resource_pushes.expecting(announced, job, folder, self.storage) as delivery:
             try:
                 await delivery.wait()
             except PushStalledError as error:

@@ -24,7 +24,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import AwaitPush, LocatedFile
 from hypha_proto.transfer import TASK_RESOURCE, PushHeader, Refusal
 from hypha_worker.task_storage import TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 
 ANNOUNCE_WAIT: Final = 10.0
 """Seconds for which a push waits for the announcement of its delivery."""
@@ -51,7 +50,6 @@ class Delivery:
     folder: Path
     """Where they go, each as its index."""
     storage: TaskStorage
-    traffic: TaskTraffic
     missing: set[int] = field(init=False)
     disk_error: NoSpaceError | OSError | None = None
     """Why a file could not be stored on this machine."""
@@ -78,7 +76,7 @@ class Delivery:
             quota=self.storage,
             on_disk_error=self._fail,
         )
-        return self.traffic.counting(target)
+        return self.storage.traffic.counting(target)
 
     def _reason_to_refuse(self, peer: PeerId, header: PushHeader, index: int) -> str | None:
         if peer not in self.senders:
@@ -152,11 +150,11 @@ class ResourcePushes:
 
     @contextmanager
     def expecting(
-        self, announced: AwaitPush, job_id: uuid.UUID, folder: Path, storage: TaskStorage, traffic: TaskTraffic
+        self, announced: AwaitPush, job_id: uuid.UUID, folder: Path, storage: TaskStorage
     ) -> Iterator[Delivery]:
         """Accept the pushes of a delivery while the context is open."""
         senders = frozenset(announced.senders)
-        delivery = Delivery(announced.delivery, job_id, announced.files, senders, folder, storage, traffic)
+        delivery = Delivery(announced.delivery, job_id, announced.files, senders, folder, storage)
         self._expected[delivery.id] = delivery
         self._notify()
         try:

@@ -48,7 +48,6 @@ from hypha_worker.errors import ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.task_storage import DEFAULT_STORAGE, TaskStorage
-from hypha_worker.task_traffic import TaskTraffic
 from hypha_worker.tasks.execution import Execution, ExecutionFactory, ExecutionTrace, TaskContext
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
@@ -156,7 +155,6 @@ class TaskRun:
         limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
         cache = cache_of(host.cache, lease.scheduler)
         storage = TaskStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
-        traffic = TaskTraffic()
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
         contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
         return TaskContext(
@@ -169,7 +167,6 @@ class TaskRun:
             allocation=lease.allocation,
             work_dir=work_dir,
             storage=storage,
-            traffic=traffic,
             scope=self._scope,
             contact=contact,
             control=self,
@@ -178,9 +175,7 @@ class TaskRun:
             fetcher=ResourceFetcher(
                 contact=contact,
                 attempt=self.attempt,
-                work_dir=work_dir,
                 storage=storage,
-                traffic=traffic,
                 access=host.access,
                 store=host.store,
                 resource_pushes=host.resource_pushes,
@@ -209,7 +204,7 @@ class TaskRun:
     async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         """Return where to store a file that a peer is about to push, or a refusal."""
         target = await self.execution.accept_push(peer, header)
-        return target if isinstance(target, Refusal) else self._context.traffic.counting(target)
+        return target if isinstance(target, Refusal) else self._context.storage.traffic.counting(target)
 
     # ---------------------------------------------------------------------------------------------- from the executor
 
@@ -327,10 +322,7 @@ class TaskRun:
             raise cancelled from None
         finally:
             self._tasks = None
-        traffic = self._context.traffic
-        return self._make_update(
-            finished=TaskFinished(outputs=outputs, bytes_sent=traffic.sent, bytes_received=traffic.received)
-        )
+        return self._make_update(finished=TaskFinished(outputs=outputs, **self._transferred))
 
     async def _run_executor(self) -> tuple[StoredOutput, ...]:
         context = self._context
@@ -360,23 +352,24 @@ class TaskRun:
     # ------------------------------------------------------------------------------------------------- status updates
 
     def _failed(self, reason: str, resource: str | None) -> StatusUpdate:
-        trace, traffic = self._trace, self._context.traffic
+        trace = self._trace
         return self._make_update(
             failed=TaskFailed(
                 reason=one_line(reason),
                 exit_code=trace.exit_code,
                 last_lines=tuple(line[:TEXT_LIMIT] for line in trace.last_lines),
                 resource=resource,
-                bytes_sent=traffic.sent,
-                bytes_received=traffic.received,
+                **self._transferred,
             )
         )
 
     def _cancelled(self, reason: str) -> StatusUpdate:
-        traffic = self._context.traffic
-        return self._make_update(
-            cancelled=TaskCancelled(reason=one_line(reason), bytes_sent=traffic.sent, bytes_received=traffic.received)
-        )
+        return self._make_update(cancelled=TaskCancelled(reason=one_line(reason), **self._transferred))
+
+    @property
+    def _transferred(self) -> dict[str, int]:
+        traffic = self._context.storage.traffic
+        return {"bytes_sent": traffic.sent, "bytes_received": traffic.received}
 
     @property
     def _trace(self) -> ExecutionTrace:
