@@ -194,7 +194,7 @@ class FakeTaskWorker:
         self.events: queue.Queue[Any] = queue.Queue()
 
     def fetch(self, body: Any) -> tuple[int, Any]:
-        assert body["type"] == "Resource"
+        assert body["type"] == "resource"
         assert body["name"] == "slices"
         if self.handed_out == len(self.slices):
             return 410, {"error": "no-more-data", "detail": "every slice is computed"}

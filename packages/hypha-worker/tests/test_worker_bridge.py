@@ -8,6 +8,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -185,6 +186,8 @@ async def test_the_bridge_serves_its_description_on_a_private_socket(with_bridge
         routes = {"/resources/fetch", "/resources/send", "/resources/receive", "/status/send", "/telemetry/spans"}
         routes |= {"/task/update", "/rounds/join", "/status/batches"}
         assert set(described["paths"]) == routes
+        named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(described)))
+        assert named == set(described["components"]["schemas"])
         assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
     assert list(short.iterdir()) == []
 

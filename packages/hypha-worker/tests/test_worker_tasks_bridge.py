@@ -13,7 +13,7 @@ import pytest
 from support.endpoint_helpers import pull_bytes
 from support.task_bridge_client import EXECUTOR
 
-from hypha_proto.bridge_api import read_progress_update, read_resource_transfer
+from hypha_proto.bridge_api import read_progress_update
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import LocatedFile, LocateResource, PullFiles, ResourceLocation
@@ -267,13 +267,6 @@ async def test_a_shell_script_with_curl_is_an_executor(
         ]
         progress = [report.progress for report in tasks.of("t") if report.progress is not None]
         assert progress[-1].fraction == 1.0
-
-
-@pytest.mark.parametrize(
-    "body", [{"resource": {"type": "uri", "value": "x"}, "path": "y"}, {"type": "Peers"}, [], "x", {"fetch": 3}]
-)
-def test_other_references_are_no_resources(body: Any) -> None:
-    assert read_resource_transfer("fetch", body) is None
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,14 @@ MAX_SPANS: Final = 256
 MAX_SPAN_DEPTH: Final = 4
 """Maximum nesting depth of spans in one report."""
 
-_TYPES: Final = {"HuggingFace": "huggingface", "Peers": "peers", "Uri": "uri", "URI": "uri", "Scheduler": "scheduler"}
+_TYPES: Final = {
+    "HuggingFace": "huggingface",
+    "Peers": "peers",
+    "Uri": "uri",
+    "URI": "uri",
+    "Scheduler": "scheduler",
+    "Resource": "resource",
+}
 _ACTIONS: Final = {"fetch": "out_dir", "send": "path", "receive": "out_dir"}
 
 
@@ -102,25 +109,25 @@ class BridgeErrorBody(Message, frozen=True):
     """What happened and how to fix it, for people."""
 
 
-class Transfer(Message, frozen=True):
-    """Parsed body of a fetch, send or receive request, independent of the form in which it was sent."""
-
-    reference: Reference
-    path: str
-    """File to send, or folder to write to, relative to the work directory; empty if the request names none."""
-    round: U32 | None = None
-    samples: U64 | None = None
-    contribution: Contribution | None = None
-    """What the executor states about the update that it sends."""
-
-
-class ResourceTransfer(Message, frozen=True):
-    """Parsed body of a fetch or send request for a resource or an output of a task."""
+class ResourceReference(Message, frozen=True, tag="resource"):
+    """A resource of a task to fetch, or an output to send."""
 
     name: str
-    """The resource to fetch, or the output to send."""
+
+
+AnyReference = Reference | ResourceReference
+
+
+class Transfer(Message, frozen=True):
+    """Body of a fetch, send or receive request."""
+
+    reference: AnyReference = msgspec.field(name="resource")
     path: str
-    """File or folder to send, or folder to copy to, relative to the work directory; empty if the request names none."""
+    """File to send, or folder to write to, relative to the work directory; empty if the request names none."""
+    round: Annotated[U32 | None, OMIT] = None
+    samples: Annotated[U64 | None, OMIT] = None
+    contribution: Annotated[Contribution | None, OMIT] = None
+    """What the executor states about the update that it sends."""
 
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -209,30 +216,6 @@ def read_spans(body: bytes) -> SpanReport:
     return report
 
 
-def read_resource_transfer(action: str, body: Any) -> ResourceTransfer | None:
-    """Validate a body of ``/resources/fetch`` or ``/resources/send`` that names a resource or output of a task.
-
-    Args:
-        action: ``fetch`` or ``send``.
-        body: the parsed JSON.
-
-    Returns:
-        None if the body has another reference, or none: `read_transfer` reads it.
-
-    Raises:
-        DecodeError: the reference or the path is malformed.
-    """
-    try:
-        reference, path, _ = _find_reference(action, body)
-    except DecodeError:
-        return None
-    if type(reference) is not dict or reference.get("type") not in ("Resource", "resource"):
-        return None
-    if type(reference.get("name")) is not str:
-        raise DecodeError("expected text", "name")
-    return ResourceTransfer(name=reference["name"], path=path)
-
-
 def read_transfer(action: str, body: Any) -> Transfer:
     """Validate a body of ``/resources/<action>`` in either form.
 
@@ -243,47 +226,22 @@ def read_transfer(action: str, body: Any) -> Transfer:
     Raises:
         DecodeError: the body matches neither form; `DecodeError.path` says where.
     """
-    found, path, is_documented = _find_reference(action, body)
-    reference = from_plain(Reference, _documented(found) if is_documented else found)
-    extras = from_plain(_Extras, body)
-    return Transfer(
-        reference=reference,
-        path=path,
-        round=extras.round,
-        samples=extras.samples,
-        contribution=extras.contribution,
-    )
-
-
-def _find_reference(action: str, body: Any) -> tuple[Any, str, bool]:
-    """Return the reference in a body, the path, and whether the body has the documented form.
-
-    Raises:
-        DecodeError: it has neither form.
-    """
     if type(body) is not dict:
         raise DecodeError("expected an object")
     key = _ACTIONS[action]
     if "resource" in body and "type" not in body:
-        reference, path, is_documented = body["resource"], body.get("path", ""), False
+        reference, path = body["resource"], body.get("path", "")
     elif action in body:
-        reference, path, is_documented = body[action], body.get(key, ""), True
+        reference, path = body[action], body.get(key, "")
     elif action == "fetch" and "type" in body:
-        reference, path, is_documented = body, body.get(key, ""), True
+        reference, path = body, body.get(key, "")
     else:
         raise DecodeError(f"expected {action!r} with {key!r}, or 'resource' with 'path'")
-    if type(path) is not str:
-        raise DecodeError("expected text", "path")
-    return reference, path, is_documented
+    transfer: Transfer = from_plain(Transfer, {**body, "resource": _wire_form(reference), "path": path})
+    return transfer
 
 
-class _Extras(Message, frozen=True):
-    round: U32 | None = None
-    samples: U64 | None = None
-    contribution: Contribution | None = None
-
-
-def _documented(reference: Any) -> Any:
+def _wire_form(reference: Any) -> Any:
     """Convert a reference in the documented form to the wire form: lower-case type, strategy as a map."""
     if type(reference) is not dict:
         return reference

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import PurePosixPath
-from typing import Final, TypedDict
+from typing import Final
 
 import anyio
 import msgspec
@@ -24,7 +24,7 @@ from hypha_proto.bridge_api import (
     ProgressUpdate,
     ProgressUpdateAnswer,
     ReceivedFile,
-    ResourceTransfer,
+    ResourceReference,
     SpanReport,
     Transfer,
 )
@@ -74,7 +74,7 @@ class Sent(msgspec.Struct, frozen=True):
     checksum: str
 
 
-class OutputFile(TypedDict):
+class OutputFile(msgspec.Struct, frozen=True):
     """A file of a stored output."""
 
     path: str
@@ -83,7 +83,7 @@ class OutputFile(TypedDict):
     checksum: str
 
 
-class SentOutput(TypedDict):
+class SentOutput(msgspec.Struct, frozen=True):
     """The answer of ``/resources/send`` for an output of a task."""
 
     output: str
@@ -124,12 +124,15 @@ class BridgeBackend:
 
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """Fetch what a reference names into the work directory."""
-        if self._training is None and isinstance(wanted.reference, SchedulerReference):
+        reference = wanted.reference
+        if isinstance(reference, ResourceReference):
+            return await self._fetch_resource(reference.name, wanted.path)
+        if self._training is None and isinstance(reference, SchedulerReference):
             raise not_allowed("a task has no data of its scheduler: name a dataset among its resources")
-        check_peers(self.context.spec, wanted.reference)
+        check_peers(self.context.spec, reference)
         with self._translating_errors():
             async with self.context.storage.transfers:
-                fetched = await self._fetch(with_secrets(self.context.spec, wanted.reference), wanted.path)
+                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted.path)
         self.context.storage.traffic.received += sum(file.size for file in fetched)
         return fetched
 
@@ -143,8 +146,10 @@ class BridgeBackend:
             folder = self._files.make_folder(path or ARTIFACTS)
             return await self.context.fetcher.fetch(reference, folder, slice_name)
 
-    async def send(self, wanted: Transfer) -> Sent:
-        """Push a file of the work directory to the peers of a reference."""
+    async def send(self, wanted: Transfer) -> Sent | SentOutput:
+        """Push a file of the work directory to the peers of a reference, or store an output of the task."""
+        if isinstance(wanted.reference, ResourceReference):
+            return await self._store_output(wanted.reference.name, wanted.path)
         reference = self._peers_reference(wanted, "a file is sent to peers")
         if not reference.peers:
             raise bad_request("peers: [] names no receiver: name one or more of the peers of this job's references")
@@ -210,16 +215,16 @@ class BridgeBackend:
 
     # ---------------------------------------------------------------------------------------------- resources, outputs
 
-    async def fetch_resource(self, wanted: ResourceTransfer) -> Sequence[FetchedFile]:
+    async def _fetch_resource(self, name: str, folder: str) -> Sequence[FetchedFile]:
         """Return the files of a task's resource, copied to a folder if the request names one."""
-        place = self.context.resources.get(wanted.name)
-        if place is None and (dataset := self._datasets_of_slices.get(wanted.name)) is not None:
-            return [await self._fetch_slice(dataset, wanted.path)]
+        place = self.context.resources.get(name)
+        if place is None and (dataset := self._datasets_of_slices.get(name)) is not None:
+            return [await self._fetch_slice(dataset, folder)]
         if place is None:
             known = ", ".join([*self.context.resources, *self._datasets_of_slices]) or "it has none"
-            raise not_found(f"the task has no resource {wanted.name[:80]!r}; its resources: {known}")
+            raise not_found(f"the task has no resource {name[:80]!r}; its resources: {known}")
         with self._translating_errors():
-            return await self.context.storage.run(self._take_resource, wanted.name, place, wanted.path)
+            return await self.context.storage.run(self._take_resource, name, place, folder)
 
     @property
     def _datasets_of_slices(self) -> dict[str, str]:
@@ -266,15 +271,15 @@ class BridgeBackend:
                 self._files.publish_tree(staged, target)
         return list(described)
 
-    async def send_resource(self, wanted: ResourceTransfer) -> SentOutput:
+    async def _store_output(self, name: str, text: str) -> SentOutput:
         """Store a file or folder as an output of the task."""
-        path = check_relative(wanted.path).as_posix()
+        path = check_relative(text).as_posix()
         if path == ".":
             raise bad_request("path is empty: name the file or folder that is the output")
         with self._translating_errors():
-            stored = await self.context.control.store_output(wanted.name, path)
+            stored = await self.context.control.store_output(name, path)
         files = [OutputFile(path=file.path, size=file.size, checksum=file.digest) for file in stored.files]
-        return SentOutput(output=wanted.name, size=sum(file.size for file in stored.files), files=files)
+        return SentOutput(output=name, size=sum(file.size for file in stored.files), files=files)
 
     async def update_progress(self, update: ProgressUpdate) -> ProgressUpdateAnswer:
         """Report progress of the task; return whether it drains."""

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from hypha_proto.batch_reports import MAX_BATCHES, BatchesCounted, TrainedBatches
+from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
 from hypha_proto.bridge_api import (
     BATCHES,
     FETCH,
@@ -29,13 +29,12 @@ from hypha_proto.bridge_api import (
     UPDATE,
     BridgeErrorBody,
     FetchedFile,
-    ProgressUpdateAnswer,
+    ProgressUpdate,
     ReceivedFile,
-    ResourceTransfer,
     RoundJoined,
+    SpanReport,
     Transfer,
     read_progress_update,
-    read_resource_transfer,
     read_spans,
     read_transfer,
 )
@@ -56,108 +55,54 @@ T = TypeVar("T")
 Call = Callable[..., Awaitable[Any]]
 """Calls an async function on the worker's event loop: `call(function, *args)`."""
 
+_DESCRIBED: Final = (Transfer, TrainedBatches, ProgressUpdate, SpanReport, BridgeErrorBody)
+"""Types of bodies in the description."""
 _ANY_OBJECT: Final = {"type": "object", "additionalProperties": True}
-_TRANSFER_BODY: Final = {
-    "required": ["resource", "path"],
-    "properties": {
-        "resource": {
-            **_ANY_OBJECT,
-            "description": "A reference: uri, huggingface, peers or scheduler; for a task Resource with the name of a "
-            "resource to fetch or an output to send.",
-        },
-        "path": {"type": "string", "description": "File or folder, relative to the work directory."},
-        "round": {"type": "integer", "minimum": 0},
-        "samples": {"type": "integer", "minimum": 0, "description": "Weight of a pseudo-gradient."},
-        "contribution": {
-            **_ANY_OBJECT,
-            "description": "What a pseudo-gradient was computed from: round, weights, ranges, batches, batch_size, "
-            "seed, optimizer and update.",
-        },
-    },
-    "type": "object",
-}
-_BATCHES_BODY: Final = {
-    "required": ["round", "first", "batches"],
-    "properties": {
-        "round": {"type": "integer", "minimum": 0},
-        "first": {"type": "integer", "minimum": 0, "description": "Batches of the round before these."},
-        "batches": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_BATCHES,
-            "items": {
-                **_ANY_OBJECT,
-                "description": "batch_size; slices: samples taken from each; batch_ms and wait_ms.",
-            },
-        },
-    },
-    "type": "object",
-}
-_SPAN: Final = {
-    "required": ["name", "ago_ms", "duration_ms"],
-    "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": 64},
-        "ago_ms": {"type": "number", "minimum": 0, "description": "Time from its start to this report."},
-        "duration_ms": {"type": "number", "minimum": 0},
-        "attributes": {**_ANY_OBJECT, "maxProperties": 32, "description": "Strings, numbers, booleans."},
-        "error": {"type": "string", "maxLength": 300},
-        "inside": {"type": "array", "items": _ANY_OBJECT, "description": "Nested spans."},
-    },
-    "type": "object",
-}
-_SPANS_BODY: Final = {
-    "required": ["spans"],
-    "properties": {"spans": {"type": "array", "items": _SPAN}, "traceparent": {"type": "string"}},
-    "type": "object",
-}
-_UPDATE_BODY: Final = {
-    "properties": {
-        "fraction": {"type": "number", "minimum": 0, "maximum": 1, "description": "Share of the work that is done."},
-        "message": {"type": "string", "maxLength": 1000, "description": "One line for people."},
-        "metrics": {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": 100},
-    },
-    "type": "object",
-}
-_ERROR: Final = {
-    "description": "The error.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error", "detail"],
-                "properties": {"error": {"type": "string"}, "detail": {"type": "string"}},
-            }
-        }
-    },
-}
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+_ERROR: Final = {"description": "The error.", "content": {"application/json": {"schema": _reference(BridgeErrorBody)}}}
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = dict.fromkeys(
     (400, 403, 404, 409, 410, 413, 500, 502, 503, 504, 507), _ERROR
 )
 
 
+class BridgeApp(FastAPI):
+    """The application; its description has the schemas of the messages."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the description."""
+        template = "#/components/schemas/{name}"
+        _, schemas = msgspec.json.schema_components(_DESCRIBED, schema_hook=_schema_of, ref_template=template)
+        return {**super().openapi(), "components": {"schemas": schemas}}
+
+
+def _schema_of(_kind: type) -> dict[str, Any]:
+    """Return the schema of peer ids, the only type of ours that is no message."""
+    return {"type": "string"}
+
+
 def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     """Make the application that serves one job's bridge."""
-    app = FastAPI(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
+    app = BridgeApp(title="Hypha job bridge", version="1", docs_url=None, redoc_url=None)
     app.add_exception_handler(BridgeError, _error_response)
 
     async def fetch(request: Request) -> Response:
         """Fetch what a reference names into the work directory; for a scheduler's data set, the next slice."""
         wanted = await _read_transfer(request, "fetch")
-        function = backend.fetch_resource if isinstance(wanted, ResourceTransfer) else backend.fetch
-        files = await _while_connected(request, call(function, wanted))
+        files = await _while_connected(request, call(backend.fetch, wanted))
         return JSONResponse([to_plain(FetchedFile, file) for file in files])
 
     async def send(request: Request) -> Response:
         """Push a file to the peers of a reference, or store an output of a task; answer when that is complete."""
-        wanted = await _read_transfer(request, "send")
-        if isinstance(wanted, ResourceTransfer):
-            return JSONResponse(await call(backend.send_resource, wanted))
-        sent = await call(backend.send, wanted)
-        return JSONResponse({"sent": sent.sent, "round": sent.round, "size": sent.size, "checksum": sent.checksum})
+        return _json(await call(backend.send, await _read_transfer(request, "send")))
 
     async def receive(request: Request) -> Response:
         """Stream server-sent events, one for each file that a peer of the reference pushed to this job."""
-        wanted = await _read_peer_transfer(request, "receive")
+        wanted = await _read_transfer(request, "receive")
         await call(backend.check_receive, wanted)  # errors are answered with a status before the stream begins
         return StreamingResponse(_events(backend, call, wanted), media_type="text/event-stream")
 
@@ -181,24 +126,21 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
 
     async def update(request: Request) -> Response:
         """Report progress of a task; answer whether it drains, and how long it still has."""
-        answer: ProgressUpdateAnswer = await call(
-            backend.update_progress, await _read(request, "update", read_progress_update)
-        )
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        return _json(await call(backend.update_progress, await _read(request, "update", read_progress_update)))
 
     async def spans(request: Request) -> Response:
         """Record the executor's spans in the trace of its job; answer with how many were recorded."""
         report = await _read(request, "spans", read_spans)
-        return JSONResponse({"recorded": await call(backend.record_spans, report)})
+        return _json({"recorded": await call(backend.record_spans, report)})
 
-    _add(app, FETCH, fetch, _TRANSFER_BODY)
-    _add(app, SEND, send, _TRANSFER_BODY)
-    _add(app, RECEIVE, receive, _TRANSFER_BODY)
+    _add(app, FETCH, fetch, _reference(Transfer))
+    _add(app, SEND, send, _reference(Transfer))
+    _add(app, RECEIVE, receive, _reference(Transfer))
     _add(app, STATUS, status, {"oneOf": [{"type": "string"}, _ANY_OBJECT]})
-    _add(app, BATCHES, batches, _BATCHES_BODY)
+    _add(app, BATCHES, batches, _reference(TrainedBatches))
     _add(app, JOIN, join, _ANY_OBJECT)
-    _add(app, UPDATE, update, _UPDATE_BODY)
-    _add(app, SPANS, spans, _SPANS_BODY)
+    _add(app, UPDATE, update, _reference(ProgressUpdate))
+    _add(app, SPANS, spans, _reference(SpanReport))
     return app
 
 
@@ -246,6 +188,10 @@ async def _error_response(_request: Request, error: Exception) -> Response:
     return Response(to_json(BridgeErrorBody, body), status_code=error.status, media_type="application/json")
 
 
+def _json(answer: object) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
 async def _read(request: Request, what: str, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(await _read_body(request))
@@ -253,19 +199,8 @@ async def _read(request: Request, what: str, decode: Callable[[bytes], T]) -> T:
         raise bad_request(f"{what}: {error}") from None
 
 
-async def _read_transfer(request: Request, action: str) -> Transfer | ResourceTransfer:
-    def decode(data: bytes) -> Transfer | ResourceTransfer:
-        body = parse_json(data)
-        return read_resource_transfer(action, body) or read_transfer(action, body)
-
-    return await _read(request, action, decode)
-
-
-async def _read_peer_transfer(request: Request, action: str) -> Transfer:
-    wanted = await _read_transfer(request, action)
-    if isinstance(wanted, ResourceTransfer):
-        raise bad_request(f"{action}: a resource cannot be received, only files of peers")
-    return wanted
+async def _read_transfer(request: Request, action: str) -> Transfer:
+    return await _read(request, action, lambda data: read_transfer(action, parse_json(data)))
 
 
 async def _read_body(request: Request) -> bytes:

@@ -36,6 +36,7 @@ from hypha.accelerate_executor.errors import (
 )
 from hypha_proto import bridge_api as routes
 from hypha_proto.batch_reports import BatchesCounted, TrainedBatches
+from hypha_proto.bridge_api import AnyReference, Transfer
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
@@ -182,16 +183,14 @@ class Bridge:
             if not is_kept:
                 connection.close()
 
-    def fetch(self, reference: Reference, out_dir: str) -> list[Fetched]:
-        """Fetch the files of `reference` into `out_dir`; a `data` reference fetches the next slice.
+    def fetch(self, reference: AnyReference, out_dir: str) -> list[Fetched]:
+        """Fetch the files of `reference` into `out_dir`; of a dataset, or a resource of slices, the next slice.
 
         Raises:
             NoMoreData: the scheduler has no further slice.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        return self._fetch(to_plain(Reference, reference) | {"out_dir": out_dir})
-
-    def _fetch(self, body: Any) -> list[Fetched]:
+        body = to_plain(AnyReference, reference) | {"out_dir": out_dir}
         answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
         if not isinstance(answer, list):
             raise BridgeRefused("fetch", 200, "malformed-answer", "not a list of files")
@@ -236,51 +235,21 @@ class Bridge:
             RoundClosed: the round goes on without the update; nothing was pushed.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        body = {
-            "resource": to_plain(Reference, reference),
-            "path": path.relative_to(self.work_dir).as_posix(),
-            "round": round_number,
-            "samples": samples,
-        }
-        if contribution is not None:
-            body["contribution"] = to_plain(Contribution, contribution)
+        wanted = Transfer(
+            reference=reference,
+            path=path.relative_to(self.work_dir).as_posix(),
+            round=round_number,
+            samples=samples,
+            contribution=contribution,
+        )
         try:
-            self._post_with_retry(routes.SEND, body)
+            self._post_with_retry(routes.SEND, to_plain(Transfer, wanted))
         except BridgeRefused as refusal:
             if refusal.status == _CONFLICT and refusal.kind == routes.ROUND_CLOSED:
                 raise RoundWentOn(refusal.detail) from None
             if refusal.status == _CONFLICT:
                 raise ContributionRefused(refusal.detail) from None
             raise
-
-    def fetch_resource(self, name: str, out_dir: str) -> list[Fetched]:
-        """Fetch the files of a resource of the task into `out_dir`; of a resource of slices, the next slice.
-
-        Raises:
-            NoMoreData: the scheduler has no further slice.
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
-        """
-        return self._fetch({"type": "Resource", "name": name, "out_dir": out_dir})
-
-    def send_to_peer(self, peer: str, path: Path, number: int, samples: int) -> None:
-        """Push a file to a peer and wait for its receipt.
-
-        Args:
-            peer: peer id.
-            path: the file, in the work directory.
-            number: number of the slice that the file belongs to, sent as the round.
-            samples: rows in the file.
-
-        Raises:
-            BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
-        """
-        body = {
-            "send": {"type": "Peers", "peers": [peer], "strategy": "One"},
-            "path": path.relative_to(self.work_dir).as_posix(),
-            "round": number,
-            "samples": samples,
-        }
-        self._post_with_retry(routes.SEND, body)
 
     def report_task(self, metrics: Mapping[str, float]) -> TaskAnswer:
         """Report a task's progress; return whether the scheduler wants it to end.
@@ -335,7 +304,7 @@ class Bridge:
 
     def updates(self, reference: Reference, out_dir: str) -> OuterUpdates:
         """Open the stream of outer updates from the peers of `reference`; files are written to `out_dir`."""
-        return OuterUpdates(self, {"resource": to_plain(Reference, reference), "path": out_dir})
+        return OuterUpdates(self, to_plain(Transfer, Transfer(reference=reference, path=out_dir)))
 
     def stream(self, route: str, body: Any) -> Iterator[str]:
         """Post and yield the lines of the answer as they arrive, without a read timeout.

@@ -9,6 +9,9 @@ from pathlib import Path
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.errors import DataError, NoMoreData
 from hypha.accelerate_executor.predict.settings import SLICES, InferenceTask
+from hypha_proto.bridge_api import ResourceReference
+from hypha_proto.ids import PeerId
+from hypha_proto.job_spec import One, PeersReference
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class SliceQueue:
         if before is not None:
             before.result()
         try:
-            files = self._bridge.fetch_resource(SLICES, SLICES)
+            files = self._bridge.fetch(ResourceReference(name=SLICES), SLICES)
         except NoMoreData as end:
             logger.info("no further slice: %s", end)
             return None
@@ -82,5 +85,6 @@ class SliceQueue:
         return files[0]
 
     def _send(self, path: Path, slice_index: int, rows: int) -> None:
-        self._bridge.send_to_peer(self._task.scheduler, path, slice_index, rows)
+        scheduler = PeersReference(peers=(PeerId.parse(self._task.scheduler),), strategy=One())
+        self._bridge.send(scheduler, path, slice_index, rows)
         path.unlink(missing_ok=True)
