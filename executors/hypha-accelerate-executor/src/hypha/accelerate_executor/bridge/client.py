@@ -77,14 +77,6 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskAnswer:
-    """Answer to a report of a task."""
-
-    draining: bool
-    """Whether the task shall finish what it has begun, and end."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Answer:
     """Answer of the worker to one request."""
 
@@ -207,10 +199,7 @@ class Bridge:
             answer = self._post_with_retry(routes.JOIN, {})
         except NoMoreData as end:
             raise NotTakingPart(str(end)) from None
-        try:
-            joined: routes.RoundJoined = from_json(routes.RoundJoined, answer.content)
-        except DecodeError as error:
-            raise BridgeRefused("join", answer.status, "malformed-answer", str(error)) from None
+        joined: routes.RoundJoined = _decoded("join", routes.RoundJoined, answer)
         return joined
 
     def send(
@@ -251,15 +240,15 @@ class Bridge:
                 raise ContributionRefused(refusal.detail) from None
             raise
 
-    def report_task(self, metrics: Mapping[str, float]) -> TaskAnswer:
-        """Report a task's progress; return whether the scheduler wants it to end.
+    def report_task(self, metrics: Mapping[str, float]) -> bool:
+        """Report a task's progress; return whether it shall finish what it has begun, and end.
 
         Raises:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         response = self._post(routes.UPDATE, json.dumps({"metrics": dict(metrics)}).encode())
         answer = self._json("update", response)
-        return TaskAnswer(isinstance(answer, dict) and answer.get("draining") is True)
+        return isinstance(answer, dict) and answer.get("draining") is True
 
     def report_batches(self, trained: TrainedBatches) -> BatchesCounted:
         """Report batches; return which the scheduler has counted.
@@ -269,10 +258,7 @@ class Bridge:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         response = self._post(routes.BATCHES, to_json(TrainedBatches, trained))
-        try:
-            answer: BatchesCounted = from_json(BatchesCounted, response.content)
-        except DecodeError as error:
-            raise BridgeRefused("batches", response.status, "malformed-answer", str(error)) from None
+        answer: BatchesCounted = _decoded("batches", BatchesCounted, response)
         if answer.reason:
             raise SchedulerRefused(f"the scheduler refused the batches of round {trained.round}: {answer.reason[:400]}")
         return answer
@@ -285,10 +271,7 @@ class Bridge:
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
         response = self._post(routes.STATUS, to_json(TrainingReportValue, progress))
-        try:
-            answer: ReportAnswer = from_json(ReportAnswer, response.content)
-        except DecodeError as error:
-            raise BridgeRefused("status", response.status, "malformed-answer", str(error)) from None
+        answer: ReportAnswer = _decoded("status", ReportAnswer, response)
         if isinstance(answer, ReportError):
             why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
             raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}{why}")
@@ -418,6 +401,13 @@ class OuterUpdates:
         except ValueError:
             raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {text[:200]!r}") from None
         self._arrived.put(self._bridge.received(event))
+
+
+def _decoded(what: str, kind: Any, answer: _Answer) -> Any:
+    try:
+        return from_json(kind, answer.content)
+    except DecodeError as error:
+        raise BridgeRefused(what, answer.status, "malformed-answer", str(error)) from None
 
 
 def _metadata(entry: Any) -> dict[str, str]:

@@ -149,11 +149,9 @@ class InferenceLoop:
     def _report(self) -> None:
         self._reported = self._clock()
         try:
-            answer = self._bridge.report_task(self._progress.metrics(self._reported - self._begun))
+            self._drains = self._bridge.report_task(self._progress.metrics(self._reported - self._begun))
         except BridgeRefused as error:  # the results do not depend on it
             logger.warning("the worker refused a report of the progress: %s", error)
-            return
-        self._drains = answer.draining
 
 
 def _slice_index(fetched: Fetched) -> int:
