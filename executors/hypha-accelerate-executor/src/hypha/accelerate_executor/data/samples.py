@@ -122,8 +122,8 @@ class JsonRow:
         return self.values[column]
 
 
-class JsonLines:
-    """JSON lines, each parsed once, when it is used."""
+class JsonSamples:
+    """A file of JSON lines, one object a sample, each parsed once, when it is used."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
@@ -131,12 +131,15 @@ class JsonLines:
         Raises:
             DataError: there is no line.
         """
+        self._name = path.name
         self._lines = split_json_lines(path.read_bytes())
         self._parsed: dict[int, dict[str, Any]] = {}
         if not self._lines:
             raise DataError(f"slice {path.name}: no line; a slice has at least one row")
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Return the number of lines."""
         return len(self._lines)
 
     def row(self, number: int) -> dict[str, Any]:
@@ -155,24 +158,6 @@ class JsonLines:
             self._parsed[number] = value
         return self._parsed[number]
 
-
-class JsonSamples:
-    """A file of JSON lines, one object a sample."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            DataError: there is no line.
-        """
-        self._name = path.name
-        self._lines = JsonLines(path)
-
-    @property
-    def count(self) -> int:
-        """Return the number of lines."""
-        return len(self._lines)
-
     def read(self, rows: NDArray[np.int64], raw: Collection[str] = ()) -> Arrays:
         """Return some lines as the column `JSON_ROWS`.
 
@@ -183,7 +168,7 @@ class JsonSamples:
         for place, number in enumerate(rows.tolist()):
             name = f"{self._name}, row {number}"
             try:
-                found[place] = JsonRow(name, self._lines.row(number))
+                found[place] = JsonRow(name, self.row(number))
             except RowError as error:
                 raise DataError(f"{name}: {error.detail}") from None
         return {JSON_ROWS: found}

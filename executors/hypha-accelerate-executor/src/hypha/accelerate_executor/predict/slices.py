@@ -19,7 +19,7 @@ from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import (
     FLOAT_INPUTS,
     Arrays,
-    JsonLines,
+    JsonSamples,
     TensorSamples,
     is_json,
     missing_column,
@@ -27,8 +27,11 @@ from hypha.accelerate_executor.data.samples import (
 from hypha_proto.safetensors_io import FLOAT_DTYPES, to_float32
 
 
-class TensorSlice:
+class TensorSlice(TensorSamples):
     """A safetensors slice; its rows are numbered from 0."""
+
+    is_uniform = True
+    """Whether all rows have the same columns, with values of the same shape and type."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
@@ -36,23 +39,12 @@ class TensorSlice:
         Raises:
             DataError: the file is malformed, or its tensors do not share their first dimension.
         """
-        self._samples = TensorSamples(path)
-        self._file = self._samples.file
-        self._stored = {name: np.asarray(self._file.stored(name)) for name in self._file.tensors}
-
-    @property
-    def count(self) -> int:
-        """Return the number of rows."""
-        return self._samples.count
-
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether all rows have the same columns, with values of the same shape and type."""
-        return True
+        super().__init__(path)
+        self._stored = {name: np.asarray(self.file.stored(name)) for name in self.file.tensors}
 
     def columns_of(self, row: int) -> Collection[str]:
         """Return the names of a row's columns: those of the tensors."""
-        return self._file.tensors.keys()
+        return self.file.tensors.keys()
 
     def value(self, row: int, column: str) -> Any:
         """Return a row's value as JSON value: a number, a boolean, text (uint8 in one dimension), or lists of numbers.
@@ -61,7 +53,7 @@ class TensorSlice:
             RowError: the row has no such column, or is malformed.
         """
         self._check(column)
-        stored, dtype = self._stored[column][row : row + 1], self._file.tensors[column].dtype
+        stored, dtype = self._stored[column][row : row + 1], self.file.tensors[column].dtype
         if stored.dtype == np.uint8 and stored.ndim == 2:
             return decode_text(stored)[0]
         values = to_float32(stored, dtype) if dtype == "BF16" else stored
@@ -84,20 +76,22 @@ class TensorSlice:
         for column in columns:
             self._check(column)
         numbers = np.asarray(rows, dtype=np.int64)
-        return {column: self._samples.read_tensor(column, numbers, column in raw) for column in columns}
+        return {column: self.read_tensor(column, numbers, column in raw) for column in columns}
 
     def close(self) -> None:
         """Close the file."""
         self._stored = {}
-        self._file.close()
+        super().close()
 
     def _check(self, column: str) -> None:
-        if column not in self._file.tensors:
-            raise missing_column(column, self._file.tensors)
+        if column not in self.file.tensors:
+            raise missing_column(column, self.file.tensors)
 
 
-class JsonSlice:
+class JsonSlice(JsonSamples):
     """A slice of JSON lines, each parsed once, when its row is used."""
+
+    is_uniform = False
 
     def __init__(self, path: Path) -> None:
         """Read the file.
@@ -105,26 +99,16 @@ class JsonSlice:
         Raises:
             DataError: there is no line.
         """
-        self._lines = JsonLines(path)
+        super().__init__(path)
         self._floats: dict[str, bool] = {}
-
-    @property
-    def count(self) -> int:
-        """Return the number of lines."""
-        return len(self._lines)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Return False: each row is an object of its own."""
-        return False
 
     def columns_of(self, row: int) -> Collection[str]:
         """Return the keys of a row."""
-        return self._lines.row(row).keys()
+        return self.row(row).keys()
 
     def value(self, row: int, column: str) -> Any:
         """Return a row's value."""
-        found = self._lines.row(row)
+        found = self.row(row)
         if column not in found:
             raise missing_column(column, found)
         return found[column]
@@ -139,9 +123,6 @@ class JsonSlice:
             )
             for column in columns
         }
-
-    def close(self) -> None:
-        """Do nothing: the file is closed."""
 
     def _text(self, row: int, column: str) -> NDArray[Any]:
         value = self.value(row, column)
