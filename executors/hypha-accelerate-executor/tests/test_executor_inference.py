@@ -21,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha.accelerate_executor import inference
+from hypha.accelerate_executor.data.preprocess import fill_template
 from hypha.accelerate_executor.data.row_errors import RowError
-from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.predict.generator import GumbelSampler, row_stream
 from hypha.accelerate_executor.predict.loop import BatchComputer, DeviceFailed
 from hypha.accelerate_executor.predict.parts import Part
+from hypha_proto.prompt_template import columns_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -556,7 +557,7 @@ def test_everything_that_a_task_asks_for_and_is_not_supported_is_named(
     message = _fails(caplog, make_task_worker(digit_model, [], settings), 2)
     for part in (
         "settings.model.type: 'image-classification': task generate takes models of type causal-lm",
-        "settings.inference.prompt: '{a} {': single '{' at character 4; write {{ for a brace",
+        "settings.inference.prompt: '{a} {': the '{' at character 5 has no counterpart; write it twice",
         "settings.columns: 'row': is a key of the results; rename the column in the dataset",
         "settings.columns: 'text'",
     ):
@@ -610,43 +611,29 @@ def test_a_task_from_a_file(
 )
 def test_a_template_inserts_values_by_name_alone(template: str, text: str) -> None:
     row = {"a": "one", "b": 2, "c": True, "d": 0.5, "a.b": "dot", "x!r:>10": "odd"}
-    assert Template.parse(template).render(row.__getitem__) == text
+    assert fill_template(template, row.__getitem__) == text
 
 
 def test_inserted_text_is_not_a_template() -> None:
-    assert Template.parse("{a}").render(lambda _: "{a} {{") == "{a} {{"
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{", "single '{' at character 0; write {{ for a brace"),
-        ("a }", "single '}' at character 2; write }} for a brace"),
-        ("{}", "no column is named at character 0"),
-        ("{a{b}}", "single '{' at character 0"),
-    ],
-)
-def test_a_template_with_a_fault_is_refused(template: str, reason: str) -> None:
-    with pytest.raises(ValueError, match="character") as caught:
-        Template.parse(template)
-    assert reason in str(caught.value)
+    assert fill_template("{a}", lambda _: "{a} {{") == "{a} {{"
 
 
 @pytest.mark.parametrize("value", [None, ["a"], {"a": 1}])
 def test_a_value_that_is_no_text_is_an_error_of_the_row(value: Any) -> None:
     with pytest.raises(RowError, match="wrong-type: column 'a' is"):
-        Template.parse("{a}").render(lambda _: value)
+        fill_template("{a}", lambda _: value)
 
 
 @given(st.text(), st.text())
 def test_any_template_is_parsed_or_refused(template: str, value: str) -> None:
     try:
-        parsed = Template.parse(template)
+        columns_of(template)
     except ValueError:
         assert "{" in template or "}" in template
         return
-    rendered = parsed.render(lambda _: value)
-    assert len(rendered) == sum(map(len, parsed.texts)) + len(value) * len(parsed.columns)
+    literal, rendered = fill_template(template, lambda _: ""), fill_template(template, lambda _: value)
+    filled = fill_template(template, lambda _: "x")
+    assert len(rendered) == len(literal) + len(value) * (len(filled) - len(literal))
 
 
 # ------------------------------------------------------------------------------------------------------ failed batches

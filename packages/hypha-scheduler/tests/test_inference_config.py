@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 from support.inference_simulation import FakeDataset
 
+from hypha_proto.prompt_template import columns_of
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.specs import result_columns
-from hypha_scheduler.strategies.template import columns_of
 from hypha_scheduler.submission.validation import validate_job
 
 GENERATE: dict[str, Any] = {

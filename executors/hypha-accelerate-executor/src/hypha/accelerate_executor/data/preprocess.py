@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS, TrainConfig
+from hypha_proto.prompt_template import render
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +232,28 @@ def _load(task: str, folder: Path) -> Any:
         raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
         raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
+
+
+def fill_template(template: str, value_of: Callable[[str], Any]) -> str:
+    """Return the text of a prompt template with the values of one row.
+
+    Args:
+        template: checked by `columns_of`.
+        value_of: returns the value of a column; raises `RowError` if there is none.
+
+    Raises:
+        RowError: a value is missing, or neither text, a number nor a boolean.
+    """
+    return render(template, lambda column: _as_text(column, value_of(column)))
+
+
+def _as_text(column: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    kind = "null" if value is None else "a list" if isinstance(value, list) else "an object"
+    raise RowError("wrong-type", f"column {column!r} is {kind}; the prompt takes text, numbers and booleans")
 
 
 def encode_prompt(tokenizer: Any, text: str, *, is_chat: bool) -> list[int]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL, longest_input
-from hypha.accelerate_executor.data.preprocess import encode_prompt, set_padding
+from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
 from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import JSON_ROWS, Arrays, JsonRow
-from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha_proto.job_spec import TextRows
+from hypha_proto.prompt_template import columns_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +37,11 @@ class RowTokenizer:
             JobError: a template is malformed.
         """
         try:
-            self._prompt = None if rows.prompt is None else Template.parse(rows.prompt)
-            self._completion = Template.parse(rows.completion)
+            for template in filter(None, (rows.prompt, rows.completion)):
+                columns_of(template)
         except ValueError as error:
             raise JobError(f"--job: settings.rows: {error}") from None
+        self._prompt, self._completion = rows.prompt, rows.completion
         self._tokenizer = tokenizer
         self._is_chat = rows.chat_template and bool(getattr(tokenizer, "chat_template", None))
         self._end = tokenizer.eos_token_id
@@ -73,8 +74,8 @@ class RowTokenizer:
     def _tokens(self, row: JsonRow) -> tuple[int, list[int]]:
         """Return the number of tokens of a row's prompt, and all its tokens, cut off where the model takes no more."""
         try:
-            prompt = None if self._prompt is None else self._prompt.render(row.value)
-            text = self._completion.render(row.value)
+            prompt = None if self._prompt is None else fill_template(self._prompt, row.value)
+            text = fill_template(self._completion, row.value)
         except RowError as error:
             raise DataError(f"{row.place}: {error.detail}") from None
         before = [] if prompt is None else encode_prompt(self._tokenizer, prompt, is_chat=self._is_chat)

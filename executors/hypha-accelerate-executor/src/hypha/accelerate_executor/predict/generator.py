@@ -29,9 +29,8 @@ from transformers import (
 )
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
-from hypha.accelerate_executor.data.preprocess import encode_prompt, set_padding
+from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
 from hypha.accelerate_executor.data.row_errors import RowError
-from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
@@ -118,7 +117,7 @@ class Generator:
             engine: one of `ENGINES`.
         """
         settings = task.inference
-        self._sampling, self._template = settings, Template.parse(settings.prompt or "")
+        self._sampling = settings
         self._module, self._tokenizer, self._device = module, tokenizer, device
         self._ends = _end_tokens(module, tokenizer)
         self._padding = set_padding(tokenizer, module) or 0
@@ -144,7 +143,7 @@ class Generator:
 
     def prepare(self, rows: SliceRows, row: int) -> Prompt:
         """Return the prompt of a row."""
-        text = self._template.render(lambda column: rows.value(row, column))
+        text = fill_template(self._sampling.prompt or "", lambda column: rows.value(row, column))
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -9,12 +9,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES
-from hypha.accelerate_executor.data.template import Template
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.options import parse_task
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS
+from hypha_proto.prompt_template import columns_of
 
 CLASSIFY: Final = "classify"
 GENERATE: Final = "generate"
@@ -129,7 +129,7 @@ def _find_faults(task: InferenceTask) -> Iterator[str]:
     if prompt is None and task.task == GENERATE:
         yield "settings.inference.prompt: generate needs a template such as 'Summarise: {text}'"
     try:
-        Template.parse(prompt or "")
+        columns_of(prompt or "")
     except ValueError as error:
         yield f"settings.inference.prompt: {prompt!r:.100}: {error}"
     for taken in sorted(RESULT_KEYS[task.task].intersection(task.columns)):

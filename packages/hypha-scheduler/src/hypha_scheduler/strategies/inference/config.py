@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from hypha_proto.datasets import JSONL, SAFETENSORS
+from hypha_proto.prompt_template import columns_of
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
     Budget,
@@ -24,7 +25,6 @@ from hypha_scheduler.jobs.config import (
     preprocessor_task,
 )
 from hypha_scheduler.jobs.model_files import missing_files
-from hypha_scheduler.strategies.template import columns_of
 
 CLASSIFY: Final = "classify"
 GENERATE: Final = "generate"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 _PART: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -28,3 +29,13 @@ def columns_of(template: str) -> tuple[str, ...]:
             raise ValueError(f"the braces at character {part.start() + 1} name no column; write {{{{}}}} for them")
         found[name] = None
     return tuple(found)
+
+
+def render(template: str, text_of: Callable[[str], str]) -> str:
+    """Return the text of a template that `columns_of` accepts.
+
+    Args:
+        template: the template.
+        text_of: returns what stands for a column.
+    """
+    return _PART.sub(lambda part: part[0][0] if part[1] is None else text_of(part[1]), template)
