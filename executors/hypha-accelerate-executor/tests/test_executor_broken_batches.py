@@ -16,8 +16,7 @@ from click.testing import CliRunner
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.cli import main as command
 from hypha.accelerate_executor.data.batches import Batch, Rows
-from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.value_ranges import check_values, value_limits
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, check_values, value_limits
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend
 from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer

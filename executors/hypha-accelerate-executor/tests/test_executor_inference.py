@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 
 from hypha.accelerate_executor import inference
 from hypha.accelerate_executor.data.preprocess import fill_template
-from hypha.accelerate_executor.data.row_errors import RowError
+from hypha.accelerate_executor.errors import RowError
 from hypha.accelerate_executor.predict.generator import GumbelSampler, row_stream
-from hypha.accelerate_executor.predict.loop import BatchComputer, DeviceFailed
-from hypha.accelerate_executor.predict.parts import Part
+from hypha.accelerate_executor.predict.loop import BatchComputer, DeviceFailed, Part
 from hypha_proto.prompt_template import columns_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -522,7 +521,7 @@ def test_a_full_disk_exits_with_a_code_of_its_own(
     def full(_: Any, path: Path) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("hypha.accelerate_executor.predict.parts.Part.write", full)
+    monkeypatch.setattr("hypha.accelerate_executor.predict.loop.Part.write", full)
     message = _fails(caplog, worker, os.EX_IOERR)
     assert message == f"{worker.work_dir / 'part-0.jsonl'}: No space left on device"
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
 
 from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_model
 
-from hypha_net.node.config.models import Network, NodeConfig
-from hypha_net.node.config.s3_service import S3ServiceSection
+from hypha_net.node.config.models import Network, NodeConfig, S3ServiceSection
 from hypha_proto.offers import MAX_OFFER_LIFE
 from hypha_scheduler.errors import StrategyError
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table

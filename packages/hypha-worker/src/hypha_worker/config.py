@@ -9,8 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hypha_net.node.config.models import Network, NodeConfig, Section
-from hypha_net.node.config.s3_service import S3ServiceSection
+from hypha_net.node.config.models import Network, NodeConfig, S3ServiceSection, Section
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE

@@ -1,6 +1,6 @@
 """Errors of the worker: what the bridge answers to an executor, and what ends a job.
 
-The lowest layer of the package besides `paths`: `connectors`, `bridge`, `jobs` and `executors` all raise these.
+The lowest layer of the package: `connectors`, `bridge`, `jobs` and `executors` all raise these.
 """
 
 from __future__ import annotations

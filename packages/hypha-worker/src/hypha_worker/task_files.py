@@ -2,8 +2,8 @@
 
 Incoming files are written in the staging folder, outside of the task's reach, checked there, and moved into the task's
 folder when they are complete. Everything in the task's folder is reached from one descriptor, opened before the task's
-first process, and through no symbolic link (`openat`). Travels with a task as `task_storage.TaskStorage.files`; used by
-`connectors`, `bridge`, `tasks` and `executors`.
+first process, and through no symbolic link (`openat`). Names and paths that executors and peers choose must stay inside
+of it. Travels with a task as `task_storage.TaskStorage.files`; used by `connectors`, `bridge`, `tasks` and `executors`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -30,7 +31,31 @@ from hypha_worker.openat import (
     open_regular,
     walk,
 )
-from hypha_worker.paths import check_relative
+
+PATH_LIMIT: Final = 1024
+"""Largest number of characters in a path."""
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def check_relative(text: str) -> PurePosixPath:
+    """Parse a relative path that does not leave its folder.
+
+    Raises:
+        BridgeError: it is absolute, contains ``..`` or a null byte, or is longer than `PATH_LIMIT`.
+    """
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or "\0" in text or len(text) > PATH_LIMIT:
+        raise bad_request(
+            f"path: {text[:80]!r} is not a relative path within the work directory: name one of at most {PATH_LIMIT} "
+            "characters without a leading slash, '..' or null bytes"
+        )
+    return path
+
+
+def safe_name(text: str) -> str:
+    """Make a file name from a name that a peer or task chose: letters, digits and ``._-``, never hidden or empty."""
+    return _UNSAFE.sub("-", text)[-100:].lstrip(".-") or "file"
+
 
 STAGING_PREFIX: Final = "incoming-"
 """Begin of the name of a staging folder, which lies beside the task's folder."""

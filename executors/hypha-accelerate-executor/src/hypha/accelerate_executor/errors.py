@@ -1,6 +1,20 @@
-"""Errors that end a training run. Each is logged as one line."""
+"""Errors that end a run, each logged as one line; and those of single rows, recorded in the results instead."""
 
 from __future__ import annotations
+
+import errno
+from typing import Final
+
+_WORDS: Final = ("out of memory", "not enough memory", "can't allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is exhausted."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return any(words in str(error).lower() for words in _WORDS)
 
 
 class ExecutorError(Exception):
@@ -69,3 +83,28 @@ class SchedulerRefused(ExecutorError):
 
 class ProcessGroupError(ExecutorError):
     """Another process of the group has exited or does not respond."""
+
+
+DETAIL_LIMIT: Final = 300
+"""Largest number of characters of a recorded detail."""
+
+
+class RowError(Exception):
+    """A row cannot be computed.
+
+    Attributes:
+        kind: one of missing-column, wrong-type, wrong-value, not-json, too-long, not-finite, out-of-memory, failed.
+        detail: what is wrong, in one line.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        self.kind = kind
+        self.detail = " ".join(detail.split())[:DETAIL_LIMIT]
+        super().__init__(f"{kind}: {self.detail}")
+
+
+def row_error_of(error: Exception) -> RowError:
+    """Return the error to record for a row whose computation raised `error`."""
+    if isinstance(error, RowError):
+        return error
+    return RowError("failed", f"{type(error).__name__}: {error}")

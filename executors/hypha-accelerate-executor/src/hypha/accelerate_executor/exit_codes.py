@@ -20,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError
-from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
+from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError, is_out_of_memory
 from hypha_proto.errors import ProtoError
 
 logger = logging.getLogger(__name__)

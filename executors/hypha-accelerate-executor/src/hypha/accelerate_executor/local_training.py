@@ -16,8 +16,7 @@ import torch
 
 from hypha.accelerate_executor.bridge.client import Fetched
 from hypha.accelerate_executor.data.batches import Batches
-from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.value_ranges import value_limits
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, value_limits
 from hypha.accelerate_executor.diloco.metrics import RoundTally
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend, trained_parameters
 from hypha.accelerate_executor.errors import JobError

@@ -13,22 +13,20 @@ from pathlib import Path
 
 import torch
 
-from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, value_limits
 from hypha.accelerate_executor.data.preprocess import load_preprocessor, load_tokenizer, preprocessed_columns
 from hypha.accelerate_executor.data.row_tokenizer import RowTokenizer
 from hypha.accelerate_executor.data.samples import Arrays
-from hypha.accelerate_executor.data.value_ranges import value_limits
 from hypha.accelerate_executor.diloco.replica import Replica
 from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generators
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
 from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
-from hypha.accelerate_executor.environment import read_memory
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.modeling.delivery import check_delivery
 from hypha.accelerate_executor.modeling.evaluation import Subject
 from hypha.accelerate_executor.modeling.hf import load_model
-from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, read_memory
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 from hypha.accelerate_executor.train.micro_batch_size import MicroBatchSizer
 from hypha.accelerate_executor.train.trainer import Trainer

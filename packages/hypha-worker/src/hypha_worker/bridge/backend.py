@@ -46,8 +46,7 @@ from hypha_worker.errors import (
     not_found,
     storage_exceeded,
 )
-from hypha_worker.paths import check_relative
-from hypha_worker.task_files import TaskFiles
+from hypha_worker.task_files import TaskFiles, check_relative
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_files import copy_file, describe_file, describe_files, list_files
 from hypha_worker.tasks.spec_references import check_peers, named_peers, with_secrets

@@ -18,7 +18,7 @@ from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PushHeader
 from hypha_worker.bridge.round_commits import RoundClient
-from hypha_worker.paths import safe_name
+from hypha_worker.task_files import safe_name
 
 _log = logging.getLogger(__name__)
 

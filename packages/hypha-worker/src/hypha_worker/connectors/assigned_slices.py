@@ -20,7 +20,7 @@ from hypha_proto.job_spec import SliceAddress
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import UnusableFileError, peer_failed
-from hypha_worker.paths import safe_name
+from hypha_worker.task_files import safe_name
 
 _log = logging.getLogger(__name__)
 

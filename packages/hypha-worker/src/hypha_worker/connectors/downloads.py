@@ -25,7 +25,7 @@ from hypha_worker.connectors.hub_source import HubSource, check_reference
 from hypha_worker.connectors.local_files import copy_local_file, copy_local_tree
 from hypha_worker.connectors.peer_files import PeerFiles, fetched_file
 from hypha_worker.errors import StorageExceededError, bad_request, from_fetch_error, timed_out, to_bridge_error
-from hypha_worker.paths import check_relative, safe_name
+from hypha_worker.task_files import check_relative, safe_name
 from hypha_worker.task_storage import TaskStorage
 
 

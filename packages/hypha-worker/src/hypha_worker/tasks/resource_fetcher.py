@@ -54,8 +54,7 @@ from hypha_worker.errors import (
     bad_request,
     disk_fault_of,
 )
-from hypha_worker.paths import check_relative, safe_name
-from hypha_worker.task_files import TaskFiles
+from hypha_worker.task_files import TaskFiles, check_relative, safe_name
 from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore

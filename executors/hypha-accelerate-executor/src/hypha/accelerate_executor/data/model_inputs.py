@@ -1,6 +1,8 @@
 """Maps the tensors of a slice to arguments of the model, using the job's input names.
 
-Called by `train.trainer` and `modeling.evaluation` after `data.batches` or `data.preprocess`.
+Called by `train.trainer` and `modeling.evaluation` after `data.batches` or `data.preprocess`. The labels and tokens of
+a batch are checked before the model uses them, and an error names where a wrong one is stored: torch's loss reports
+only the value, on a GPU not even that, and aborts the process there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from hypha.accelerate_executor.data.batches import Batch
 from hypha.accelerate_executor.data.samples import Arrays
 from hypha.accelerate_executor.errors import DataError, JobError
 from hypha.accelerate_executor.modeling.hf import TORCH
@@ -182,3 +185,75 @@ def _argument(name: str, place: int, usual: Sequence[str], parameters: Mapping[s
 def _are_equal(names: Sequence[str], own: Sequence[str], labelled: bool) -> bool:
     """Return whether input names are the defaults; a job without labels may leave them out."""
     return tuple(names) == tuple(own) or (not labelled and [*names] == [name for name in own if name != "labels"])
+
+
+_CLASSIFICATION: Final = frozenset(
+    {"image-classification", "video-classification", "audio-classification", "sequence-classification",
+     "token-classification"}
+)  # fmt: skip
+_LANGUAGE_MODELS: Final = frozenset({"causal-lm", "masked-lm", "seq2-seq-lm"})
+
+
+def value_limits(task: str, module: torch.nn.Module) -> dict[str, int]:
+    """Return, for arguments of the model that are numbers of classes or tokens, how many of them there are.
+
+    Args:
+        task: wire name.
+        module: the model; its config is read. Models of task ``torch`` state no limits.
+    """
+    config = getattr(module, "config", None)
+    limits: dict[str, int] = {}
+    vocabulary = vocabulary_size(module)
+    if vocabulary is not None:
+        limits["input_ids"] = vocabulary
+        if task in _LANGUAGE_MODELS:
+            limits["labels"] = vocabulary
+    classes, problem = getattr(config, "num_labels", None), getattr(config, "problem_type", None)
+    is_single = task in _CLASSIFICATION and problem in (None, "single_label_classification")
+    if is_single and isinstance(classes, int) and classes > 1:  # with one it is a regression
+        limits["labels"] = classes
+    return limits
+
+
+def check_values(
+    arguments: Mapping[str, torch.Tensor], limits: Mapping[str, int], columns: Mapping[str, str], batch: Batch
+) -> None:
+    """Check that labels and tokens are below their limits.
+
+    Args:
+        arguments: the model's arguments, on the CPU, with the rows of `batch`.
+        limits: as `value_limits` returns them.
+        columns: name of the tensor in a slice, by argument.
+        batch: names the row's origin.
+
+    Raises:
+        DataError: one is not; the message names dataset, slice, row, column, value and the valid range.
+    """
+    for name, limit in limits.items():
+        values = arguments.get(name)
+        if values is None or values.is_floating_point() or not values.numel():
+            continue
+        if _are_within(values, limit):
+            continue
+        wrong = (values < 0) | (values >= limit)
+        if name == "labels":
+            wrong &= values != IGNORED_LABEL
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            raise DataError(_describe(name, columns.get(name, name), int(values[tuple(place)]), limit, place, batch))
+
+
+def _are_within(values: torch.Tensor, limit: int) -> bool:
+    """Return whether all values are from 0 to below the limit, in one pass: this is asked for every batch."""
+    lowest, highest = torch.aminmax(values)
+    return int(lowest) >= 0 and int(highest) < limit
+
+
+def _describe(name: str, column: str, value: int, limit: int, place: list[int], batch: Batch) -> str:
+    position = f", position {', '.join(map(str, place[1:]))}" if len(place) > 1 else ""
+    ignored = f", or {IGNORED_LABEL} for none" if name == "labels" else ""
+    kind = "token" if name == "input_ids" else "label"
+    return (
+        f"{batch.describe_row(place[0])}, column {column!r}{position}: {value} is not a {kind} of this model, "
+        f"which takes 0 to {limit - 1}{ignored}; correct the dataset, or train a model with more {kind}s"
+    )

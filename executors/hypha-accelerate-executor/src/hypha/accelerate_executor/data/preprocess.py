@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import Arrays
-from hypha.accelerate_executor.errors import DataError, JobError, ModelError
+from hypha.accelerate_executor.errors import DataError, JobError, ModelError, RowError
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS, TrainConfig
 from hypha_proto.prompt_template import render
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from hypha.accelerate_executor.data.model_inputs import IGNORED_LABEL, longest_input
 from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
-from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import JSON_ROWS, Arrays, JsonRow
-from hypha.accelerate_executor.errors import DataError, JobError
+from hypha.accelerate_executor.errors import DataError, JobError, RowError
 from hypha_proto.job_spec import TextRows
 from hypha_proto.prompt_template import columns_of
 

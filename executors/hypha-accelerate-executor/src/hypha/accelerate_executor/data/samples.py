@@ -10,8 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha.accelerate_executor.data.row_errors import RowError
-from hypha.accelerate_executor.errors import DataError
+from hypha.accelerate_executor.errors import DataError, RowError
 from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile, to_float32

@@ -16,8 +16,7 @@ from typing import Final
 
 from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.bridge.spans import Spans
-from hypha.accelerate_executor.errors import BridgeRefused, DataError
-from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
+from hypha.accelerate_executor.errors import BridgeRefused, DataError, is_out_of_memory
 from hypha.accelerate_executor.modeling.evaluation import EvaluatedModel, Subject
 from hypha_proto.job_spec import Evaluation as EvaluationSpec
 from hypha_proto.training_reports import RoundMetrics

@@ -11,12 +11,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input, value_limits
 from hypha.accelerate_executor.data.preprocess import BatchPreprocessor
-from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import Arrays
-from hypha.accelerate_executor.data.value_ranges import value_limits
-from hypha.accelerate_executor.errors import DataError
+from hypha.accelerate_executor.errors import DataError, RowError
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing, is_alone_as_together
 from hypha.accelerate_executor.predict.settings import SCORES, InferenceTask
 from hypha.accelerate_executor.predict.slices import SliceRows, join_rows

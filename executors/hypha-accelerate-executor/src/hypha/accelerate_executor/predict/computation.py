@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
-from hypha.accelerate_executor.data.row_errors import RowError
+from hypha.accelerate_executor.errors import RowError
 from hypha.accelerate_executor.predict.slices import SliceRows
 
 

@@ -30,8 +30,7 @@ from transformers import (
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
-from hypha.accelerate_executor.data.row_errors import RowError
-from hypha.accelerate_executor.errors import ModelError
+from hypha.accelerate_executor.errors import ModelError, RowError
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slices import SliceRows

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha.accelerate_executor.data.preprocess import decode_text
-from hypha.accelerate_executor.data.row_errors import RowError
 from hypha.accelerate_executor.data.samples import (
     FLOAT_INPUTS,
     Arrays,
@@ -24,6 +23,7 @@ from hypha.accelerate_executor.data.samples import (
     is_json,
     missing_column,
 )
+from hypha.accelerate_executor.errors import RowError
 from hypha_proto.safetensors_io import FLOAT_DTYPES, to_float32
 
 

@@ -21,8 +21,7 @@ import torch
 
 from hypha.accelerate_executor.data.batches import Batch
 from hypha.accelerate_executor.distributed.accelerator import Device
-from hypha.accelerate_executor.errors import DataError
-from hypha.accelerate_executor.exhausted_memory import is_out_of_memory
+from hypha.accelerate_executor.errors import DataError, is_out_of_memory
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 from hypha.accelerate_executor.train.trainer import Trainer
 

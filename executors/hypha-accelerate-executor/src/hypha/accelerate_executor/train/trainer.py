@@ -15,9 +15,8 @@ import torch
 
 from hypha.accelerate_executor.data.batches import Batch
 from hypha.accelerate_executor.data.microbatches import MicroBatch, split_batch
-from hypha.accelerate_executor.data.model_inputs import ModelInputs
+from hypha.accelerate_executor.data.model_inputs import ModelInputs, check_values
 from hypha.accelerate_executor.data.samples import Arrays
-from hypha.accelerate_executor.data.value_ranges import check_values
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import translate_lost_process
 from hypha.accelerate_executor.errors import DataError
