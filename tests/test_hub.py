@@ -33,7 +33,7 @@ from hypha_scheduler.jobs.artifacts import (
     open_start_model,
 )
 from hypha_scheduler.jobs.config import ArtifactTable, JobTable, ModelTable, PreprocessorTable
-from hypha_scheduler.jobs.context import RunnerContext
+from hypha_scheduler.jobs.context import JobHost, RunnerContext
 from hypha_scheduler.strategies.inference.restore import describe_artifact
 from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
@@ -247,7 +247,9 @@ def test_a_job_of_tasks_serves_private_files_without_its_token(hub: Hub, tmp_pat
 
     async def open_job(interrupted: bool) -> None:
         async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
-            context = RunnerContext(endpoint, JobTable(type="any"), uuid.UUID(int=5), tmp_path, tasks, lambda *_: None)
+            context = RunnerContext(
+                JobHost(endpoint, tmp_path), JobTable(type="any"), uuid.UUID(int=5), tmp_path, tasks, lambda *_: None
+            )
             with suppress(InterruptedError):
                 async with TasksStrategy().open(job, context, ()) as operator:
                     assert isinstance(operator, TasksOperator)

@@ -35,6 +35,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import Started, StatusUpdate, TaskSpec
 from hypha_proto.training_reports import Acknowledged, BatchDone, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest
+from hypha_scheduler.jobs.context import JobHost
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
@@ -98,7 +99,7 @@ async def _measure_operator(folder: Path, strategy: Strategy, count: int) -> Cos
         for number in range(WORKERS + 1):
             endpoint = await stack.enter_async_context(network.endpoint(f"worker-{number}"))
             await tasks.start(FakeWorker(endpoint, "train" if number else "aggregate", tasks).run)
-        runner = JobRunner(scheduler, strategy, _job(folder), folder / "runs")
+        runner = JobRunner(JobHost(scheduler, folder / "runs"), strategy, _job(folder))
         _route(scheduler, runner)
         tasks.start_soon(runner.run)
         cost = await _measure_messages(runner, await _placed_tasks(runner), count)

@@ -52,6 +52,7 @@ from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.context import JobHost
 from hypha_scheduler.service import SchedulerService, serve
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -565,7 +566,7 @@ async def open_scripted_jobs(
         scripted = [ScriptedWorker(endpoint, cores, streams) for endpoint in endpoints[2:]]
         for worker in scripted:
             await tasks.start(worker.run)
-        service = SchedulerService(endpoints[0], folder / "runs")
+        service = SchedulerService(JobHost(endpoints[0], folder / "runs"))
         yield Lab(service, used, scripted, endpoints[0], tasks)
         tasks.cancel_scope.cancel()
 

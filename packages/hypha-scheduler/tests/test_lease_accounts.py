@@ -217,7 +217,7 @@ async def test_a_job_is_cancelled_before_it_spends_more_than_its_budget(open_job
         assert "its budget of 5 tokens has to last until its leases have ended" in str(error)
         assert "`hypha-scheduler resume` continues it" in str(error)
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
-    [file] = lab.service._runs_dir.glob(f"*/{FILE}")
+    [file] = lab.service.host.runs.glob(f"*/{FILE}")
     spent = sum(account.tokens for account in read_accounts(file))
     assert budget * 0.7 < spent < budget
     assert 40 < times[0] < 60

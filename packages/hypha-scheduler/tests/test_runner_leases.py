@@ -41,7 +41,7 @@ pytestmark = pytest.mark.virtual_clock
 
 
 def journal(lab: Lab) -> list[dict[str, Any]]:
-    [path] = (lab.service._runs_dir).glob(f"*/{JOURNAL}")
+    [path] = (lab.service.host.runs).glob(f"*/{JOURNAL}")
     return read_journal(path)
 
 
@@ -195,7 +195,7 @@ async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(open_job
 
 
 def shortages(lab: Lab) -> list[dict[str, Any]]:
-    [path] = (lab.service._runs_dir).glob(f"*/{EVENTS}")
+    [path] = (lab.service.host.runs).glob(f"*/{EVENTS}")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     return [event for event in events if event["event"] == "shortage"]
 
@@ -462,7 +462,7 @@ async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_star
 
 
 def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
-    [path] = lab.service._runs_dir.glob("*/metrics.jsonl")
+    [path] = lab.service.host.runs.glob("*/metrics.jsonl")
     return [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
 
 

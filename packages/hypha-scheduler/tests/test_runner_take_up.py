@@ -86,8 +86,8 @@ def kill(directory: Path) -> None:
 
 async def restart(lab: Lab) -> list[ResumableJob]:
     """Start another scheduler in place of the first one; run the jobs that it takes up in the background."""
-    lab.service = SchedulerService(lab.endpoint, lab.service._runs_dir)
-    found = await lab.service.take_up(lab.service._runs_dir, [])
+    lab.service = SchedulerService(lab.service.host)
+    found = await lab.service.take_up(lab.service.host.runs, [])
 
     async def run(job: ResumableJob) -> None:
         try:

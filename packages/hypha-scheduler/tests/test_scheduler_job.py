@@ -76,6 +76,7 @@ from hypha_scheduler.allocation.auction import DECISION_WINDOW
 from hypha_scheduler.audit.diloco import audit
 from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.jobs.config import StartModelTable
+from hypha_scheduler.jobs.context import JobHost
 from hypha_scheduler.jobs.effect_queue import ROOM_INTERVAL
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.service import SchedulerService
@@ -365,7 +366,7 @@ async def open_network(
         for worker in workers:
             await tasks.start(worker.run)
         await data_node(endpoints[5], tmp_path, form)
-        yield SchedulerService(endpoints[4], tmp_path / "runs"), workers, shared
+        yield SchedulerService(JobHost(endpoints[4], tmp_path / "runs")), workers, shared
         tasks.cancel_scope.cancel()
 
 

@@ -37,7 +37,7 @@ from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
 from hypha_scheduler.jobs.config import DatasetTable, JobTable, ModelTable, PreprocessorTable
-from hypha_scheduler.jobs.context import RunnerContext
+from hypha_scheduler.jobs.context import JobHost, RunnerContext
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, source_access
 from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.strategies.base import SliceToUse
@@ -110,9 +110,8 @@ def open_source_dataset(folder: Path, source: dict[str, Any], check: Callable[[R
     async def main() -> JobFailedError | None:
         async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
             access = source_access(LOOPBACK, S3Settings())
-            context = RunnerContext(
-                endpoint, JobTable(type="any"), uuid.UUID(int=5), folder, tasks, lambda *_: None, access=access
-            )
+            host = JobHost(endpoint, folder, access=access)
+            context = RunnerContext(host, JobTable(type="any"), uuid.UUID(int=5), folder, tasks, lambda *_: None)
             try:
                 dataset = await context.open_dataset(DatasetTable.model_validate(source), timeout=1)
             except JobFailedError as error:

@@ -18,7 +18,6 @@ import anyio
 import anyio.to_thread
 
 from hypha_net import instrumentation, rpc, transfer
-from hypha_net.endpoint import Endpoint
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
@@ -33,10 +32,10 @@ from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
 from hypha_scheduler.config import AuctionTable, SchedulerConfig
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
-from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
-from hypha_scheduler.jobs.events import EndRecorder
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.context import JobHost
 from hypha_scheduler.jobs.runner import JobRunner
-from hypha_scheduler.jobs.source_download import SourceAccess, source_access
+from hypha_scheduler.jobs.source_download import source_access
 from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod
@@ -65,7 +64,6 @@ _MAX_HOLD: Final = 25.0
 _TAKING_TIMEOUT: Final = 2.0
 """Seconds to wait for the answer to a renewal whose lease's stream is here already."""
 _TAKING_INTERVAL: Final = 0.02
-_DEFAULT_AUCTION: Final = AuctionSettings()
 _ACTIVE: Final = instrumentation.UpDownCounter("hypha.scheduler.jobs.active", "{job}", "Running jobs.")
 _ENDED: Final = instrumentation.Counter("hypha.scheduler.jobs.ended", "{job}", "Jobs that have ended, by outcome.")
 _OFFERS: Final = instrumentation.Counter("hypha.scheduler.offers", "{offer}", "Offers received from workers.")
@@ -159,7 +157,7 @@ async def _write_the_last(service: SchedulerService, bridge: StatusBridge | None
     """Wait for a moment until metrics and ends of jobs are written."""
     if bridge is not None:
         await bridge.drain(_LAST_METRICS)
-    await service.ends.drain(_LAST_ENDS)
+    await service.host.ends.drain(_LAST_ENDS)
 
 
 @asynccontextmanager
@@ -188,18 +186,17 @@ def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService
         bridge = StatusBridge(config.bridge_address)
         node.tasks.start_soon(bridge.run)
     table = config.scheduler
-    service = SchedulerService(
+    host = JobHost(
         node.endpoint,
         config.runs_dir,
         bridge,
         auction_settings(table.auction),
-        strategies=table.strategies,
-        model_command=table.model_command,
-        access=source_access(table.connectors.networks, table.connectors.s3_settings),
-        jobs=ActiveJobs(table.queue.max_running, table.queue.max_waiting),
+        table.model_command,
+        source_access(table.connectors.networks, table.connectors.s3_settings),
     )
-    node.tasks.start_soon(service.ends.run)
-    return service, bridge
+    node.tasks.start_soon(host.ends.run)
+    jobs = ActiveJobs(table.queue.max_running, table.queue.max_waiting)
+    return SchedulerService(host, table.strategies, jobs), bridge
 
 
 async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
@@ -248,35 +245,18 @@ class SchedulerService:
     """Jobs of one scheduler, and the request handlers that route messages to them."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        runs: Path,
-        bridge: StatusBridge | None = None,
-        auction: AuctionSettings = _DEFAULT_AUCTION,
-        *,
-        strategies: Collection[str] | None = None,
-        model_command: Sequence[str] = MODEL_COMMAND,
-        access: SourceAccess | None = None,
-        jobs: ActiveJobs | None = None,
+        self, host: JobHost, strategies: Collection[str] | None = None, jobs: ActiveJobs | None = None
     ) -> None:
-        """Register the request handlers on `endpoint`; jobs write to directories in `runs`.
+        """Register the request handlers on the host's endpoint.
 
-        Only `strategies` are loaded, or any that is installed. `model_command` creates start models, and `access` says
-        what `s3`, `uri` and `dht` of jobs may reach from here. `jobs` are those that clients can follow and cancel.
+        Only `strategies` are loaded, or any that is installed. `jobs` are those that clients can follow and cancel.
         """
-        self._endpoint = endpoint
-        self._runs_dir = runs
-        self._bridge = bridge
-        self._auction_settings = auction
+        self.host = host
         self._strategies = strategies
-        self._model_command = model_command
-        self._access = access
         self._runs: dict[uuid.UUID, JobRunner] = {}
         self._refusals = LogThrottle()
         self.jobs = ActiveJobs() if jobs is None else jobs
         """Jobs that wait or run, to which those that it runs for others belong."""
-        self.ends = EndRecorder()
-        """The caller runs its `run` in the background."""
         self._served: set[str] = set()
         """Names of the RPC methods of strategies that are served."""
         self.is_stopping = False
@@ -284,6 +264,7 @@ class SchedulerService:
         self._knows_jobs = anyio.Event()
         """Set unless it is being looked for jobs to take up: until then no job is unknown."""
         self._knows_jobs.set()
+        endpoint = host.endpoint
         rpc.serve(endpoint, OFFER, self._unless_stopping(self._offer))
         rpc.serve(endpoint, DATA, self._unless_stopping(self._data))
         rpc.serve(endpoint, REPORT, self._unless_stopping(self._report))
@@ -309,7 +290,7 @@ class SchedulerService:
     async def run_configured(self, job: JobTable) -> Path:
         """Run a job of the configuration; see `run_job`. Clients can follow and cancel it."""
         job_id = uuid.uuid4()
-        active = self.jobs.add(ActiveJob(job_id, job, self._runs_dir / str(job_id)))
+        active = self.jobs.add(ActiveJob(job_id, job, self.host.runs / str(job_id)))
         return await self.jobs.run(active, partial(self.run_job, job, job_id))
 
     def _add_job(
@@ -328,11 +309,7 @@ class SchedulerService:
         self._serve_methods(strategy.rpc_methods)
         active = None if job_id is None else self.jobs.get(job_id)
         on_placed = partial(_mark_placed, active) if active is not None and active.waits else None
-        run = JobRunner(
-            self._endpoint, strategy, job, self._runs_dir, self._bridge, job_id, self._auction_settings, self.ends,
-            resume=resume, take_up=take_up, model_command=self._model_command, access=self._access,
-            on_placed=on_placed,
-        )  # fmt: skip
+        run = JobRunner(self.host, strategy, job, job_id or uuid.uuid4(), resume, take_up, on_placed)
         self._runs[run.job_id] = run
         if active is not None:
             active.runner = run
@@ -430,7 +407,7 @@ class SchedulerService:
         for method in methods:
             if method.method.name not in self._served:
                 self._served.add(method.method.name)
-                rpc.serve(self._endpoint, method.method, self._unless_stopping(partial(self._message, method)))
+                rpc.serve(self.host.endpoint, method.method, self._unless_stopping(partial(self._message, method)))
 
     async def _message(self, method: StrategyMethod, peer: PeerId, message: Any) -> Any:
         run = await self._find_job(message.attempt.job_id)

@@ -20,6 +20,7 @@ from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
+from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.datasets.dataset import DatasetView, open_dataset, open_folder
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
@@ -42,19 +43,38 @@ from hypha_scheduler.jobs.config import (
     ModelTable,
     PreprocessorTable,
 )
+from hypha_scheduler.jobs.events import EndRecorder
 from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
 from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.jobs.task_updates import MAX_OUTPUT_BYTES
+from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import SliceToUse
+
+
+@dataclass(frozen=True, slots=True)
+class JobHost:
+    """What a scheduler gives to all of its jobs."""
+
+    endpoint: Endpoint
+    runs: Path
+    """Jobs write to directories in it."""
+    bridge: StatusBridge | None = None
+    auction: AuctionSettings = field(default_factory=AuctionSettings)
+    model_command: Sequence[str] = MODEL_COMMAND
+    """Creates a start model from a configuration; see `model_creation`."""
+    access: SourceAccess = field(default_factory=SourceAccess)
+    """What `s3`, `uri` and `dht` of a job may reach from here."""
+    ends: EndRecorder = field(default_factory=EndRecorder)
+    """Records the ends of jobs, also after they have ended: its `run` runs in the background."""
 
 
 @dataclass(slots=True)
 class RunnerContext:
     """`strategies.base.JobContext` of one job, and what the runner serves from it."""
 
-    endpoint: Endpoint
+    host: JobHost
     job: JobTable
     job_id: uuid.UUID
     directory: Path
@@ -62,10 +82,6 @@ class RunnerContext:
     """Task group of the job."""
     on_notice: Callable[[str, object], None]
     """Called with what background work observed."""
-    model_command: Sequence[str] = MODEL_COMMAND
-    """Creates a start model from a configuration; see `model_creation`."""
-    access: SourceAccess = field(default_factory=SourceAccess)
-    """What `s3`, `uri` and `dht` of a job may reach from here."""
     first_attempt: int = 0
     """Number of the first attempt at a task in this run."""
     _datasets: dict[str, tuple[DatasetView, Providers]] = field(default_factory=dict)
@@ -76,7 +92,7 @@ class RunnerContext:
     @property
     def scheduler(self) -> PeerId:
         """This scheduler."""
-        return self.endpoint.peer_id
+        return self.host.endpoint.peer_id
 
     def reaches(self, dataset: str) -> bool:
         """Return whether a data node of an opened dataset is connected."""
@@ -96,10 +112,10 @@ class RunnerContext:
             dataset = await self._serve_dataset(source, path)
         else:
             name = source if isinstance(source, str) else str(source.dataset)
-            dataset = await open_dataset(self.endpoint, name, path, timeout=timeout)
+            dataset = await open_dataset(self.host.endpoint, name, path, timeout=timeout)
         if faults := self.job.dataset_faults(dataset):
             raise JobFailedError("\n".join(faults))
-        providers = Providers(self.endpoint, dataset.name, dataset.pinned, dataset.provider)
+        providers = Providers(self.host.endpoint, dataset.name, dataset.pinned, dataset.provider)
         self.tasks.start_soon(providers.watch)
         self._datasets[dataset.name] = (dataset, providers)
         return dataset
@@ -112,7 +128,7 @@ class RunnerContext:
             if table.repository is not None:
                 await download_repository("dataset", table, folder)
             else:
-                await SourceDownloads(self.endpoint, self.access).fetch("dataset", table, folder)
+                await SourceDownloads(self.host.endpoint, self.host.access).fetch("dataset", table, folder)
         try:
             dataset, files = await anyio.to_thread.run_sync(open_folder, folder, name, self.scheduler, manifest)
         except (DecodeError, ValueError, OSError) as error:
@@ -131,7 +147,7 @@ class RunnerContext:
                 has more than `max_bytes`, or than the disk has room for.
             OSError: it cannot be stored.
         """
-        return await download_output(self.endpoint, output, holder, target, max_bytes=max_bytes)
+        return await download_output(self.host.endpoint, output, holder, target, max_bytes=max_bytes)
 
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
@@ -153,11 +169,11 @@ class RunnerContext:
         return artifact
 
     async def _open_artifact(self, table: ArtifactTable, name: str, copy: Path, unchanged: bool) -> Artifact:
-        downloads = SourceDownloads(self.endpoint, self.access)
+        downloads = SourceDownloads(self.host.endpoint, self.host.access)
         if isinstance(table, ModelTable):
             return await open_start_model(
                 table, copy, self.job_id, self.scheduler, name,
-                unchanged=unchanged, command=self.model_command, downloads=downloads,
+                unchanged=unchanged, command=self.host.model_command, downloads=downloads,
             )  # fmt: skip
         if isinstance(table, PreprocessorTable):
             found = await open_preprocessor(
@@ -172,7 +188,7 @@ class RunnerContext:
         Raises:
             JobFailedError: this scheduler has no keys.
         """
-        return await presign(self.access, table)
+        return await presign(self.host.access, table)
 
     def notify(self, name: str, message: object = None) -> None:
         """Deliver what background work observed to `Operator.on_message`, with no source."""

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,7 +22,6 @@ import anyio.abc
 import anyio.to_thread
 
 from hypha_net import instrumentation, retries, rpc
-from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     NetError,
     TransferError,
@@ -49,7 +48,6 @@ from hypha_proto.task_resources import LocateResource, ResourceLocation
 from hypha_proto.tasks import TaskResource
 from hypha_proto.training_reports import ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
-from hypha_scheduler.allocation.auction import AuctionSettings
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import (
@@ -62,20 +60,18 @@ from hypha_scheduler.errors import (
 )
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.jobs.attempt_register import AttemptRegister
-from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable
-from hypha_scheduler.jobs.context import RunnerContext
+from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.context import JobHost, RunnerContext
 from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.events import EndRecord, EndRecorder, JobEvents
+from hypha_scheduler.jobs.events import EndRecord, JobEvents
 from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.orphaned_tasks import OrphanedTasks, read_orphaned, renew_orphaned
 from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
-from hypha_scheduler.jobs.source_download import SourceAccess
 from hypha_scheduler.jobs.task_lifecycle import TaskLifecycle
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
-from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import (
     CANCEL,
     Effect,
@@ -128,7 +124,6 @@ _MAX_ANSWER_WAIT: Final = 20.0
 """Longest time in seconds for which a message or a push waits; the peer then asks again."""
 MAX_WAITING: Final = 32
 """Requests of one peer that wait at a time; further ones are told at once to ask again."""
-_DEFAULT_AUCTION: Final = AuctionSettings()
 _ATTEMPTS_PER_RUN: Final = 1 << 16
 """Attempts of a run of the job are numbered from this multiple of its number on, so that they grow over all runs."""
 _NO_TASK: Final = "no task of this job runs there"
@@ -145,88 +140,69 @@ _EXPECTED: Final = (JobFailedError, OSError, NetError)
 Answer = TypeVar("Answer")
 
 
+@dataclass(slots=True, eq=False)
 class JobRunner:
     """One job: `run` runs it to its end, the ``on_…`` methods handle messages of peers about it."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        strategy: Strategy,
-        job: JobTable,
-        runs: Path,
-        bridge: StatusBridge | None = None,
-        job_id: uuid.UUID | None = None,
-        auction: AuctionSettings = _DEFAULT_AUCTION,
-        ends: EndRecorder | None = None,
-        *,
-        resume: bool = False,
-        take_up: bool = False,
-        model_command: Sequence[str] = MODEL_COMMAND,
-        access: SourceAccess | None = None,
-        on_placed: Callable[[], None] | None = None,
-    ) -> None:
-        """Create a job with a directory in `runs`, under a new id unless one is given; nothing runs before `run`.
+    host: JobHost
+    strategy: Strategy
+    job: JobTable
+    job_id: uuid.UUID = field(default_factory=uuid.uuid4)
+    is_resumed: bool = False
+    """Whether the interrupted job of that id is continued: its strategy gets the records of its journal, and its files
+    are appended to."""
+    is_taken_up: bool = False
+    """Whether the tasks whose workers hold their leases still are continued, too."""
+    on_placed: Callable[[], None] | None = None
+    """Called when the job has its first leases, for which it then waits without a limit, in a directory that may exist;
+    None for a job that fails if workers are missing."""
+    directory: Path = field(init=False)
+    task_streams: TaskStreams = field(init=False)
+    _orphaned: OrphanedTasks = field(default_factory=OrphanedTasks)
+    """What the earlier run held, if its tasks are to be continued."""
+    _leases_back: anyio.Event = field(default_factory=anyio.Event)
+    _begun: anyio.Event = field(default_factory=anyio.Event)
+    _strategy_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _why_cancelled: str | None = None
+    """Why the job is ended before its end; None unless its owner or its budget does so."""
+    _lacks: str | None = None
+    """Why the job has not found the workers yet with which it begins."""
+    _interruption: str | None = None
+    """Why the scheduler ends before the job."""
+    _earlier: Sequence[Mapping[str, Any]] = ()
+    """Records of the journal of an interrupted run."""
+    _attempts: AttemptRegister = field(default_factory=AttemptRegister)
+    _operator: Operator | None = None
+    _early_notices: list[tuple[str, object]] = field(default_factory=list)
+    """Notices of background work before there is an operator."""
+    _progress_responses: ResponseCache[tuple[ReportAnswer, int]] = field(default_factory=ResponseCache)
+    """Answers, and the tickets of the effects that precede them."""
+    _slice_responses: ResponseCache[SliceAssigned] = field(default_factory=ResponseCache)
+    _traffic: defaultdict[PeerId, TrafficCounts] = field(default_factory=lambda: defaultdict(TrafficCounts))
+    _placement_seconds: float | None = None
+    _found_too_few: bool = False
+    _full_since: float = 0.0
+    """Time since which the disk has no room for records and events."""
+    _ended: anyio.Event = field(default_factory=anyio.Event)
+    _failure: str | None = None
+    _closed: bool = False
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _waiting: Counter[PeerId] = field(default_factory=Counter)
+    _trace: str | None = None
+    _tasks: anyio.abc.TaskGroup = field(init=False)
+    _events: JobEvents = field(init=False)
+    _accounts: LeaseAccounts = field(init=False)
+    _effects: EffectQueue = field(init=False)
+    _context: RunnerContext = field(init=False)
+    _pool: LeasePool = field(init=False)
+    _lifecycle: TaskLifecycle = field(init=False)
 
-        `ends` records the end of the job, also after `run`. With `resume` the interrupted job of that id is continued:
-        its strategy gets the records of its journal, and its files are appended to. `take_up` also continues the tasks
-        whose workers hold their leases still. `model_command` creates a start model from a configuration, and
-        `access` says what `s3`, `uri` and `dht` of the job may reach from here. With `on_placed`, which is called when
-        the job has its first leases, it waits for them without a limit, in a directory that may exist.
-        """
-        self.job_id = job_id or uuid.uuid4()
-        self.directory = runs / str(self.job_id)
-        self._endpoint = endpoint
-        self._strategy = strategy
-        self._job = job
-        self._bridge = bridge
-        self._ends = ends or EndRecorder()
-        self._resume = resume or take_up
-        self._take_up = take_up
-        self._orphaned = OrphanedTasks()
-        """What the earlier run held, if its tasks are to be continued."""
-        self._leases_back = anyio.Event()
-        self._begun = anyio.Event()
-        self._strategy_scope = anyio.CancelScope()
-        self._on_placed = on_placed
-        self._why_cancelled: str | None = None
-        """Why the job is ended before its end; None unless its owner or its budget does so."""
-        self._lacks: str | None = None
-        """Why the job has not found the workers yet with which it begins."""
-        self._interruption: str | None = None
-        """Why the scheduler ends before the job."""
-        self._model_command = model_command
-        self._access = access or SourceAccess()
-        self._earlier: Sequence[Mapping[str, Any]] = ()
-        """Records of the journal of an interrupted run."""
-        self._attempts = AttemptRegister()
+    def __post_init__(self) -> None:
+        self.is_resumed |= self.is_taken_up
+        self.directory = self.host.runs / str(self.job_id)
         self.task_streams = TaskStreams(
             self.job_id, self._attempts, self.on_task_update, lambda lease: self._pool.check(lease)
         )
-        self._auction_settings = auction
-        self._operator: Operator | None = None
-        self._early_notices: list[tuple[str, object]] = []
-        """Notices of background work before there is an operator."""
-        self._progress_responses: ResponseCache[tuple[ReportAnswer, int]] = ResponseCache()
-        """Answers, and the tickets of the effects that precede them."""
-        self._slice_responses: ResponseCache[SliceAssigned] = ResponseCache()
-        self._traffic: defaultdict[PeerId, TrafficCounts] = defaultdict(TrafficCounts)
-        self._placement_seconds: float | None = None
-        self._found_too_few = False
-        self._full_since = 0.0
-        """Time since which the disk has no room for records and events."""
-        self._ended = anyio.Event()
-        self._failure: str | None = None
-        self._closed = False
-        self._changed = anyio.Event()
-        self._waiting: Counter[PeerId] = Counter()
-        self._trace: str | None = None
-        self._tasks: anyio.abc.TaskGroup
-        self._events: JobEvents
-        self._accounts: LeaseAccounts
-        self._effects: EffectQueue
-        self._context: RunnerContext
-        self._pool: LeasePool
-        self._lifecycle: TaskLifecycle
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -248,12 +224,12 @@ class JobRunner:
 
     def interrupt(self) -> None:
         """End the run before the job's end, and record that; tasks that may outlive the scheduler run on."""
-        if self._on_placed is not None and self._placement_seconds is None:
+        if self.on_placed is not None and self._placement_seconds is None:
             self._interruption = WAITS_AGAIN
             self._strategy_scope.cancel()
             return
         resume = f"continue it with `hypha-scheduler resume {self.directory} --config FILE`"
-        if (grace := self._job.orphan_grace_seconds) > 0:
+        if (grace := self.job.orphan_grace_seconds) > 0:
             how = f"its tasks run on for up to {grace:g} s: start the scheduler again until then, or later {resume}"
         else:
             how = resume
@@ -292,7 +268,7 @@ class JobRunner:
 
     async def _keep_accounts(self) -> None:
         """Mark the accounts of the leases as current, and cancel the job before it spends more than its budget."""
-        budget, marked = self._job.token_budget, anyio.current_time()
+        budget, marked = self.job.token_budget, anyio.current_time()
         while True:
             pause = MARK_INTERVAL
             if budget is not None:
@@ -318,7 +294,7 @@ class JobRunner:
     @property
     def has_begun(self) -> bool:
         """Whether messages of the job's workers can be handled: while it is taken up, its tasks are not known."""
-        return not self._take_up or self._begun.is_set()
+        return not self.is_taken_up or self._begun.is_set()
 
     async def wait_until_begun(self) -> None:
         """Wait until messages of the job's workers can be handled."""
@@ -328,21 +304,25 @@ class JobRunner:
     async def _run_reported(self) -> Path:
         await self._prepare_directory()
         events = JobEvents(
-            self.job_id, self.directory, self._bridge, resume=self._resume, certificate_names=self._certificate_names
+            self.job_id,
+            self.directory,
+            self.host.bridge,
+            resume=self.is_resumed,
+            certificate_names=self._certificate_names,
         )
         with events as self._events:
             try:
-                if not self._resume:
-                    self._events.accepted(self._job.model_dump(mode="json"), self._job.planned_steps)
+                if not self.is_resumed:
+                    self._events.accepted(self.job.model_dump(mode="json"), self.job.planned_steps)
                 return await self._run_and_release()
             except BaseException as error:
-                is_recorded = not self._resume or self._operator is not None or self._is_cancelled
+                is_recorded = not self.is_resumed or self._operator is not None or self._is_cancelled
                 if is_recorded:  # a job that cannot be resumed now may be later
-                    self._ends.record(self._end_record(error))
+                    self.host.ends.record(self._end_record(error))
                 raise
 
     def _certificate_names(self) -> Mapping[PeerId, str]:
-        peers = self._endpoint.connected_peers().items()
+        peers = self.host.endpoint.connected_peers().items()
         return {peer: about.certificate_name for peer, about in peers if about.certificate_name is not None}
 
     def _end_record(self, error: BaseException) -> EndRecord:
@@ -356,15 +336,15 @@ class JobRunner:
     @property
     def _tasks_outlive(self) -> bool:
         """Whether the tasks run on when the scheduler ends."""
-        has_grace = self._interruption is not None and self._job.orphan_grace_seconds > 0
+        has_grace = self._interruption is not None and self.job.orphan_grace_seconds > 0
         return has_grace and not self._is_cancelled
 
     async def _prepare_directory(self) -> None:
-        if not self._resume:
-            self.directory.mkdir(parents=True, exist_ok=self._on_placed is not None)
+        if not self.is_resumed:
+            self.directory.mkdir(parents=True, exist_ok=self.on_placed is not None)
         else:
-            self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self._job.type)
-        if self._take_up:
+            self._earlier = await anyio.to_thread.run_sync(read_unfinished, self.directory, self.job.type)
+        if self.is_taken_up:
             self._orphaned = read_orphaned(self._earlier)
 
     def _describe(self, error: BaseException) -> str:
@@ -390,7 +370,7 @@ class JobRunner:
             except JobCancelledError as error:
                 failure = error
             except JobFailedError as error:
-                outage = gateway_outage(self._endpoint)  # which may be why nobody was found
+                outage = gateway_outage(self.host.endpoint)  # which may be why nobody was found
                 failure = error if outage is None else type(error)(f"{error}; {outage}")
             finally:
                 self._closed = True
@@ -424,22 +404,27 @@ class JobRunner:
         self._accounts = LeaseAccounts(self.directory, lambda: epoch + anyio.current_time())
         runs = sum(record.get("record") in ("accepted", "resumed") for record in self._earlier)
         self._context = RunnerContext(
-            self._endpoint, self._job, self.job_id, self.directory, self._tasks, self._on_notice, self._model_command,
-            self._access, runs * _ATTEMPTS_PER_RUN,
-        )  # fmt: skip
+            self.host,
+            self.job,
+            self.job_id,
+            self.directory,
+            self._tasks,
+            self._on_notice,
+            runs * _ATTEMPTS_PER_RUN,
+        )
         self._effects = EffectQueue(
             self._events.journal, self._carry_out, self._on_file_error, self._on_disk_full, self._on_room
         )
         self._pool = LeasePool(
-            self._endpoint,
+            self.host.endpoint,
             self._tasks,
-            self._auction_settings,
-            self._job.allocation_timeout,
+            self.host.auction,
+            self.job.allocation_timeout,
             observer=self,
             has_task=self._has_task,
             on_held=self._on_lease_held,
             on_gone=self._on_lease_gone,
-            waits_to_begin=self._on_placed is not None,
+            waits_to_begin=self.on_placed is not None,
         )
         self._lifecycle = TaskLifecycle(
             self._attempts,
@@ -447,7 +432,7 @@ class JobRunner:
             self._pool,
             self._effects,
             self._events,
-            self._job.orphan_grace_seconds,
+            self.job.orphan_grace_seconds,
             self._trace,
             self._tell_update,
             self._tell_result,
@@ -470,12 +455,12 @@ class JobRunner:
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
-        if not self._resume and (lacking := self._job.missing_files()):  # a resumed job may have copies
+        if not self.is_resumed and (lacking := self.job.missing_files()):  # a resumed job may have copies
             raise JobFailedError("\n".join(lacking))
-        if self._take_up:  # at once: the workers hold the leases for a limited time
+        if self.is_taken_up:  # at once: the workers hold the leases for a limited time
             self._tasks.start_soon(self._renew_orphaned)
         try:
-            async with self._strategy.open(self._job, self._context, self._earlier) as operator:
+            async with self.strategy.open(self.job, self._context, self._earlier) as operator:
                 await self._run_operator(operator)
                 summary = await self._summarize(operator, began)
         except (*_EXPECTED, ExceptionGroup):
@@ -483,19 +468,19 @@ class JobRunner:
         except Exception as error:  # a third party's strategy may raise anything
             raise JobFailedError(self._strategy_error(error)) from error
         write_result(result, summary)
-        self._ends.record(self._events.finished(summary))
+        self.host.ends.record(self._events.finished(summary))
 
     async def _run_operator(self, operator: Operator) -> None:
         """Run the job until its operator, or an error, ends it."""
-        adopted = await self._adopt() if self._take_up else ()
-        if self._resume:
+        adopted = await self._adopt() if self.is_taken_up else ()
+        if self.is_resumed:
             self._events.resumed(adopted)  # only now: a job that its strategy does not resume stays as it is
         self._operator = operator
         self._tasks.start_soon(self._effects.run)
-        if not self._take_up:
+        if not self.is_taken_up:
             self._tasks.start_soon(self._pool.renew)
         self._tasks.start_soon(self._watch_deadlines)
-        if self._job.orphan_grace_seconds > 0:
+        if self.job.orphan_grace_seconds > 0:
             self._tasks.start_soon(self._mark_alive)
         self._tell(self._begin, operator, adopted)
         self._begun.set()
@@ -522,7 +507,7 @@ class JobRunner:
         """Renew the leases of the earlier run's tasks; release those on which no task has begun."""
         self._tasks.start_soon(self._pool.renew)
         self._pool.drop_unknown(self._orphaned.idle, "the scheduler was started again")
-        await renew_orphaned(self._endpoint, self._orphaned.tasks.values(), self._pool.take_back)
+        await renew_orphaned(self.host.endpoint, self._orphaned.tasks.values(), self._pool.take_back)
         self._leases_back.set()
 
     async def _adopt(self) -> Sequence[TaskRef]:
@@ -619,8 +604,8 @@ class JobRunner:
         self._end(self._strategy_error(error))
 
     def _strategy_error(self, error: Exception) -> str:
-        _log.error("job %s: strategy %s failed", self.job_id, self._job.type, exc_info=error)
-        return f"internal error of strategy {self._job.type!r}: {error!r}"
+        _log.error("job %s: strategy %s failed", self.job_id, self.job.type, exc_info=error)
+        return f"internal error of strategy {self.job.type!r}: {error!r}"
 
     def _settle(self) -> None:
         """Let everything that depends on the operator's state look at it again."""
@@ -715,7 +700,7 @@ class JobRunner:
         with instrumentation.span(effect.span, effect.about, parent=self._trace):
             try:
                 policy = replace(retries.MESSAGE, pauses=effect.retry_delays)
-                call = partial(rpc.call, self._endpoint, effect.peer, effect.method, effect.message)
+                call = partial(rpc.call, self.host.endpoint, effect.peer, effect.method, effect.message)
                 outcome = await policy.retry(call, on_failure)
             except NetError as error:
                 outcome = error
@@ -749,8 +734,8 @@ class JobRunner:
             if self._placement_seconds is None:
                 self._placement_seconds = seconds
                 self._events.placed(leases, seconds)
-                if self._on_placed is not None:
-                    self._on_placed()
+                if self.on_placed is not None:
+                    self.on_placed()
             else:
                 self._effects.note(*self._events.leased(leases, seconds), syncs=True)
         except OSError as error:
