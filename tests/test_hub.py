@@ -27,10 +27,7 @@ from hypha_proto.transfer import PullRequest
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
     Artifact,
-    hub_reference,
-    open_preprocessor,
-    open_repository,
-    open_start_model,
+    ArtifactCopies,
 )
 from hypha_scheduler.jobs.config import ArtifactTable, JobTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.context import JobHost, RunnerContext
@@ -79,7 +76,7 @@ def by_scheduler(folder: Path, **keys: str) -> HuggingFaceReference:
 
     async def main() -> HuggingFaceReference:
         model = ModelTable.model_validate(table)
-        start = await open_start_model(model, folder, uuid.UUID(int=5), PEER)
+        start = await ArtifactCopies(uuid.UUID(int=5), PEER).open(model, "model", folder)
         assert isinstance(start.reference, HuggingFaceReference)
         return start.reference
 
@@ -195,11 +192,13 @@ async def opened_by_scheduler(folder: Path, kind: str, token: str | None) -> Art
     job, names = uuid.UUID(int=5), ["config.json"]
     if kind == "model":
         model = ModelTable.model_validate({**table, "type": "vision-classification"})
-        return await open_start_model(model, folder, job, PEER)
+        return await ArtifactCopies(job, PEER).open(model, "model", folder)
     if kind == "preprocessor":
         tokenizer = PreprocessorTable.model_validate({**table, "filenames": names})
-        return await open_preprocessor(tokenizer, folder, job, PEER) or Artifact(hub_reference(tokenizer))
-    return await open_repository(ArtifactTable.model_validate({**table, "filenames": names}), folder, job, PEER, "r")
+        return await ArtifactCopies(job, PEER).open(tokenizer, "preprocessor", folder)
+    return await ArtifactCopies(job, PEER).open(
+        ArtifactTable.model_validate({**table, "filenames": names}), "r", folder
+    )
 
 
 def served_by_scheduler(folder: Path, kind: str = "model", token: str | None = TOKEN) -> Artifact:
@@ -283,9 +282,9 @@ async def test_a_job_that_leaves_its_files_unchanged_has_a_copy_of_them(hub: Hub
     tokenizer = PreprocessorTable.model_validate({**table, "filenames": ["config.json"]})
     job = uuid.UUID(int=5)
     for again in (False, True):
-        start = await open_start_model(model, tmp_path / "model", job, PEER, unchanged=True)
-        found = await open_preprocessor(tokenizer, tmp_path / "tokenizer", job, PEER, unchanged=True)
-        assert found is not None
+        start = await ArtifactCopies(job, PEER).open(model, "model", tmp_path / "model", unchanged=True)
+        found = await ArtifactCopies(job, PEER).open(tokenizer, "preprocessor", tmp_path / "tokenizer", unchanged=True)
+
         for artifact, names in ((start, ("config.json", "model.safetensors")), (found, ("config.json",))):
             reference = artifact.reference
             if serve or again:
@@ -310,7 +309,7 @@ def test_a_resumed_job_knows_the_commit_of_a_model_that_is_served(hub: Hub, tmp_
 async def test_a_file_that_the_repository_lacks_is_named(hub: Hub, tmp_path: Path) -> None:
     table = {"repository": "org/model", "type": "vision-classification", "token": TOKEN, "filenames": ["a.json"]}
     with pytest.raises(JobFailedError, match=r"model\.filenames: org/model has no a\.json"):
-        await open_start_model(ModelTable.model_validate(table), tmp_path, uuid.UUID(int=5), PEER)
+        await ArtifactCopies(uuid.UUID(int=5), PEER).open(ModelTable.model_validate(table), "model", tmp_path)
 
 
 @pytest.mark.parametrize("token", ["hf_WrongToken", None])

@@ -22,7 +22,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import Artifact, open_start_model
+from hypha_scheduler.jobs.artifacts import Artifact, ArtifactCopies
 from hypha_scheduler.jobs.config import ArtifactTable, StartModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.strategies.base import DatasetView, Lease, WriteJournal
@@ -342,7 +342,7 @@ class Context(FakeContext):
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
     ) -> Artifact:
         assert isinstance(table, StartModelTable)
-        return await open_start_model(table, copy, self.job_id, self.scheduler, name, unchanged=unchanged)
+        return await ArtifactCopies(self.job_id, self.scheduler).open(table, name, copy, unchanged=unchanged)
 
 
 def make_model(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.transfer import PullRequest
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import open_start_model
+from hypha_scheduler.jobs.artifacts import ArtifactCopies
 from hypha_scheduler.jobs.config import ModelTable, StartModelTable
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -67,7 +67,7 @@ def table(config: Path, seed: int | None = None) -> StartModelTable:
 async def created(copy: Path, model: StartModelTable, command: tuple[str, ...]) -> dict[str, bytes]:
     """Open a start model; return the files that executors get."""
     copy.parent.mkdir(exist_ok=True)
-    start = await open_start_model(model, copy, JOB, PEER, unchanged=True, command=command)
+    start = await ArtifactCopies(JOB, PEER, command=command).open(model, "model", copy, unchanged=True)
     found = {}
     for index, file in enumerate(start.files):
         offered = start.resolve(PullRequest(dataset="", index=index))
@@ -182,7 +182,7 @@ async def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None
     await result.commit(1)
     checkpoint = await result.write_checkpoint()
     model = StartModelTable(path=checkpoint, type="causal-lm")
-    await open_start_model(model, tmp_path / "next" / START_MODEL, JOB, PEER, unchanged=True)
+    await ArtifactCopies(JOB, PEER).open(model, "model", tmp_path / "next" / START_MODEL, unchanged=True)
     with TensorFile(tmp_path / "next" / START_MODEL / "model.safetensors") as file:
         assert file.tensor("w").tolist() == [3.0] * 3
 

@@ -20,7 +20,7 @@ from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.tasks import OutputPath
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import open_preprocessor, open_start_model
+from hypha_scheduler.jobs.artifacts import ArtifactCopies
 from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.jobs.resource_locations import ServedFiles, checked_location
@@ -39,7 +39,7 @@ async def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) ->
     source = make_model(tmp_path / "start")
     model = ModelTable(path=source, type="vision-classification")
     job_id = uuid.UUID(int=5)
-    start = await open_start_model(model, tmp_path / "copy", job_id, PEER)
+    start = await ArtifactCopies(job_id, PEER).open(model, "model", tmp_path / "copy")
     assert isinstance(start.reference, PeersReference)
     assert start.reference.filenames == ("config.json", "model.safetensors")
     found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
@@ -52,18 +52,17 @@ async def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) ->
 async def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp_path: Path) -> None:
     source = make_model(tmp_path / "start")
     table = ModelTable(file=source, type="vision-classification")
-    start = await open_start_model(table, tmp_path / "copy", uuid.UUID(int=5), PEER)
+    start = await ArtifactCopies(uuid.UUID(int=5), PEER).open(table, "model", tmp_path / "copy")
     assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
     named = ModelTable(file=source, type="vision-classification", filenames=("config.json", "model.safetensors"))
     for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True), (named, False)):
         copy = tmp_path / f"served-{unchanged}"
-        start = await open_start_model(served, copy, uuid.UUID(int=5), PEER, unchanged=unchanged)
+        start = await ArtifactCopies(uuid.UUID(int=5), PEER).open(served, "model", copy, unchanged=unchanged)
         assert isinstance(start.reference, PeersReference)
         assert start.reference.filenames == ("config.json", "model.safetensors")
     preprocessor = PreprocessorTable(file=source)
-    opened = await open_preprocessor(preprocessor, tmp_path / "preprocessor", uuid.UUID(int=5), PEER)
-    assert opened is not None
+    opened = await ArtifactCopies(uuid.UUID(int=5), PEER).open(preprocessor, "preprocessor", tmp_path / "preprocessor")
     assert opened.reference == UriReference(value=source.as_uri())
     assert missing_files(ModelTable(file=source, type="vision-classification")) == []
     [line] = missing_files(ModelTable(file=tmp_path / "none", type="vision-classification"))
@@ -76,7 +75,9 @@ async def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executo
 async def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
     source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
     for _ in range(2):
-        await open_start_model(ModelTable(path=source, type="vision-classification"), copy, uuid.UUID(int=5), PEER)
+        await ArtifactCopies(uuid.UUID(int=5), PEER).open(
+            ModelTable(path=source, type="vision-classification"), "model", copy
+        )
         assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
         (copy / "model.safetensors").write_bytes(b"trained")
 
@@ -87,8 +88,7 @@ async def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: P
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.md"):
         (source / name).write_text("{}")
     job_id, table = uuid.UUID(int=5), PreprocessorTable(path=source)
-    opened = await open_preprocessor(table, tmp_path / "copy", job_id, PEER)
-    assert opened is not None
+    opened = await ArtifactCopies(job_id, PEER).open(table, "preprocessor", tmp_path / "copy")
     (source / "tokenizer.json").write_text("changed since")
     assert isinstance(opened.reference, PeersReference)
     assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
@@ -96,23 +96,22 @@ async def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: P
     assert isinstance(found, PullSource)
     assert isinstance(found.source, Path)
     assert found.source.read_text() == "{}"
-    assert await open_preprocessor(None, tmp_path / "none", job_id, PEER) is None
     with pytest.raises(JobFailedError, match=r"missing\.json"):
         lacking = PreprocessorTable(path=source, filenames=("missing.json",))
-        await open_preprocessor(lacking, tmp_path / "other", job_id, PEER)
+        await ArtifactCopies(job_id, PEER).open(lacking, "preprocessor", tmp_path / "other")
 
 
 async def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     model = ModelTable(path=tmp_path, type="vision-classification")
     with pytest.raises(JobFailedError, match=r"there is no config\.json, .*: save_pretrained writes it"):
-        await open_start_model(model, tmp_path / "copy", uuid.UUID(int=5), PEER)
+        await ArtifactCopies(uuid.UUID(int=5), PEER).open(model, "model", tmp_path / "copy")
 
 
 async def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path: Path) -> None:
     source, copy, job_id = make_model(tmp_path / "start"), tmp_path / "copy", uuid.UUID(int=5)
 
     async def served(table: ModelTable) -> dict[str, bytes]:
-        start = await open_start_model(table, copy, job_id, PEER, unchanged=True)
+        start = await ArtifactCopies(job_id, PEER).open(table, "model", copy, unchanged=True)
         assert isinstance(start.reference, PeersReference)
         files = {file.name: file.offered.source for file in start.files}
         assert start.reference.filenames == tuple(files)
@@ -145,7 +144,7 @@ async def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
     monkeypatch.setattr("shutil.copyfile", fail)
     table = ModelTable(path=source, type="vision-classification")
     with pytest.raises(JobFailedError, match="No space left on device"):
-        await open_start_model(table, copy, uuid.UUID(int=5), PEER, unchanged=True)
+        await ArtifactCopies(uuid.UUID(int=5), PEER).open(table, "model", copy, unchanged=True)
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 

@@ -35,7 +35,7 @@ from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.tasks import FileSource, S3Source, UriSource
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import Artifact, open_preprocessor, open_start_model
+from hypha_scheduler.jobs.artifacts import Artifact, ArtifactCopies
 from hypha_scheduler.jobs.config import DatasetTable, JobTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.context import JobHost, RunnerContext
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, source_access
@@ -92,8 +92,8 @@ def open_model(
             downloads = SourceDownloads(endpoint, access or SourceAccess())
             with anyio.fail_after(60):
                 try:
-                    return await open_start_model(
-                        table, folder, uuid.UUID(int=5), PEER, unchanged=unchanged, downloads=downloads
+                    return await ArtifactCopies(uuid.UUID(int=5), PEER, downloads=downloads).open(
+                        table, "model", folder, unchanged=unchanged
                     )
                 except JobFailedError as error:
                     return error
@@ -215,10 +215,9 @@ async def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: 
     table = PreprocessorTable.model_validate({"uri": f"{web}/preprocessor_config.json"})
     async with MemoryNetwork().endpoint("scheduler") as endpoint:
         downloads = SourceDownloads(endpoint, source_access(LOOPBACK, S3Settings()))
-        found = await open_preprocessor(
-            table, tmp_path / "copy", uuid.UUID(int=5), PEER, unchanged=True, downloads=downloads
+        found = await ArtifactCopies(uuid.UUID(int=5), PEER, downloads=downloads).open(
+            table, "preprocessor", tmp_path / "copy", unchanged=True
         )
-    assert found is not None
     assert found.reference == UriReference(value=f"{web}/preprocessor_config.json")
     assert stored(tmp_path / "copy") == {"preprocessor_config.json": b"{}"}
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,6 @@ from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import (
     MODEL_COMMAND,
     ArtifactTable,
-    ModelTable,
-    PreprocessorTable,
     RepositoryTable,
     StartModelTable,
 )
@@ -70,72 +68,6 @@ def artifact_dataset(job_id: uuid.UUID, name: str) -> str:
     return f"{job_id}/{name}"
 
 
-async def open_preprocessor(
-    table: PreprocessorTable | None,
-    copy: Path,
-    job_id: uuid.UUID,
-    scheduler: PeerId,
-    name: str = "preprocessor",
-    *,
-    unchanged: bool = False,
-    downloads: SourceDownloads | None = None,
-) -> Artifact | None:
-    """Copy a preprocessor to `copy` and return it for serving as `name`; None if executors fetch it from the hub.
-
-    Args:
-        unchanged: as of `open_start_model`; there is a copy then also if executors fetch it from the hub.
-        downloads: as of `open_start_model`.
-
-    Raises:
-        JobFailedError: the directory or repository does not exist or holds no preprocessor files.
-    """
-    if table is not None and table.remote_uri is not None:
-        opened = partial(open_preprocessor, copy=copy, job_id=job_id, scheduler=scheduler, name=name)
-        return await _open_remote("preprocessor", table, copy, opened, downloads, unchanged=unchanged)
-    if table is not None and table.file is not None:
-        local = table.model_copy(update={"path": table.file, "file": None})
-        served = await open_preprocessor(local, copy, job_id, scheduler, name, unchanged=unchanged)
-        return served if unchanged or table.serve or table.filenames else _shared_artifact(table.file)
-    if table is None or (table.path is None and not unchanged and not await _is_served("preprocessor", table)):
-        return None
-    if unchanged:
-        return await _open_unchanged("preprocessor", table, copy, job_id, scheduler, name)
-    origin: HuggingFaceReference | None = None
-    if table.path is not None:
-        names = await anyio.to_thread.run_sync(_copy_preprocessor, table.path, table.filenames, copy)
-    else:
-        origin = await download_repository("preprocessor", table, copy)
-        names = list(origin.filenames)
-    return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
-
-
-def _shared_artifact(folder: Path) -> Artifact:
-    """Return a directory that executors read themselves, as schedulers and workers of one file system see it."""
-    return Artifact(UriReference(value=folder.as_uri()))
-
-
-async def _served_artifact(
-    scheduler: PeerId, dataset: str, folder: Path, names: Sequence[str], origin: HuggingFaceReference | None = None
-) -> Artifact:
-    files = [ArtifactFile(name, PullSource(folder / name, (await describe(folder / name))[1])) for name in names]
-    resource = SliceAddress(dataset=dataset, index=0)
-    reference = PeersReference(peers=(scheduler,), strategy=One(), resource=resource, filenames=tuple(names))
-    return Artifact(reference, tuple(files), None if origin is None else replace(origin, token=None))
-
-
-async def open_repository(
-    table: ArtifactTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str
-) -> Artifact:
-    """Return where executors fetch files of a repository: from its hub, or from `copy`, which is served as `name`.
-
-    Raises:
-        JobFailedError: the repository does not exist or lacks one of the files.
-    """
-    if not await anyio.Path(copy).exists() and not await _is_served(name, table):
-        return Artifact(hub_reference(table))
-    return await _open_unchanged(name, table.model_copy(update={"serve": True}), copy, job_id, scheduler, name)
-
-
 async def _is_served(key: str, table: ArtifactTable) -> bool:
     """Return whether this scheduler serves the files of a repository; see `ArtifactTable.serve`."""
     if table.serve is not None or table.token is not None:
@@ -154,92 +86,102 @@ def hub_reference(table: ArtifactTable) -> HuggingFaceReference:
     )
 
 
-def _copy_preprocessor(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
-    names = preprocessor_names(source, wanted)
-    try:
-        for name in names:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, target / name)
-    except OSError as error:
-        raise JobFailedError(f"preprocessor.path: {source} cannot be copied: {error}") from None
-    return names
+@dataclass(frozen=True, slots=True)
+class ArtifactCopies:
+    """Makes models, preprocessors and other files of repositories available to the executors of a job."""
 
+    job_id: uuid.UUID
+    scheduler: PeerId
+    downloads: SourceDownloads | None = None
+    """Fetches what `s3`, `uri` and `dht` name; without it, none may be named."""
+    command: Sequence[str] = MODEL_COMMAND
+    """Creates a model from a configuration and a seed; see `model_creation`."""
 
-async def open_start_model(
-    model: ModelTable,
-    copy: Path,
-    job_id: uuid.UUID,
-    scheduler: PeerId,
-    name: str = "model",
-    *,
-    unchanged: bool = False,
-    command: Sequence[str] = MODEL_COMMAND,
-    downloads: SourceDownloads | None = None,
-) -> Artifact:
-    """Copy a start model to `copy` and return where executors fetch it: from its hub, or served here as `name`.
+    async def open(self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False) -> Artifact:
+        """Return where executors fetch what a table names: from its hub or URL, or served here as `name`.
 
-    A model of a hub that is served has another copy in `served_copy`, since `copy` gets the job's updates. Files that
-    an earlier run of the job has left in `copy` are overwritten.
+        A model is copied to `copy`, which gets the job's updates: what is served is another copy of a hub's files, in
+        `served_copy`, or the directory that the table names. A preprocessor is copied if it is served. Files that an
+        earlier run of the job has left in `copy` are overwritten.
 
-    Args:
-        unchanged: whether the job leaves `copy` as it is. It then appears whole or not at all, is served from there,
-            and if it exists already, it is served whatever `model` says.
-        command: creates a model from a configuration and a seed; see `model_creation`.
-        downloads: fetches what `s3`, `uri` and `dht` name.
+        Args:
+            table: says where it is.
+            name: name under which it is served.
+            copy: directory of the job's copy.
+            unchanged: whether the job leaves `copy` as it is, as it always does with a plain `ArtifactTable`. It then
+                appears whole or not at all, is served from there, and if it exists already, whatever `table` says.
 
-    Raises:
-        JobFailedError: the directory or repository does not exist or holds no model, or none can be created.
-    """
-    if model.remote_uri is not None:
-        opened = partial(open_start_model, copy=copy, job_id=job_id, scheduler=scheduler, name=name)
-        return await _open_remote("model", model, copy, opened, downloads, unchanged=unchanged)
-    if model.file is not None:
-        local = model.model_copy(update={"path": model.file, "file": None})
-        served = await open_start_model(local, copy, job_id, scheduler, name, unchanged=unchanged)
-        return served if unchanged or model.serve or model.filenames else _shared_artifact(model.file)
-    exists = unchanged and await anyio.Path(copy).exists()
-    if not exists and isinstance(model, StartModelTable) and model.config is not None:
-        model = await _create(model, served_copy(copy), command)
-    if unchanged:
-        return await _open_unchanged("model", model, copy, job_id, scheduler, name)
-    source, origin = model.path, None
-    if source is None:
-        is_served = await _is_served("model", model)
-        source = served_copy(copy) if is_served else copy
-        origin = await download_repository("model", model, source)
-        if not is_served:
+        Raises:
+            JobFailedError: the directory or repository does not exist or lacks files, or no model can be created.
+        """
+        key = name if table.content == "files" else table.content
+        if table.remote_uri is not None:
+            return await self._open_remote(key, table, name, copy, unchanged=unchanged)
+        if table.file is not None:
+            local = table.model_copy(update={"path": table.file, "file": None})
+            served = await self.open(local, name, copy, unchanged=unchanged)
+            # executors read a shared file system themselves
+            is_served = unchanged or table.serve or table.filenames
+            return served if is_served else Artifact(UriReference(value=table.file.as_uri()))
+        exists = await anyio.Path(copy).exists()
+        if isinstance(table, StartModelTable) and table.config is not None and not (unchanged and exists):
+            table = await _create(table, served_copy(copy), self.command)
+        if table.content == "files":
+            if not exists and not await _is_served(key, table):
+                return Artifact(hub_reference(table))
+            table = table.model_copy(update={"serve": True})
+        if unchanged or table.content == "files":
+            return await self._open_unchanged(key, table, name, copy)
+        return await self._open_copied(key, table, name, copy)
+
+    async def _open_remote(self, key: str, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool) -> Artifact:
+        """Return where executors fetch what `s3`, `uri` or `dht` names: from there, or from the copy served here.
+
+        A job that keeps a copy as it is needs one in any case. One that exists already is served, since what the table
+        names may have changed since.
+        """
+        assert self.downloads is not None, "the caller has given no downloads"
+        if not unchanged and not table.serve:
+            return Artifact(await self.downloads.reference(key, table))
+        local = table.model_copy(update={"path": served_copy(copy), "s3": None, "uri": None, "dht": None})
+        exists = unchanged and await anyio.Path(copy).exists()
+        if not exists:
+            await self.downloads.fetch(key, table, served_copy(copy))
+        served = await self.open(local, name, copy, unchanged=unchanged)
+        if unchanged:
+            await anyio.to_thread.run_sync(remove_tree, served_copy(copy))
+        return served if exists or table.serve else Artifact(await self.downloads.reference(key, table))
+
+    async def _open_unchanged(self, key: str, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+        names, origin = await anyio.to_thread.run_sync(_take, key, table, copy, abandon_on_cancel=True)
+        if origin is not None and not await _is_served(key, table):
             return Artifact(origin)
-    wanted = model.filenames if origin is None else origin.filenames
-    names = await anyio.to_thread.run_sync(_copy_model, source, wanted, copy)
-    return await _served_artifact(scheduler, artifact_dataset(job_id, name), source, names, origin)
+        return await self._serve(name, copy, names, origin)
 
+    async def _open_copied(self, key: str, table: ArtifactTable, name: str, copy: Path) -> Artifact:
+        gets_updates = table.content == "model"
+        source, wanted, origin = table.path, table.filenames, None
+        if source is None:
+            is_served = await _is_served(key, table)
+            if not is_served and not gets_updates:
+                return Artifact(hub_reference(table))
+            source = served_copy(copy) if is_served and gets_updates else copy
+            origin = await download_repository(key, table, source)
+            if not is_served:
+                return Artifact(origin)
+            wanted = origin.filenames
+        names = list(wanted)
+        if source != copy:
+            names = await anyio.to_thread.run_sync(_copy_files, key, source, wanted, copy)
+        return await self._serve(name, source if gets_updates else copy, names, origin)
 
-async def _open_remote(
-    key: str,
-    table: ArtifactTable,
-    copy: Path,
-    open_local: Callable[..., Awaitable[Artifact | None]],
-    downloads: SourceDownloads | None,
-    *,
-    unchanged: bool,
-) -> Artifact:
-    """Return where executors fetch what `s3`, `uri` or `dht` names: from there, or from the copy that is served here.
-
-    A job that keeps a copy as it is needs one in any case. One that exists already is served, since what the table
-    names may have changed since.
-    """
-    assert downloads is not None, "the caller has given no downloads"
-    if not unchanged and not table.serve:
-        return Artifact(await downloads.reference(key, table))
-    local = table.model_copy(update={"path": served_copy(copy), "s3": None, "uri": None, "dht": None})
-    exists = unchanged and await anyio.Path(copy).exists()
-    if not exists:
-        await downloads.fetch(key, table, served_copy(copy))
-    served = await open_local(local, unchanged=unchanged)
-    assert served is not None  # files of a directory
-    if unchanged:
-        await anyio.to_thread.run_sync(remove_tree, served_copy(copy))
-    return served if exists or table.serve else Artifact(await downloads.reference(key, table))
+    async def _serve(
+        self, name: str, folder: Path, names: Sequence[str], origin: HuggingFaceReference | None
+    ) -> Artifact:
+        files = [ArtifactFile(file, PullSource(folder / file, (await describe(folder / file))[1])) for file in names]
+        resource = SliceAddress(dataset=artifact_dataset(self.job_id, name), index=0)
+        reference = PeersReference(peers=(self.scheduler,), strategy=One(), resource=resource, filenames=tuple(names))
+        return Artifact(reference, tuple(files), None if origin is None else replace(origin, token=None))
 
 
 async def _create(model: StartModelTable, target: Path, command: Sequence[str]) -> StartModelTable:
@@ -249,15 +191,6 @@ async def _create(model: StartModelTable, target: Path, command: Sequence[str]) 
     return model.model_copy(update={"path": target, "config": None})
 
 
-async def _open_unchanged(
-    key: str, table: ArtifactTable, copy: Path, job_id: uuid.UUID, scheduler: PeerId, name: str
-) -> Artifact:
-    names, origin = await anyio.to_thread.run_sync(_take, key, table, copy, abandon_on_cancel=True)
-    if origin is not None and not await _is_served(key, table):
-        return Artifact(origin)
-    return await _served_artifact(scheduler, artifact_dataset(job_id, name), copy, names, origin)
-
-
 def _take(key: str, table: ArtifactTable, copy: Path) -> tuple[list[str], HuggingFaceReference | None]:
     """Copy or download a model or preprocessor, completely or not at all, unless there is a copy already.
 
@@ -265,14 +198,13 @@ def _take(key: str, table: ArtifactTable, copy: Path) -> tuple[list[str], Huggin
         The names of its files, and where they were downloaded from.
     """
     origin: HuggingFaceReference | None = None
-    copy_files = _copy_model if isinstance(table, ModelTable) else _copy_preprocessor
     try:
         if not copy.exists():
             with replace_directory(copy) as folder:
                 if table.path is None:
                     origin = _download(key, table, folder)
                 else:
-                    copy_files(table.path, table.filenames, folder)
+                    _copy_files(key, table.path, table.filenames, folder)
         return sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()), origin
     except OSError as error:
         raise JobFailedError(files_unusable(copy.parent, [error])) from None
@@ -283,15 +215,15 @@ def served_copy(copy: Path) -> Path:
     return copy.with_name(f".{copy.name}-served")
 
 
-def _copy_model(source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
-    names = model_names(source, wanted)
+def _copy_files(key: str, source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
+    """Copy the files of a local model or preprocessor; return their names."""
+    names = model_names(source, wanted) if key == "model" else preprocessor_names(source, wanted)
     try:
-        target.mkdir(parents=True, exist_ok=True)
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
     except OSError as error:
-        raise JobFailedError(f"model.path: {source} cannot be copied: {error}") from None
+        raise JobFailedError(f"{key}.path: {source} cannot be copied: {error}") from None
     return names
 
 

@@ -26,13 +26,10 @@ from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
     Artifact,
+    ArtifactCopies,
     ArtifactFile,
     artifact_dataset,
     download_repository,
-    hub_reference,
-    open_preprocessor,
-    open_repository,
-    open_start_model,
     served_copy,
 )
 from hypha_scheduler.jobs.config import (
@@ -40,8 +37,6 @@ from hypha_scheduler.jobs.config import (
     ArtifactTable,
     DatasetTable,
     JobTable,
-    ModelTable,
-    PreprocessorTable,
 )
 from hypha_scheduler.jobs.events import EndRecorder
 from hypha_scheduler.jobs.output_download import download_output
@@ -158,29 +153,17 @@ class RunnerContext:
             table: where it is.
             name: name under which it is served.
             copy: directory of the job's copy.
-            unchanged: whether the job leaves the copy as it is; see `open_start_model`.
+            unchanged: whether the job leaves the copy as it is; see `ArtifactCopies.open`.
 
         Raises:
             JobFailedError: it does not exist or has no usable files.
         """
         self._served_copies.append(served_copy(copy))
-        artifact = await self._open_artifact(table, name, copy, unchanged)
+        downloads = SourceDownloads(self.host.endpoint, self.host.access)
+        copies = ArtifactCopies(self.job_id, self.scheduler, downloads, self.host.model_command)
+        artifact = await copies.open(table, name, copy, unchanged=unchanged)
         self._artifacts[artifact_dataset(self.job_id, name)] = artifact
         return artifact
-
-    async def _open_artifact(self, table: ArtifactTable, name: str, copy: Path, unchanged: bool) -> Artifact:
-        downloads = SourceDownloads(self.host.endpoint, self.host.access)
-        if isinstance(table, ModelTable):
-            return await open_start_model(
-                table, copy, self.job_id, self.scheduler, name,
-                unchanged=unchanged, command=self.host.model_command, downloads=downloads,
-            )  # fmt: skip
-        if isinstance(table, PreprocessorTable):
-            found = await open_preprocessor(
-                table, copy, self.job_id, self.scheduler, name, unchanged=unchanged, downloads=downloads
-            )
-            return found or Artifact(hub_reference(table))
-        return await open_repository(table, copy, self.job_id, self.scheduler, name)
 
     async def presign(self, table: S3Table) -> str:
         """Return a URL of an object that anybody may read for 7 days, signed with this scheduler's keys; it is secret.
