@@ -14,8 +14,7 @@ from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
 from hypha_scheduler.jobs.attempt_register import AttemptError, AttemptRegister
-from hypha_scheduler.strategies.base import Lease, TaskRef, TaskState
-from hypha_scheduler.strategies.diloco.dependency_graph import DependencyGraph, TaskError, TaskOfLease
+from hypha_scheduler.strategies.base import Lease, TaskRef
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(2)]
 LEASES = [Lease(uuid.UUID(int=number), PEERS[number % 2], "train", 1.0) for number in range(4)]
@@ -97,73 +96,3 @@ def test_an_answer_that_nobody_has_asked_for_is_not_kept() -> None:
     attempt.commands = 1
     attempt.add_answer(CommandAnswer(number=0, accepted=True))
     assert list(attempt.answers) == [0]
-
-
-PEER = PeerId.from_public_key(bytes(32))
-
-
-def task(name: str, number: int, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> TaskOfLease:
-    return TaskOfLease(name, "train", PEER, uuid.UUID(int=number), frozenset(inputs), frozenset(outputs))
-
-
-def graph_of(*tasks: TaskOfLease) -> DependencyGraph:
-    graph = DependencyGraph()
-    for found in tasks:
-        graph.add(found)
-    return graph
-
-
-def names(tasks: tuple[TaskOfLease, ...]) -> list[str]:
-    return [found.name for found in tasks]
-
-
-def test_task_is_ready_when_its_inputs_exist() -> None:
-    graph = graph_of(task("train", 1, ("model", "server")), task("aggregate", 2, ("model",), ("server",)))
-    assert names(graph.ready()) == []
-    graph.provide("model")
-    assert names(graph.ready()) == ["aggregate"]
-    with pytest.raises(TaskError, match="cannot start"):
-        graph.mark_running("train")
-    graph.mark_running("aggregate")
-    assert names(graph.ready()) == ["train"]
-
-
-def test_first_final_state_counts() -> None:
-    graph = graph_of(task("a", 1))
-    graph.mark_running("a")
-    assert graph.mark_ended("a", TaskState.FAILED)
-    assert not graph.mark_ended("a", TaskState.FINISHED)
-    assert names(graph.running()) == []
-    with pytest.raises(TaskError, match="not an ending"):
-        graph.mark_ended("a", TaskState.RUNNING)
-
-
-def test_task_is_found_by_its_lease() -> None:
-    graph = graph_of(task("a", 1), task("b", 2))
-    found = graph.of_lease(uuid.UUID(int=2))
-    assert found is not None
-    assert found.name == "b"
-    assert graph.of_lease(uuid.UUID(int=3)) is None
-
-
-def test_lease_takes_a_further_task_when_the_first_has_ended() -> None:
-    graph = graph_of(task("a", 1))
-    graph.mark_running("a")
-    with pytest.raises(TaskError, match="one name or one lease"):
-        graph.add(task("a.1", 1))
-    graph.mark_ended("a", TaskState.FAILED)
-    graph.add(task("a.1", 1))
-    found = graph.of_lease(uuid.UUID(int=1))
-    assert found is not None
-    assert found.name == "a.1"
-    assert names(graph.ready()) == ["a.1"]
-
-
-def test_task_waits_while_an_input_exists_no_more() -> None:
-    graph = graph_of(task("aggregate", 1, (), ("server",)))
-    graph.mark_running("aggregate")
-    graph.withdraw("server")
-    graph.add(task("train", 2, ("server",)))
-    assert names(graph.ready()) == []
-    graph.provide("server")
-    assert names(graph.ready()) == ["train"]

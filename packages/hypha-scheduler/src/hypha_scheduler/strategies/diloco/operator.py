@@ -50,7 +50,6 @@ from hypha_scheduler.strategies.diloco import records, training_state
 from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, CommittedRound, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
-from hypha_scheduler.strategies.diloco.dependency_graph import TaskOfLease
 from hypha_scheduler.strategies.diloco.events import (
     continued_event,
     late_event,
@@ -229,8 +228,7 @@ class DilocoOperator(Operator):
         return (EmitEvent("taken_up", fields), *lost, *effects, *self._stop_others(running, tasks))
 
     def _stop_others(self, running: RunningJob, tasks: Sequence[TaskRef]) -> Effects:
-        known = set(running.tasks.values())
-        return tuple(StopTask(task, "the job goes on without this task") for task in tasks if task not in known)
+        return tuple(StopTask(task, "the job goes on without this task") for task in tasks if task not in running.tasks)
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Continue without a lost worker or parameter server until another one takes its place."""
@@ -239,7 +237,7 @@ class DilocoOperator(Operator):
             return ()
         self._membership.draining.discard(lease.id)
         self._handover.lease_lost(lease)
-        task = self._running.graph.of_lease(lease.id)
+        task = self._running.task_of(lease.id)
         return () if task is None else self._task_lost(task, reason, now)
 
     def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
@@ -284,67 +282,71 @@ class DilocoOperator(Operator):
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         """Handle the start or the end of a task; training says more by its reports."""
         running, self._now = self._running, now
-        if running is None or running.tasks.get(task_key(task)) != task:
+        if running is None or task not in running.tasks:
             return ()
-        graph_task = running.graph.find(task_key(task))
-        running.unconfirmed.discard(graph_task.name)
+        running.unconfirmed.discard(task)
         match update:
             case TaskStarted():
                 effects = self._handover.started(now) if task == running.server else ()
             case TaskNotStarted(reason):
-                effects = self._task_not_started(task, graph_task, reason, now)
+                effects = self._task_not_started(task, reason, now)
             case TaskEnded():
-                effects = self._task_ended(graph_task, update, now)
+                effects = self._task_ended(task, update, now)
             case _:
                 return ()
         return (*effects, *self._start_ready())
 
-    def _task_not_started(self, task: TaskRef, graph_task: TaskOfLease, why: str, now: float) -> Effects:
+    def _task_not_started(self, task: TaskRef, why: str, now: float) -> Effects:
         assert self._running is not None
-        if self._is_unneeded(graph_task):
-            return self._task_lost(graph_task, why, now)
-        if not self._running.graph.mark_ended(graph_task.name, TaskState.FAILED):
+        if self._is_unneeded(task):
+            return self._task_lost(task, why, now)
+        if not self._running.mark_ended(task, TaskState.FAILED):
             return ()
-        not_started = (self._handover if graph_task.role == AGGREGATE else self._membership).not_started
+        not_started = (self._handover if task.lease.role == AGGREGATE else self._membership).not_started
         return (*not_started(task, why, now), *self._check_outcome(now))
 
-    def _task_lost(self, task: TaskOfLease, why: str, now: float) -> Effects:
+    def _task_lost(self, task: TaskRef, why: str, now: float) -> Effects:
         assert self._running is not None
         unneeded = self._is_unneeded(task)
-        if not self._running.graph.mark_ended(task.name, TaskState.FAILED):
+        if not self._running.mark_ended(task, TaskState.FAILED):
             return ()
         if unneeded:
             return self._finish_if_over()
-        lost = self._handover.lost(why, now) if task.role == AGGREGATE else self._membership.lost(task.peer, why, now)
+        lost = (
+            self._handover.lost(why, now)
+            if task.lease.role == AGGREGATE
+            else self._membership.lost(task.lease.peer, why, now)
+        )
         return (*lost, *self._check_outcome(now))
 
-    def _is_unneeded(self, task: TaskOfLease) -> bool:
+    def _is_unneeded(self, task: TaskRef) -> bool:
         """Return whether the job goes on without a task: it waits for exits, or another one has taken its place."""
         running = self._running
         assert running is not None
         if self._phase is not _Phase.TRAINING:
             return True
-        if task.role == AGGREGATE:
-            return running.server is None or running.server.lease.id != task.lease
-        return running.workers.get(task.peer) != task.lease
+        if task.lease.role == AGGREGATE:
+            return running.server is None or running.server.lease.id != task.lease.id
+        return running.workers.get(task.lease.peer) != task.lease.id
 
-    def _task_ended(self, task: TaskOfLease, end: TaskEnded, now: float) -> Effects:
+    def _task_ended(self, task: TaskRef, end: TaskEnded, now: float) -> Effects:
         running = self._running
         assert running is not None
         unneeded = self._is_unneeded(task)
-        if not running.graph.mark_ended(task.name, end.state):
+        if not running.mark_ended(task, end.state):
             return ()
-        told_done = task.peer in running.training.told_done
+        peer = task.lease.peer
+        told_done = peer in running.training.told_done
         if (end.state is TaskState.FINISHED and told_done) or (end.state is TaskState.CANCELLED and unneeded):
             return self._finish_if_over()
         if told_done and end_of_process(end).exit_code == OTHER_MODEL:
-            return self._fail(f"worker {task.peer}: {describe(end, with_lines=True)}")
+            return self._fail(f"worker {peer}: {describe(end, with_lines=True)}")
         if unneeded:
-            text = f"task {task.name} on worker {task.peer}: {describe(end, with_lines=True)}"
+            text = f"task {task_key(task)} on worker {peer}: {describe(end, with_lines=True)}"
             return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
-        if task.role == AGGREGATE:
+        if task.lease.role == AGGREGATE:
             return (*self._handover.failed(describe(end, with_lines=True), now), *self._check_outcome(now))
-        found = self._membership.retry_or_fail(running.tasks[task.name], end, now)
+        found = self._membership.retry_or_fail(task, end, now)
         if not isinstance(found, JobFault):
             return (*found, *self._check_outcome(now))
         server = running.placed.server
@@ -690,17 +692,17 @@ class DilocoOperator(Operator):
         """Stop the executors that nothing tells of the end: they prepare, or their parameter server is gone."""
         training = running.training
         return tuple(
-            StopTask(running.tasks[task.name], "the job is done")
-            for task in running.graph.running()
-            if task.role == TRAIN
-            and task.peer not in training.told_done
-            and (running.server is None or training.rounds.is_preparing(task.peer))
+            StopTask(task, "the job is done")
+            for task in running.running_tasks()
+            if task.lease.role == TRAIN
+            and task.lease.peer not in training.told_done
+            and (running.server is None or training.rounds.is_preparing(task.lease.peer))
         )
 
     def _finish_if_over(self) -> Effects:
         """Complete the model when all executors have exited."""
         assert self._running is not None
-        if self._phase is not _Phase.EXITING or self._running.graph.running() or self._exit_deadline is None:
+        if self._phase is not _Phase.EXITING or self._running.running_tasks() or self._exit_deadline is None:
             return ()
         self._exit_deadline = None
         return (RunInBackground(self._finish, _FINISH),)
@@ -738,7 +740,8 @@ class DilocoOperator(Operator):
         """Complete the model although executors have not exited."""
         text = "task {} at {} did not end in time"
         warnings = tuple(
-            EmitEvent("warning", {"text": text.format(task.name, task.peer)}) for task in running.graph.running()
+            EmitEvent("warning", {"text": text.format(task_key(task), task.lease.peer)})
+            for task in running.running_tasks()
         )
         self._exit_deadline = None
         return (*warnings, RunInBackground(self._finish, _FINISH))

@@ -8,14 +8,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
-from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, WriteJournal
+from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, TaskState, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
-from hypha_scheduler.strategies.diloco.dependency_graph import DependencyGraph, TaskOfLease
 from hypha_scheduler.strategies.diloco.records import term_record
 from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
@@ -28,9 +26,6 @@ from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob,
 from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 from hypha_scheduler.strategies.diloco.worker_list import WorkerList
-
-START_MODEL: Final = "start-model"
-PARAMETER_SERVER: Final = "parameter-server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +58,12 @@ class RunningJob:
     worker_list: WorkerList
     first_attempt: int
     """Number of the first attempt at a new worker's task."""
-    graph: DependencyGraph = field(default_factory=DependencyGraph)
-    tasks: dict[str, TaskRef] = field(default_factory=dict)
-    """By their names in `graph`."""
+    tasks: dict[TaskRef, TaskState] = field(default_factory=dict)
+    """States of all attempts at tasks, in the order in which they came."""
+    has_server: bool = False
+    """Whether the task of a parameter server was started, which workers wait for."""
     retries: ExecutorRetries = field(default_factory=ExecutorRetries)
-    unconfirmed: set[str] = field(default_factory=set)
+    unconfirmed: set[TaskRef] = field(default_factory=set)
     """Tasks that were dispatched and not confirmed yet."""
     gone_members: dict[int, set[PeerId]] = field(default_factory=dict)
     """By round: members whose updates the parameter server has refused, or has not received."""
@@ -87,13 +83,13 @@ class RunningJob:
 
     def task_of(self, lease: uuid.UUID) -> TaskRef | None:
         """Return the newest task of a lease; None if it has none."""
-        task = self.graph.of_lease(lease)
-        return None if task is None else self.tasks[task.name]
+        return next((task for task in reversed(self.tasks) if task.lease.id == lease), None)
 
     def add_server(self, lease: Lease) -> TaskRef:
         """Add the task of a parameter server, in the current term."""
-        self.server = self._add(server_task(lease, self.term))
-        self.graph.withdraw(PARAMETER_SERVER)
+        self.server = server_task(lease, self.term)
+        self.tasks[self.server] = TaskState.WAITING
+        self.has_server = False
         return self.server
 
     def add_worker(self, lease: Lease) -> int:
@@ -101,17 +97,12 @@ class RunningJob:
         slot = self.slots.add(lease.peer)
         self.training.micro_batches.pop(lease.peer, None)  # of an earlier lease, which had other memory
         self.note_worker(lease.peer, lease.id)
-        self._add(TaskRef(f"train-{slot.member + 1}", lease, self.first_attempt))
+        self.tasks[TaskRef(f"train-{slot.member + 1}", lease, self.first_attempt)] = TaskState.WAITING
         return slot.member
 
     def restart_worker(self, task: TaskRef) -> None:
         """Add another attempt at the task of a worker, which has ended."""
-        self._add(TaskRef(task.name, task.lease, task.attempt + 1))
-
-    def adopt(self, task: TaskRef) -> None:
-        """Add a task that runs already."""
-        self._add(task)
-        self.graph.mark_running(task_key(task))
+        self.tasks[TaskRef(task.name, task.lease, task.attempt + 1)] = TaskState.WAITING
 
     def note_worker(self, peer: PeerId, lease: uuid.UUID) -> None:
         """Add a worker."""
@@ -124,15 +115,16 @@ class RunningJob:
         self.server_terms.pop(peer, None)
         self.slots.remove(peer)
 
-    def _add(self, ref: TaskRef) -> TaskRef:
-        inputs, outputs = {START_MODEL}, set[str]()
-        (outputs if ref.lease.role == AGGREGATE else inputs).add(PARAMETER_SERVER)
-        name = task_key(ref)
-        self.graph.add(
-            TaskOfLease(name, ref.lease.role, ref.lease.peer, ref.lease.id, frozenset(inputs), frozenset(outputs))
-        )
-        self.tasks[name] = ref
-        return ref
+    def mark_ended(self, task: TaskRef, state: TaskState) -> bool:
+        """Record the final state of a task; only the first one counts. Return whether this was the first."""
+        if self.tasks[task].has_ended:
+            return False
+        self.tasks[task] = state
+        return True
+
+    def running_tasks(self) -> tuple[TaskRef, ...]:
+        """Return the tasks that run."""
+        return tuple(task for task, state in self.tasks.items() if state is TaskState.RUNNING)
 
     def start_ready(self, closed: int) -> tuple[StartTask, ...]:
         """Start the tasks whose inputs exist, once the parameter server's is confirmed.
@@ -140,15 +132,12 @@ class RunningJob:
         Args:
             closed: last committed round.
         """
-        if any(self.tasks[name].lease.role == AGGREGATE for name in self.unconfirmed):
+        if any(task.lease.role == AGGREGATE for task in self.unconfirmed):
             return ()
         self.placed = replace(self.placed, closed=closed, workers=tuple(self.workers), slots=self._slots())
-        started = []
-        for task in self.graph.ready():
-            self.graph.mark_running(task.name)
-            self.unconfirmed.add(task.name)
-            started.append(self._start(self.tasks[task.name]))
-        return tuple(started)
+        waiting = [task for task, state in self.tasks.items() if state is TaskState.WAITING]
+        ready = [task for task in waiting if task.lease.role == AGGREGATE or self.has_server]
+        return tuple(map(self._start, ready))
 
     def _slots(self) -> dict[PeerId, Slot]:
         slots = {peer: self.slots.of(peer) for peer in self.workers}
@@ -160,7 +149,10 @@ class RunningJob:
         return {peer: slot.member for peer, slot in self._slots().items()}
 
     def _start(self, ref: TaskRef) -> StartTask:
+        self.tasks[ref] = TaskState.RUNNING
+        self.unconfirmed.add(ref)
         if ref.lease.role == AGGREGATE:
+            self.has_server = True
             return StartTask(ref, self.placed.aggregate_spec())
         peer = ref.lease.peer
         self.server_terms[peer] = self.term
@@ -173,7 +165,7 @@ def server_task(lease: Lease, term: int) -> TaskRef:
 
 
 def task_key(ref: TaskRef) -> str:
-    """Return the name of an attempt at a task in the job's task graph."""
+    """Return the name of an attempt at a task, for its owner."""
     return f"{ref.name}.{ref.attempt}" if ref.attempt else ref.name
 
 
@@ -220,10 +212,8 @@ class JobBuilder:
         training = [peer for peer in peers if peer not in restored.starting]
         server = servers[0] if servers else None
         running = self._build(restored.server, server, (), training, slots, restored.term, now)
-        running.graph.provide(PARAMETER_SERVER)
-        for ref in (*servers[:1], *trains):
-            running.adopt(ref)
-        running.server = server
+        running.tasks.update(dict.fromkeys((*servers[:1], *trains), TaskState.RUNNING))
+        running.server, running.has_server = server, True
         for ref in trains:
             running.note_worker(ref.lease.peer, ref.lease.id)
             running.server_terms[ref.lease.peer] = 0 if restored.continues else restored.term
@@ -269,7 +259,7 @@ class JobBuilder:
             committed=restored.closed,
         )
         placed = self._placed_job(server, slots, settings.batch_size, term)
-        running = RunningJob(
+        return RunningJob(
             training,
             placed,
             self.announcer(training, task, term),
@@ -278,8 +268,6 @@ class JobBuilder:
             WorkerList(task, term, frozenset(workers)),
             self.context.first_attempt,
         )
-        running.graph.provide(START_MODEL)
-        return running
 
     def announcer(self, training: TrainingState, server: TaskRef | None, term: int) -> RoundAnnouncer:
         """Return what tells a parameter server the members of rounds."""

@@ -23,7 +23,7 @@ from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import replaced_event
 from hypha_scheduler.strategies.diloco.membership import Membership
-from hypha_scheduler.strategies.diloco.running_job import PARAMETER_SERVER, JobBuilder, RunningJob
+from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, LAST_UPDATE
 from hypha_scheduler.strategies.diloco.worker_list import WorkerList
 
@@ -100,7 +100,7 @@ class ServerHandover:
     def seek(self, why: str, now: float) -> Effects:
         """Let no deadline pass until there is another parameter server, because the last one is gone."""
         running, self._is_replaced = self.running, True
-        running.graph.withdraw(PARAMETER_SERVER)
+        running.has_server = False
         event = replaced_event(running.placed.server, AGGREGATE, why)
         return (event, *self.translate(running.training.server_changed(None, now, why)))
 
