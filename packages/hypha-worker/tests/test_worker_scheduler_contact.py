@@ -49,7 +49,7 @@ async def test_a_scheduler_that_is_started_again_gets_the_report_when_it_has_tak
             await until(lambda: contact.is_connected)
             assert answers == []
             answer_with(scheduler, Acknowledged())
-            contact.on_renewed()
+            contact.is_confirmed = True
             await until(lambda: bool(answers))
         tasks.cancel_scope.cancel()
     assert answers == [Acknowledged()]

@@ -133,7 +133,7 @@ async def test_batches_of_an_outage_are_reported_again_after_it() -> None:
         assert anyio.current_time() == began, "later ones do not wait"
         scene.network.heal(scene.worker.peer_id, scheduler)
         await scene.worker.connect_peer(scheduler)
-        scene.contact.on_renewed()
+        scene.contact.is_confirmed = True
         assert await report(trained(6, 3)) == BatchesCounted(counted=9, last=12)
         assert [(each.first, len(each.batches)) for each in scene.several] == [(6, 3)]
 
@@ -144,13 +144,13 @@ async def test_a_refusal_counts_only_of_a_scheduler_that_runs_the_job() -> None:
 
         async def lose_confirmation(_peer: PeerId, _request: ReportBatches) -> BatchesCounted:
             began.set()
-            scene.contact.on_silence()  # the connection was lost meanwhile: another process answers
+            scene.contact.is_confirmed = False  # the connection was lost meanwhile: another process answers
             return BatchesCounted(counted=0, reason="no such job")
 
         rpc.serve(scene.scheduler, REPORT_BATCHES, lose_confirmation)
         assert await scene.reports.report_batches(trained(6, 1)) == BatchesCounted(counted=6)
         assert began.is_set()
-        scene.contact.on_renewed()
+        scene.contact.is_confirmed = True
         scene.answer = BatchesCounted(counted=0, reason="no such job")
         scene.take_several()
         assert await scene.reports.report_batches(trained(6, 1)) == scene.answer

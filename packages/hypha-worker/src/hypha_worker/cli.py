@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hypha_net.node.cli import ConfigurationError, Program, config_option
-from hypha_net.node.config.errors import ConfigError
-from hypha_net.node.config.loader import load_config
 from hypha_worker.config import WorkerConfig
 from hypha_worker.content_cache import CacheError
-from hypha_worker.control.cli import accounts, drain, pause, resume, status
+from hypha_worker.control.cli import accounts, drain, load_worker, pause, resume, status
 from hypha_worker.errors import IsolationError
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ def logs(job: str | None, file: Path | None, tail: int | None, *, follow: bool) 
 
     from hypha_worker.logs.reader import LogNotFoundError, find_log, follow_log, list_logs, read_log
 
-    folder = _load(file).log_folder().folder
+    folder = load_worker(file).log_folder().folder
     try:
         if job is None:
             found = list_logs(folder)
@@ -156,12 +154,3 @@ def printable(output: bytes) -> str:
     """Return a job's output for a terminal, with control characters escaped but tabs and line endings."""
     text = output.decode(errors="replace")
     return "".join(char if char.isprintable() or char in "\t\r\n" else f"\\x{ord(char):02x}" for char in text)
-
-
-def _load(file: Path | None) -> WorkerConfig:
-    import os
-
-    try:
-        return load_config(WorkerConfig, file, os.environ, {}).config
-    except ConfigError as error:
-        raise ConfigurationError(f"name the worker by --config with its file\n{error}") from None

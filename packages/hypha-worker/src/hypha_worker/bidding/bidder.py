@@ -78,11 +78,11 @@ class Bidder:
             tasks.start_soon(self._decide_requests, tasks)
             task_status.started()
             async for scheduler, request in messages:
-                self._queue.add(ReceivedRequest(scheduler, request, anyio.current_time()))
+                self._queue.batch.add(ReceivedRequest(scheduler, request, anyio.current_time()))
                 self._changed.set()
 
     def _note_freed(self) -> None:
-        self._queue.note_freed()
+        self._queue.is_freed = True
         self._changed.set()
 
     async def _decide_requests(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -131,7 +131,7 @@ class Bidder:
                 offer = _make_offer(lease, lease.remaining(now))
                 await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
         except (NetError, LeaseError) as error:
-            self._queue.forget(lease.scheduler)
+            self._queue.deferred.forget(lease.scheduler)
             self._lease_manager.cancel_offer(lease.id)
             self._log_failure(lease, error)
 

@@ -30,31 +30,21 @@ class RequestQueue:
 
     arbiter: Arbiter
     lease_manager: LeaseManager
-    _batch: RequestBatch = field(default_factory=RequestBatch)
-    _deferred: DeferredRequests = field(default_factory=DeferredRequests)
-    _is_freed: bool = False
-
-    def add(self, received_request: ReceivedRequest) -> None:
-        """Add a request that has just arrived."""
-        self._batch.add(received_request)
-
-    def note_freed(self) -> None:
-        """Note that a lease or an offer has ended: deferred requests are to be decided again."""
-        self._is_freed = True
-
-    def forget(self, scheduler: PeerId) -> None:
-        """Drop the deferred requests of a scheduler that an offer did not reach."""
-        self._deferred.forget(scheduler)
+    batch: RequestBatch = field(default_factory=RequestBatch)
+    """Those that have just arrived."""
+    deferred: DeferredRequests = field(default_factory=DeferredRequests)
+    is_freed: bool = False
+    """Whether a lease or an offer has ended: deferred requests are to be decided again."""
 
     def seconds_until_due(self, now: float) -> float | None:
         """Return the seconds until there may be something to decide (0: now), or None if nothing waits."""
-        batch_due = self._batch.seconds_until_due(now)
-        if not self._deferred.pending:
+        batch_due = self.batch.seconds_until_due(now)
+        if not self.deferred.pending:
             return batch_due
-        if self._is_freed:
+        if self.is_freed:
             return 0.0
         ends = [lease.ends for lease in self.lease_manager.leases if lease.end is None]
-        deferred_due = max(0.0, min((*ends, self._deferred.next_deadline)) - now)
+        deferred_due = max(0.0, min((*ends, self.deferred.next_deadline)) - now)
         return deferred_due if batch_due is None else min(batch_due, deferred_due)
 
     def decide(self, now: float) -> Decision:
@@ -63,15 +53,15 @@ class RequestQueue:
         While a batch is open, its requests compete with the deferred ones, which get what these leave of the free
         capacity.
         """
-        leases, is_due = self.lease_manager, self._batch.seconds_until_due(now) == 0.0
-        self._is_freed = False
+        leases, is_due = self.lease_manager, self.batch.seconds_until_due(now) == 0.0
+        self.is_freed = False
         if leases.is_closed or leases.is_paused:
-            return Decision((), (*self._deferred.drain(), *self._batch.drain()))
-        open_batch = () if is_due else self._batch.pending
-        batch = self._batch.drain() if is_due else []
-        known = [*self._deferred.pending, *batch]
-        self._deferred.drop_superseded(batch)
-        requests = [*self._deferred.drain(), *batch]
+            return Decision((), (*self.deferred.drain(), *self.batch.drain()))
+        open_batch = () if is_due else self.batch.pending
+        batch = self.batch.drain() if is_due else []
+        known = [*self.deferred.pending, *batch]
+        self.deferred.drop_superseded(batch)
+        requests = [*self.deferred.drain(), *batch]
         planned = self.arbiter.decide([*requests, *open_batch], leases.free, now, leases.leased_requests, leases.usage)
         keys = {received.key for received in requests}
         offers = tuple(plan for plan in planned if plan.received_request.key in keys)
@@ -95,5 +85,5 @@ class RequestQueue:
             is_served = received.scheduler in holders or key in served
             is_open = now < received.deadline and not is_served
             if is_open and self.arbiter.is_possible(received.scheduler, received.request):
-                self._deferred.add(received)
-        return {received.key for received in self._deferred.pending}
+                self.deferred.add(received)
+        return {received.key for received in self.deferred.pending}

@@ -69,7 +69,8 @@ class TrainingBridge:
             config: its settings.
             on_disk_error: called when a file of a peer cannot be stored on this machine.
         """
-        self._context = context
+        self.context = context
+        """The attempt."""
         self._config = config
         self._files = context.fetcher.files
         self.server = CurrentServer(config)
@@ -105,18 +106,13 @@ class TrainingBridge:
         return UncommittedUpdates(self._commits, config.term, joins=bool(config.join))
 
     @property
-    def context(self) -> TaskContext:
-        """The attempt."""
-        return self._context
-
-    @property
     def _joins(self) -> bool:
         """Whether executors of the job join and leave its rounds."""
         return bool(self._config.join)
 
     @property
     def _about(self) -> instrumentation.Attributes:
-        return {"hypha.job.id": str(self._context.attempt.job_id), "hypha.lease.id": str(self._context.lease)}
+        return {"hypha.job.id": str(self.context.attempt.job_id), "hypha.lease.id": str(self.context.lease)}
 
     async def run(self) -> None:
         """Ask for commits, and follow changes of the parameter server, until cancelled."""
@@ -140,7 +136,7 @@ class TrainingBridge:
         """
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
-        dataset, context = reference.dataset, self._context
+        dataset, context = reference.dataset, self.context
         with instrumentation.span("fetch slice", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
             fetched = await context.fetcher.fetch_slice(dataset, folder, name, order=self._assignments)
             span.set_attributes({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
@@ -186,7 +182,7 @@ class TrainingBridge:
 
     def _send_span(self, header: PushHeader) -> AbstractContextManager[instrumentation.Span]:
         about = {"hypha.round": header.round, "hypha.file.size": header.size}
-        return instrumentation.span(f"send {header.kind}", about, parent=self._context.traceparent)
+        return instrumentation.span(f"send {header.kind}", about, parent=self.context.traceparent)
 
     async def _send_update(
         self, reference: PeersReference, file: FileIO, header: PushHeader, contribution: Contribution | None
@@ -211,7 +207,7 @@ class TrainingBridge:
             BridgeError: the update does not count.
         """
         number = header.round
-        with instrumentation.span("state contribution", {"hypha.round": number}, parent=self._context.traceparent):
+        with instrumentation.span("state contribution", {"hypha.round": number}, parent=self.context.traceparent):
             answer = await self._commits.state_contribution(number, header.digest, header.samples, contribution)
         if answer.accepted:
             return
@@ -223,8 +219,8 @@ class TrainingBridge:
 
     async def pull_outer_update(self, address: SliceAddress, target: Path, digest: str) -> transfer.PullResult:
         """Pull an outer update that the scheduler serves; `target` lies in the staging folder. Raises `BridgeError`."""
-        pulled, _ = await self._files.pull([self._context.scheduler], address, target, digest)
-        self._context.storage.traffic.received += pulled.size
+        pulled, _ = await self._files.pull([self.context.scheduler], address, target, digest)
+        self.context.storage.traffic.received += pulled.size
         return pulled
 
     # ---------------------------------------------------------------------------------------------------------- rounds
@@ -240,7 +236,7 @@ class TrainingBridge:
         self._recorded = (0, 0)
         self.updates.forget()
         self.queue.leave()
-        with instrumentation.span("join round", parent=self._context.traceparent):
+        with instrumentation.span("join round", parent=self.context.traceparent):
             answer = await self._commits.join()
         if answer.round is None:
             raise never_joins(f"this executor takes part in no round: {answer.reason[:1000]}")
@@ -253,7 +249,7 @@ class TrainingBridge:
             self._record_batch(progress)
             with instrumentation.attached(None):  # a job has too many batches for its trace
                 return await self._reports.report_batch(progress)
-        about, parent = {"hypha.report": _REPORT_NAMES[type(progress)]}, self._context.traceparent
+        about, parent = {"hypha.report": _REPORT_NAMES[type(progress)]}, self.context.traceparent
         with instrumentation.span("report", about, parent=parent):
             return await self._reports.report(progress)
 

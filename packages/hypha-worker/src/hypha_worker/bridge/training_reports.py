@@ -128,7 +128,7 @@ class TrainingReports:
             return await rpc.call(contact.endpoint, contact.scheduler, method, request, timeout=BATCH_TIMEOUT)
         except NetError as error:
             _log.info("batches were not reported, the executor goes on: %s", error)
-            contact.on_silence()
+            contact.is_confirmed = False
             return None
 
     def _note_unreported(self, batch: BatchDone) -> None:

@@ -47,14 +47,6 @@ class SchedulerContact:
         """Whether there is a connection to the scheduler."""
         return self.scheduler in self.endpoint.connected_peers()
 
-    def on_renewed(self) -> None:
-        """Note that the scheduler has renewed the job's lease."""
-        self.is_confirmed = True
-
-    def on_silence(self) -> None:
-        """Note that the scheduler did not answer, or does not renew the job's lease."""
-        self.is_confirmed = False
-
     async def call(
         self,
         method: RpcMethod[Req, Resp],
@@ -115,7 +107,7 @@ class SchedulerContact:
         with self.endpoint.events.follow(Disconnected) as events:
             async for event in events:
                 if isinstance(event, Disconnected) and event.peer == self.scheduler and not self.is_connected:
-                    self.on_silence()
+                    self.is_confirmed = False
                     await self._reconnect()
 
     async def _reconnect(self) -> None:

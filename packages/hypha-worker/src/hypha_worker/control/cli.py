@@ -122,7 +122,7 @@ def accounts(file: Path | None, since: str | None, form: str) -> None:
     now = time.time()
     try:
         begin = 0.0 if since is None else parse_since(since, now)
-        found = read_accounts(_load(file).work_dir, now)
+        found = read_accounts(load_worker(file).work_dir, now)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--since") from None
     except OSError as error:
@@ -154,10 +154,11 @@ def _configured_socket(file: Path | None) -> Path:
     """Return the control socket of the worker with this configuration."""
     from hypha_worker.control.server import socket_path
 
-    return socket_path(_load(file, "--socket PATH, or --config with its file").work_dir)
+    return socket_path(load_worker(file, "--socket PATH, or --config with its file").work_dir)
 
 
-def _load(file: Path | None, remedy: str = "--config with its file") -> WorkerConfig:
+def load_worker(file: Path | None, remedy: str = "--config with its file") -> WorkerConfig:
+    """Return the configuration of the worker that a command is about, or exit with code 2."""
     try:
         return load_config(WorkerConfig, file, os.environ, {}).config
     except ConfigError as error:

@@ -146,7 +146,8 @@ class LeaseManager:
         self._ended: OrderedDict[uuid.UUID, Lease] = OrderedDict()
         self._lapsed: deque[tuple[float, PeerId]] = deque(maxlen=REMEMBERED_ENDS)
         self._retained: dict[uuid.UUID, Allocation] = {}
-        self._closed = False
+        self.is_closed = False
+        """Whether there are no more offers and jobs."""
         self.is_paused = False
         """Whether there are no more offers although leases take jobs, because the owner wants so."""
         self._settled = 0.0
@@ -177,14 +178,9 @@ class LeaseManager:
         """Tokens that schedulers owe for all leases so far, as of the last sweep."""
         return self._settled + sum(lease.owed for lease in self._leases.values())
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether there are no more offers and jobs."""
-        return self._closed
-
     def close(self) -> None:
         """Refuse further offers and jobs, and withdraw the offers that were not accepted. Leases and jobs stay."""
-        self._closed = True
+        self.is_closed = True
         for lease in self.leases:
             if lease.state is LeaseState.OFFERED:
                 self._end(lease, LeaseEnd.WITHDRAWN)
@@ -429,7 +425,7 @@ class LeaseManager:
         return LeaseEnd.IDLE if self._is_idle(lease, now) else LeaseEnd.EXPIRED
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise LeaseError("this worker drains: it makes no offers and starts no jobs any more")
 
     def _check_job_quota(self, scheduler: PeerId) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -73,15 +73,17 @@ def list_logs(folder: Path) -> list[StoredLog]:
     Raises:
         OSError: the folder cannot be read.
     """
-    return sorted(
-        (StoredLog(path, path.stat().st_mtime) for path in find_logs(folder)), key=lambda log: (log.written, log.path)
-    )
+    return _stored(find_logs(folder))
 
 
 def list_job_logs(folder: Path, job_id: uuid.UUID) -> list[StoredLog]:
     """Return the logs of one job, the one with the latest output last."""
+    return _stored((folder / str(job_id)).glob(f"*{SUFFIX}"))
+
+
+def _stored(paths: Iterable[Path]) -> list[StoredLog]:
     found: list[StoredLog] = []
-    for path in (folder / str(job_id)).glob(f"*{SUFFIX}"):
+    for path in paths:
         with suppress(FileNotFoundError):  # removed meanwhile
             found.append(StoredLog(path, path.stat().st_mtime))
     return sorted(found, key=lambda log: (log.written, log.path))

@@ -103,17 +103,13 @@ class RunLog:
         self._logs = logs
         self._folder = folder
         self._name = name
-        self._path = folder / f"{name}{SUFFIX}"
+        self.path = folder / f"{name}{SUFFIX}"
+        """The file; which one of its name is known when the context is open."""
         self._origin = None if scheduler is None else LogOrigin(scheduler)
         self._older_size = 0
         self._descriptor: int | None = None
         self._size = 0
         self._has_failed = False
-
-    @property
-    def path(self) -> Path:
-        """The file; which one of its name is known when the context is open."""
-        return self._path
 
     @property
     def is_complete(self) -> bool:
@@ -134,7 +130,7 @@ class RunLog:
             os.close(self._descriptor)
             self._descriptor = None
             with suppress(OSError):
-                self._logs.ended(self._path)
+                self._logs.ended(self.path)
 
     def write(self, data: bytes) -> None:
         """Append output."""
@@ -168,19 +164,19 @@ class RunLog:
                 self._descriptor = _open_locked(path, os.O_EXCL)
             except FileExistsError:
                 continue
-            self._path = path
+            self.path = path
             self._write_origin()
             return
-        raise FileExistsError(f"{self._path} and {_MAX_RUNS} further ones exist")
+        raise FileExistsError(f"{self.path} and {_MAX_RUNS} further ones exist")
 
     def _rotate(self) -> None:
         """Keep what was written as the older half. The file at `path` is always a locked one."""
-        new = _unfinished(self._path)
+        new = _unfinished(self.path)
         descriptor = _open_locked(new, os.O_TRUNC)
         try:
             with suppress(FileNotFoundError):  # an earlier attempt has failed in between
-                os.rename(self._path, older_half(self._path))
-            os.rename(new, self._path)
+                os.rename(self.path, older_half(self.path))
+            os.rename(new, self.path)
         except OSError:
             os.close(descriptor)
             raise
@@ -195,7 +191,7 @@ class RunLog:
     def _write_origin(self) -> None:
         if self._origin is None:
             return
-        file = origin_file(self._path)
+        file = origin_file(self.path)
         new = _unfinished(file)
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w", encoding="ascii") as text:
@@ -213,7 +209,7 @@ class RunLog:
     def _fail(self, error: OSError) -> None:
         """Log once that output is lost; later output is written if that is possible again."""
         if not self._has_failed:
-            _log.warning("output is missing in %s: %s", self._path, error.strerror or error)
+            _log.warning("output is missing in %s: %s", self.path, error.strerror or error)
         self._has_failed = True
 
 

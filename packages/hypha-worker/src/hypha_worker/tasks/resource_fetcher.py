@@ -24,7 +24,6 @@ from hypha_net.errors import (
     ContentMismatchError,
     NetError,
     TransferRefusedError,
-    UnsupportedProtocolError,
     first_leaf_error,
 )
 from hypha_proto.attempt_id import AttemptId
@@ -282,19 +281,11 @@ class ResourceFetcher:
     async def _locate(self, name: str, failures: tuple[FailedHolder, ...]) -> ResourceLocation:
         """Ask until the scheduler answers: the task ends with its lease."""
         question = LocateResource(attempt=self.attempt, resource=name, failures=failures)
-        rounds = 0
         with self.resource_pushes.locating(self.attempt.job_id):  # also in the pauses: the answer may have been lost
-            while True:
-                try:
-                    return await rpc.call(
-                        self.endpoint, self.contact.scheduler, LOCATE_RESOURCE, question, timeout=30.0
-                    )
-                except UnsupportedProtocolError:
-                    raise
-                except NetError as error:
-                    _log.info("where resource %s of task %s is cannot be asked: %s", name, self.attempt.task, error)
-                await retries.LOCATION.wait(rounds)
-                rounds += 1
+            return await retries.LOCATION.retry_unless_refused(
+                f"asking where resource {name} of task {self.attempt.task} is",
+                lambda: rpc.call(self.endpoint, self.contact.scheduler, LOCATE_RESOURCE, question, timeout=30.0),
+            )
 
     async def _bring(self, name: str, location: ResourceLocation, staged: _StagedFiles) -> None:
         if location.gone is not None:

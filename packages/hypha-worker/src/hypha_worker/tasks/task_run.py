@@ -48,7 +48,7 @@ from hypha_worker.errors import ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.task_storage import DEFAULT_STORAGE, TaskStorage
-from hypha_worker.tasks.execution import Execution, ExecutionFactory, ExecutionTrace, TaskContext
+from hypha_worker.tasks.execution import Execution, ExecutionFactory, TaskContext
 from hypha_worker.tasks.output_files import OutputError
 from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 from hypha_worker.tasks.resource_fetcher import ResourceError, ResourceFetcher
@@ -289,7 +289,7 @@ class TaskRun:
 
     def _describe_end(self, result: StatusUpdate) -> None:
         self.span.set_attribute("hypha.outcome", _outcome(result))
-        if (code := self._trace.exit_code) is not None:
+        if (code := self.execution.trace.exit_code) is not None:
             self.span.set_attribute("process.exit.code", code)
 
     async def _clean_up(self, result: StatusUpdate) -> None:
@@ -352,7 +352,7 @@ class TaskRun:
     # ------------------------------------------------------------------------------------------------- status updates
 
     def _failed(self, reason: str, resource: str | None) -> StatusUpdate:
-        trace = self._trace
+        trace = self.execution.trace
         return self._make_update(
             failed=TaskFailed(
                 reason=one_line(reason),
@@ -370,10 +370,6 @@ class TaskRun:
     def _transferred(self) -> dict[str, int]:
         traffic = self._context.storage.traffic
         return {"bytes_sent": traffic.sent, "bytes_received": traffic.received}
-
-    @property
-    def _trace(self) -> ExecutionTrace:
-        return self.execution.trace
 
     def _make_update(self, **fields: Any) -> StatusUpdate:
         return StatusUpdate(attempt=self.attempt, **fields)

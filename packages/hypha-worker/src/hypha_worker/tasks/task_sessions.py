@@ -137,7 +137,7 @@ class TaskSession:
                     await self.wait_until_idle(LAST_UPDATE_TIMEOUT)
                 self._stream_scope.cancel()
                 tasks.cancel_scope.cancel()  # nobody hears any more of what an attempt waits to have reported
-                self._stream.give_up()
+                self._stream.channel.give_up()
 
     async def _run_stream(self) -> None:
         with self._stream_scope:
@@ -147,9 +147,9 @@ class TaskSession:
         """Wait until no attempt runs, and then at most `update_timeout` seconds until its end is reported."""
         if self.running is not None:
             await self.running.ended.wait()
-        if self._stream.pending:
+        if self._stream.channel.pending:
             with anyio.move_on_after(update_timeout):
-                await self._stream.wait_until_handled()
+                await self._stream.channel.wait_until_handled()
 
     def end(self, reason: str) -> None:
         """End the session, because its lease is over; the attempt that runs is stopped."""
@@ -176,7 +176,7 @@ class TaskSession:
             spec,
             settings,
             stream.send_update,
-            stream.wait_until_handled,
+            stream.channel.wait_until_handled,
             self._retention,
         )
         self._attach(run)
@@ -219,7 +219,7 @@ class TaskSession:
             run.ended.set()  # also after an error, or nobody could wait for it
             if self.running is run:
                 self.running = None
-        await self._stream.wait_until_handled()
+        await self._stream.channel.wait_until_handled()
         if self.running is None:
             self._host.lease_manager.end_grace(self.lease.id)
 
@@ -255,13 +255,13 @@ class TaskSessions:
             session = self._sessions[lease.id] = TaskSession(self._host, lease, self._retention, check)
             self._tasks.start_soon(self._run, session)
         elif session.running is not None:
-            session.running.contact.on_renewed()
+            session.running.contact.is_confirmed = True
 
     def on_orphaned(self, lease: uuid.UUID) -> None:
         """Note that a scheduler does not renew a lease any more."""
         session = self._sessions.get(lease)
         if session is not None and session.running is not None:
-            session.running.contact.on_silence()
+            session.running.contact.is_confirmed = False
 
     async def _run(self, session: TaskSession) -> None:
         try:

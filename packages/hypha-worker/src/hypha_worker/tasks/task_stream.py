@@ -97,7 +97,8 @@ class TaskStream:
         self._lease = lease
         self._start = start
         self._find = find
-        self._channel = MessageChannel[StatusUpdate, TaskDefinition](_WorkerCodec(), self._handle, MAX_FRAME)
+        self.channel = MessageChannel[StatusUpdate, TaskDefinition](_WorkerCodec(), self._handle, MAX_FRAME)
+        """Has the status updates that the scheduler has not handled."""
         self._newest: OrderedDict[str, int] = OrderedDict()
         """Newest attempt that was defined, by task."""
         self._refusals = LogThrottle(anyio.current_time)
@@ -107,27 +108,14 @@ class TaskStream:
 
     # -------------------------------------------------------------------------------------------------- status updates
 
-    @property
-    def pending(self) -> int:
-        """Number of status updates that the scheduler has not handled."""
-        return self._channel.pending
-
     def send_update(self, update: StatusUpdate) -> None:
         """Queue a status update; it is sent now or over the next stream."""
         try:
-            self._channel.send(update)
+            self.channel.send(update)
         except ChannelError as error:
             _log.error("a status update of task %s on lease %s is lost: %s", update.attempt.task, self._lease, error)
         else:
             self._sent += 1
-
-    def give_up(self) -> None:
-        """Forget what the scheduler has not handled: the lease is over."""
-        self._channel.give_up()
-
-    async def wait_until_handled(self) -> None:
-        """Wait until the scheduler has handled all status updates that were sent so far."""
-        await self._channel.wait_until_handled()
 
     # ----------------------------------------------------------------------------------------------------- definitions
 
@@ -207,7 +195,7 @@ class TaskStream:
     @property
     def _exchanged(self) -> tuple[int, int]:
         """What changes with each message that is handled here or there."""
-        return self._channel.next_wanted, self._sent - self._channel.pending
+        return self.channel.next_wanted, self._sent - self.channel.pending
 
     async def _exchange(self) -> None:
         """Subscribe once, and exchange messages until the stream ends."""
@@ -216,7 +204,7 @@ class TaskStream:
             with anyio.fail_after(ANSWER_TIMEOUT):
                 answer = await self._subscribe(stream)
             self.job_id = answer.job_id
-            await self._channel.run(stream, answer.next)
+            await self.channel.run(stream, answer.next)
         except Exception:
             await stream.reset()
             raise
@@ -225,7 +213,7 @@ class TaskStream:
                 await stream.aclose()
 
     async def _subscribe(self, stream: Stream) -> Subscribed:
-        wanted = Subscribe(lease=self._lease, next=self._channel.next_wanted, first=self._channel.oldest)
+        wanted = Subscribe(lease=self._lease, next=self.channel.next_wanted, first=self.channel.oldest)
         await send_frame(stream, to_cbor(Subscribe, wanted))
         data = await receive_frame(stream, MAX_FRAME)
         if data is None:
