@@ -101,7 +101,7 @@ async def _check_free(path: Path, remedy: str) -> None:
 
 async def accept_clients(listener: anyio.abc.SocketListener, take: Callable[[anyio.abc.SocketStream], object]) -> None:
     """Pass on clients until cancelled, also after one could not be accepted."""
-    failures = LogThrottle(anyio.current_time)
+    failures = LogThrottle()
     while True:
         try:
             client = await listener.accept()

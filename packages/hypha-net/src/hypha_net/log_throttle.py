@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final
 
-import trio
+import anyio
 
 INTERVAL: Final = 60.0
 """Seconds for which the same message is suppressed, unless the caller chooses others."""
@@ -20,7 +20,7 @@ REMINDERS: Final = (60.0, 300.0, 900.0, 3600.0)
 class LogThrottle:
     """Logs each message once in `interval` seconds, with the number of those in between."""
 
-    def __init__(self, clock: Callable[[], float] = trio.current_time, interval: float = INTERVAL) -> None:
+    def __init__(self, clock: Callable[[], float] = anyio.current_time, interval: float = INTERVAL) -> None:
         self._clock = clock
         self._interval = interval
         self._logged: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
@@ -46,7 +46,7 @@ class LogThrottle:
 class OutageLogSchedule:
     """Decides when to log an outage: at once, then after growing intervals."""
 
-    def __init__(self, clock: Callable[[], float] = trio.current_time) -> None:
+    def __init__(self, clock: Callable[[], float] = anyio.current_time) -> None:
         """Begin the outage."""
         self._clock = clock
         self._began = clock()

@@ -374,7 +374,7 @@ class Worker:
     history: RequestHistory = field(default_factory=RequestHistory)
     """The latest requests, for the owner."""
     draining: WorkerDrain = field(init=False)
-    _refusals: LogThrottle = field(default_factory=lambda: LogThrottle(anyio.current_time))
+    _refusals: LogThrottle = field(default_factory=LogThrottle)
     _recorded_owed: float = 0.0
 
     def __post_init__(self) -> None:

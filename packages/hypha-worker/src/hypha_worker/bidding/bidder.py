@@ -69,7 +69,7 @@ class Bidder:
         self._sweep = sweep
         self._queue = RequestQueue(arbiter, lease_manager)
         self._changed = anyio.Event()
-        self._failures = LogThrottle(anyio.current_time)
+        self._failures = LogThrottle()
         lease_manager.on_freed = self._note_freed
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:

@@ -101,7 +101,7 @@ class TaskStream:
         """Has the status updates that the scheduler has not handled."""
         self._newest: OrderedDict[str, int] = OrderedDict()
         """Newest attempt that was defined, by task."""
-        self._refusals = LogThrottle(anyio.current_time)
+        self._refusals = LogThrottle()
         self.job_id: uuid.UUID | None = None
         """Job that holds the lease; None before the first answer."""
         self._sent = 0
@@ -175,7 +175,7 @@ class TaskStream:
 
     async def run(self) -> None:
         """Keep a stream open until cancelled."""
-        failures, outage = 0, OutageLogSchedule(anyio.current_time)
+        failures, outage = 0, OutageLogSchedule()
         while True:
             before, began = self._exchanged, anyio.current_time()
             try:
@@ -188,7 +188,7 @@ class TaskStream:
                     reason = str(error) or "no answer in time"
                     _log.warning("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, reason)
             if self._exchanged != before or anyio.current_time() - began >= STABLE:
-                failures, outage = 0, OutageLogSchedule(anyio.current_time)
+                failures, outage = 0, OutageLogSchedule()
             await retries.STREAM.wait(failures)
             failures += 1
 
