@@ -234,7 +234,6 @@ def make_context(
     storage = TaskStorage(work_dir, limit)
     contact = SchedulerContact(worker, scheduler)
     return TaskContext(
-        endpoint=worker,
         attempt=ATTEMPT,
         spec=TaskSpec(executor="train/x", training=config),
         settings={},
@@ -283,7 +282,7 @@ def make_bridge(
     async def accept(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         return bridge.queue.accept(peer, header)
 
-    transfer.serve_pushes(context.endpoint, accept)
+    transfer.serve_pushes(context.contact.endpoint, accept)
     return bridge, BridgeBackend(context, bridge, on_disk_fault)
 
 

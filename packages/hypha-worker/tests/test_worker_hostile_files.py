@@ -99,7 +99,7 @@ class Job:
         self.claimed += 1
 
     async def _push(self) -> None:
-        worker = self.backend.context.endpoint.peer_id
+        worker = self.backend.context.contact.endpoint.peer_id
         header = PushHeader(
             ATTEMPT,
             1,

@@ -197,8 +197,8 @@ class TaskFiles:
             OSError: it cannot be written.
         """
         with self.staged() as staged:
-            with FileIO(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                _write(file, content)
+            with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(content)
             self._move(staged, PurePosixPath(name))
         return self.work_dir / name
 
@@ -262,12 +262,6 @@ class TaskFiles:
 def _folder_of(path: PurePosixPath | str) -> str:
     parent = str(PurePosixPath(path).parent)
     return "" if parent == "." else parent
-
-
-def _write(file: FileIO, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from importlib.metadata import version as package_version
 from itertools import chain
 from pathlib import Path
@@ -391,7 +391,7 @@ def _ask(
     from hypha_net.node.probe import probe as ask
 
     with network_errors(address, "ADDRESS"):
-        return run_async(ask, config, address, timeout, backend="trio").as_dict()
+        return asdict(run_async(ask, config, address, timeout, backend="trio"))
 
 
 @contextmanager

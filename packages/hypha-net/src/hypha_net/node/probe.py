@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hypha_net.node.config.models import NodeConfig
 
@@ -35,10 +35,6 @@ class Probed:
     bytes_received: int | None
     clock_offset: float | None
     """Seconds by which its clock is ahead of this one, with an error up to the answer's time; None if not stated."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the answer as a dictionary of plain values."""
-        return asdict(self)
 
 
 async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:

@@ -92,15 +92,13 @@ class AccountFiles:
         path = self._folder / _ENDED
         if path.exists() and path.stat().st_size >= MAX_SIZE:
             os.replace(path, self._folder / _PREVIOUS)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # the writer was killed
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # the writer was killed
             lines = b"".join(msgspec.json.encode(account) + b"\n" for account in accounts)
-            _write_all(descriptor, b"\n" + lines if is_torn else lines)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            file.write(b"\n" + lines if is_torn else lines)
+            file.flush()
+            os.fsync(file.fileno())
         sync(self._folder)
 
     def store_held(self, accounts: Sequence[LeaseAccount]) -> None:
@@ -166,9 +164,3 @@ def _read_held(folder: Path) -> list[LeaseAccount]:
         return _list_decoder.decode(path.read_bytes()) if path.exists() else []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OSError(f"{path} is damaged: {error}; remove it") from error
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -80,18 +80,18 @@ class ReceiveQueue:
         """Accept outer updates from `senders` only, and none of a parameter server before `term`."""
         self.senders = senders
         if self.uncommitted is not None:
-            self.uncommitted.raise_term(term)
+            self.uncommitted.term = max(self.uncommitted.term, term)
 
     def leave(self) -> None:
         """Drop all outer updates, and accept none until `join`: the executor begins anew."""
         if self.uncommitted is not None:
-            self.uncommitted.leave()
+            self.uncommitted.begins = None
             self._drop_unwanted(self.uncommitted)
 
     def join(self, number: int) -> None:
         """Accept outer updates from round `number` on, with which the executor begins; drop those before."""
         if self.uncommitted is not None:
-            self.uncommitted.join(number)
+            self.uncommitted.begins = number
             self._drop_unwanted(self.uncommitted)
 
     def _drop_unwanted(self, uncommitted: UncommittedUpdates) -> None:

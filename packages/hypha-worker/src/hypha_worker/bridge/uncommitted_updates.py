@@ -58,8 +58,9 @@ class UncommittedUpdates:
             joins: whether the executor has yet to join the rounds; until then it takes no updates.
         """
         self._commits = commits
-        self._term = term
-        self._begins: int | None = None if joins else 0
+        self.term = term
+        """Updates of parameter servers before it are refused."""
+        self.begins: int | None = None if joins else 0
         """Round from which on the executor takes updates; None while it has not joined."""
         self._known: set[tuple[int, str]] = set()
         """Round and digest of the updates that wait or were committed."""
@@ -73,36 +74,24 @@ class UncommittedUpdates:
 
     def reason_against(self, header: PushHeader) -> str | None:
         """Return why an update that is about to come is refused, or None if it is accepted."""
-        if header.term is not None and header.term < self._term:
-            return f"term: {header.term} is over, the parameter server of term {self._term} has taken its place"
+        if header.term is not None and header.term < self.term:
+            return f"term: {header.term} is over, the parameter server of term {self.term} has taken its place"
         if not self.is_wanted(header.round):
             return f"the executor does not take part in round {header.round}"
         return None
 
     def is_wanted(self, number: int) -> bool:
         """Return whether the executor takes the update of a round."""
-        return self._begins is not None and number >= self._begins
+        return self.begins is not None and number >= self.begins
 
     def is_known(self, number: int, digest: str) -> bool:
         """Return whether an update of a round waits, or was committed."""
         return (number, digest) in self._known
 
-    def leave(self) -> None:
-        """Take no updates until `join`: the executor begins anew."""
-        self._begins = None
-
-    def join(self, number: int) -> None:
-        """Take the updates of round `number` and later ones, with which the executor begins."""
-        self._begins = number
-
-    def raise_term(self, term: int) -> None:
-        """Refuse updates of parameter servers before `term`."""
-        self._term = max(self._term, term)
-
     def add(self, file: PendingFile, digest: str) -> bool:
         """Keep a file that has arrived until it is committed; return False if it is known already, or the job ends."""
         if file.header.term is not None:
-            self.raise_term(file.header.term)
+            self.term = max(self.term, file.header.term)
         key = (file.header.round, digest)
         if key in self._known or not self.is_wanted(key[0]):
             return False

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import anyio
 
-from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer, TaskCommand
@@ -59,7 +58,6 @@ class TaskControl(Protocol):
 class TaskContext:
     """One attempt at a task, as an executor gets it."""
 
-    endpoint: Endpoint
     attempt: AttemptId
     spec: TaskSpec
     settings: Mapping[str, Any]

@@ -158,7 +158,6 @@ class TaskRun:
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
         contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
         return TaskContext(
-            endpoint=host.endpoint,
             attempt=self.attempt,
             spec=self.spec,
             settings=self.settings,

@@ -47,11 +47,8 @@ class CpuBackend:
     """Micro-batches per batch, computed in sequence."""
     is_sharded = False
     """Whether the model is sharded over processes (FSDP)."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Return the torch device of batch tensors."""
-        return torch.device("cpu")
+    torch_device = torch.device("cpu")
+    """Device of batch tensors."""
 
     def prepare(
         self, module: torch.nn.Module, make: Callable[[list[torch.nn.Parameter]], InnerOptimizer]
