@@ -108,7 +108,7 @@ async def open_star(authority: Any) -> AsyncIterator[Star]:
 
 async def _count(lost: Any, into: Counter[str], topics: set[str]) -> None:
     async for event in lost:
-        into[event.reason] += event.count
+        into[event.reason] += 1
         topics.add(event.topic)
 
 

@@ -99,7 +99,6 @@ class GossipDropped:
     topic: str
     reason: Literal["queue", "oversize", "unsigned", "rate", "undecodable", "role", "other"]
     source: PeerId | None = None
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +214,8 @@ def _count(event: Event) -> None:
         case Transferred(state=state, direction=direction):
             if state in ("done", "failed"):
                 _TRANSFERS.add(1, {"hypha.outcome": state, "hypha.direction": direction})
-        case GossipDropped(reason=reason, topic=topic, count=count):
-            _LOST.add(count, {"hypha.reason": reason, "messaging.destination.name": topic})
+        case GossipDropped(reason=reason, topic=topic):
+            _LOST.add(1, {"hypha.reason": reason, "messaging.destination.name": topic})
         case CircuitEnded(outcome=outcome):
             _CIRCUITS.add(1, {"hypha.outcome": outcome})
         case HolePunched(outcome=outcome):

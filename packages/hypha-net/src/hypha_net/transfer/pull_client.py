@@ -36,6 +36,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 
+ANSWER_TIMEOUT: Final = 30.0
+"""Seconds for size and digest of a file."""
 _BLOCK: Final = 1 << 20
 
 
@@ -81,9 +83,7 @@ async def pull(
     return await retry_with_deadline(incoming.attempt, incoming.what, incoming.progress, timeout)
 
 
-async def announced_content(
-    endpoint: Endpoint, peer: PeerId, request: PullRequest, *, timeout: float = 30.0
-) -> PullResult:
+async def announced_content(endpoint: Endpoint, peer: PeerId, request: PullRequest) -> PullResult:
     """Ask `peer` for size and digest of a file, without its content.
 
     Raises:
@@ -92,10 +92,10 @@ async def announced_content(
         TransferError: the answer is malformed or does not come in time.
     """
     what = f"question for {describe_request(request)} of {peer}"
-    with anyio.move_on_after(timeout):
+    with anyio.move_on_after(ANSWER_TIMEOUT):
         async with _asked(endpoint, peer, request, what) as (_, answer):
             return PullResult(answer.size, answer.digest)
-    raise TransferError(f"{what}: no answer within {timeout:g} s")
+    raise TransferError(f"{what}: no answer within {ANSWER_TIMEOUT:g} s")
 
 
 @dataclass(slots=True)

@@ -84,7 +84,6 @@ class TaskHost:
     """Makes an execution, by the executor's name in `TaskSpec.executor`."""
     access: AccessPolicy = field(default_factory=AccessPolicy)
     resource_pushes: ResourcePushes = field(default_factory=ResourcePushes)
-    clock: Callable[[], float] = anyio.current_time
     default_storage: float = DEFAULT_STORAGE
     """GB that an attempt may store whose lease states none."""
     cache: ContentCache | None = None
@@ -156,7 +155,7 @@ class TaskRun:
         cache = cache_of(host.cache, lease.scheduler)
         storage = TaskStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
-        contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(host.clock()))
+        contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(anyio.current_time()))
         return TaskContext(
             attempt=self.attempt,
             spec=self.spec,
@@ -250,7 +249,7 @@ class TaskRun:
         return stored
 
     async def _store(self, name: str, path: str, *, copy: bool) -> StoredOutput:
-        storage, now = self._context.storage, self.host.clock()
+        storage, now = self._context.storage, anyio.current_time()
         stored = await self.host.store.store(self.owner, name, path, storage, now, copy=copy)
         self._stored[name] = stored
         return stored
@@ -262,7 +261,7 @@ class TaskRun:
         about = {"hypha.executor": self.spec.executor}
         _STARTED.add(1, about)
         _ACTIVE.add(1, about)
-        started = self.host.clock()
+        started = anyio.current_time()
         result: StatusUpdate | None = None
         try:
             with instrumentation.current(self.span), self._scope:
@@ -281,7 +280,7 @@ class TaskRun:
             _ACTIVE.add(-1, about)
             ended = {**about, "hypha.outcome": _outcome(result)}
             _ENDED.add(1, ended)
-            _DURATION.record(self.host.clock() - started, ended)
+            _DURATION.record(anyio.current_time() - started, ended)
             self._flush_progress()
             self.send_update(result)
             self.ended.set()

@@ -206,7 +206,7 @@ class TaskSession:
         lease, grace = self.lease, (run.spec.orphan_grace_ms or 0) / 1000
         try:
             self._check_beside(run)
-            now, job_id = self._host.clock(), run.attempt.job_id
+            now, job_id = anyio.current_time(), run.attempt.job_id
             self._host.lease_manager.attach_task(lease.id, lease.scheduler, now, grace, job_id)
         except (ExecutionError, LeaseError) as error:
             instrumentation.end_span(run.span, error)
@@ -248,7 +248,7 @@ class TaskSessions:
 
     def on_renewed(self, lease: Lease) -> None:
         """Begin a session with the first renewal of a lease; with others, its task may rely on its scheduler again."""
-        self._host.store.renew(lease.id, self._host.clock())
+        self._host.store.renew(lease.id, anyio.current_time())
         session = self._sessions.get(lease.id)
         if session is None:
             check = self.pushes.check_unambiguous

@@ -19,7 +19,6 @@ def recorded_batches(
     batch_size: int,
     seed: int,
     raw: Collection[str] = (),
-    dataset: str = "",
 ) -> Iterator[Batch]:
     """Yield the batches of one round of one worker.
 
@@ -33,7 +32,6 @@ def recorded_batches(
         batch_size: `Contribution.batch_size`.
         seed: the job's seed, as in `TrainConfig.seed` (not `Contribution.seed`); None there means 0.
         raw: tensors whose integers are kept as stored (`data.preprocess.preprocessed_columns`).
-        dataset: name of the dataset, for errors.
 
     Raises:
         DataError: a slice is malformed, or has no such positions.
@@ -54,7 +52,7 @@ def recorded_batches(
     try:
         while True:
             try:
-                batch = next_batch(current, after_taking, batch_size, dataset)
+                batch = next_batch(current, after_taking, batch_size)
             except StopIteration:
                 return
             yield batch

@@ -152,7 +152,6 @@ class InferenceLoop:
         queue: SliceQueue,
         spans: Spans,
         delay: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the parts; nothing runs before `run`.
 
@@ -161,11 +160,11 @@ class InferenceLoop:
             delay: seconds added to every batch, for tests and benchmarks of uneven workers.
         """
         self._bridge, self._task, self._computation, self._queue = bridge, task, computation, queue
-        self._spans, self._delay, self._clock = spans, delay, clock
+        self._spans, self._delay = spans, delay
         self._batch_size = computation.rows_at_once
         self._progress = RowCounts()
-        self._begun = clock()
-        self._reported = clock()
+        self._begun = time.monotonic()
+        self._reported = time.monotonic()
         self._drains = False
 
     def run(self) -> RowCounts:
@@ -225,13 +224,13 @@ class InferenceLoop:
                 yield row, outcome
             if self._delay:
                 time.sleep(self._delay)
-            if self._clock() - self._reported >= _REPORT_SECONDS:
+            if time.monotonic() - self._reported >= _REPORT_SECONDS:
                 self._report()
         if batches.size < size:
             self._batch_size = batches.size
 
     def _report(self) -> None:
-        self._reported = self._clock()
+        self._reported = time.monotonic()
         try:
             self._drains = self._bridge.report_task(self._progress.metrics(self._reported - self._begun))
         except BridgeRefused as error:  # the results do not depend on it
