@@ -19,6 +19,7 @@ from hypha_worker.executors.process.output_log import HIDDEN
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.leasing.capacity import Allocation
+from hypha_worker.logs.server import SECRET_NAME
 from hypha_worker.task_files import TaskFiles
 
 PASSED: Final = (
@@ -46,9 +47,6 @@ SOCKET_PATH: Final = "{SOCKET_PATH}"
 WORK_DIR: Final = "{WORK_DIR}"
 JOB_FILE: Final = "{JOB_FILE}"
 _FILE_NAME: Final = "job.json"
-_SECRET_NAME: Final = re.compile(
-    r"TOKEN|PASSW|SECRET|CREDENTIAL|(^|_)(KEY|PASS|PASSPHRASE)(_|$)|USERNAME", re.IGNORECASE
-)
 _SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
 _USER: Final = "hypha"
 
@@ -93,7 +91,7 @@ def _passed(environment: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environment.items()
         if _PASSED_NAME.match(name)
-        and not _SECRET_NAME.search(name)
+        and not SECRET_NAME.search(name)
         and not _SECRET_VALUE.search(value)
         and name not in _UV_FOLDERS
     }
