@@ -15,14 +15,16 @@ from hypha_proto.offers import ExecutorDescriptor, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import (
     DECISION_WINDOW,
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
     AcceptedOffer,
     Auction,
     AuctionSettings,
+    PeerBackoff,
     ResourceWeights,
     RoleRequest,
     resource_score,
 )
-from hypha_scheduler.allocation.peer_backoff import FIRST_PAUSE, LONGEST_PAUSE, PeerBackoff
 from hypha_scheduler.allocation.shortage import count_reasons
 
 TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)

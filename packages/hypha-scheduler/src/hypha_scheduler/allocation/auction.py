@@ -16,7 +16,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE, Rejection
 from hypha_proto.offers import MAX_OFFER_LIFE, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
-from hypha_scheduler.allocation.peer_backoff import PeerBackoff
 
 DECISION_WINDOW: Final = 0.25
 """Seconds between the first acceptable offer and the decision: half the life of a nearby worker's offer."""
@@ -35,6 +34,38 @@ _LATE_MARGIN: Final = 0.1
 """A renewal is late after 1.5 round trips and this many seconds: the next best offer is taken instead."""
 _MAX_PEERS: Final = 4096
 """Peers whose offers and rejections are stored, so that memory is bounded."""
+
+
+FIRST_PAUSE: Final = 1.0
+"""Seconds for which a peer is left out after its first failure; doubled with each further one."""
+LONGEST_PAUSE: Final = 60.0
+_JITTER: Final = (0.75, 1.25)
+
+
+class PeerBackoff:
+    """Pauses by peer, whatever the role: honest peers recover quickly, cheats are left out for ever longer."""
+
+    def __init__(self, random: Random) -> None:
+        """Start without failures."""
+        self._random = random
+        self._failures: dict[PeerId, int] = {}
+        self._until: dict[PeerId, float] = {}
+
+    def record_failure(self, peer: PeerId, now: float) -> float:
+        """Count a failure; return the pause in seconds that begins now."""
+        count = self._failures.get(peer, 0)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(count, 16)) * self._random.uniform(*_JITTER)
+        self._failures[peer] = count + 1
+        self._until[peer] = now + pause
+        return pause
+
+    def is_left_out(self, peer: PeerId, now: float) -> bool:
+        """Return whether a pause of `peer` has not ended yet."""
+        return now < self._until.get(peer, now)
+
+    def failures(self, peer: PeerId) -> int:
+        """Return how often `peer` failed."""
+        return self._failures.get(peer, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,10 @@ from hypha_scheduler.strategies.diloco.events import (
     round_closed_effects,
     suspected_event,
 )
-from hypha_scheduler.strategies.diloco.executor_end import end_of_process
 from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
-from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe
+from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe, end_of_process
 from hypha_scheduler.strategies.diloco.rounds import (
     AnnounceRound,
     Continued,
