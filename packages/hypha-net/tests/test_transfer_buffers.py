@@ -145,36 +145,6 @@ async def test_content_is_transferred_from_files_and_memory(
         assert [path.name for path in (tmp_path / "landing").iterdir()] == ["landed"]
 
 
-@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=4), st.integers(1, 9))
-@settings(max_examples=20, deadline=None, derandomize=True)
-def test_any_buffer_is_sent_as_its_bytes(lengths: list[int], item: int) -> None:
-    """Views of a part, of items larger than a byte, and of writable memory are sent as their bytes."""
-
-    async def main() -> None:
-        network = MemoryNetwork()
-        with anyio.fail_after(30), tempfile.TemporaryDirectory() as folder:
-            async with network.endpoint("a") as a, network.endpoint("b") as b:
-                for length in lengths:
-                    data = bytearray(content(8 * length, item))
-                    for given in (data, memoryview(data)[item:], memoryview(data).cast("d"), bytes(data)):
-                        expected = bytes(given)
-                        size, digest = await transfer.describe(given)  # type: ignore[arg-type]
-                        assert (size, digest) == (len(expected), digest_of(expected))
-                        mover = Mover("push", a, b, Path(folder), digest=digest)
-                        assert await mover._push(expected, given) == size  # type: ignore[arg-type]
-                        assert mover.landed == [expected]
-
-    anyio.run(main, backend="trio")
-
-
-def test_non_contiguous_memory_is_refused_before_sending() -> None:
-    with pytest.raises(TypeError, match="contiguous"):
-        anyio.run(transfer.describe, memoryview(bytes(10))[::2], backend="trio")
-
-
-# ------------------------------------------------------------------------------------------------------- wire protocol
-
-
 # ------------------------------------------------------------------------------------------------------------- resuming
 
 

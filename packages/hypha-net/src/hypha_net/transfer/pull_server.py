@@ -21,7 +21,7 @@ from hypha_net.transfer.framing import (
     send_message,
     send_refusal,
 )
-from hypha_net.transfer.io.sources import Buffer, describe, make_source
+from hypha_net.transfer.io.sources import Source, describe
 from hypha_net.transfer.progress import TransferProgress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -31,10 +31,9 @@ from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 
 @dataclass(frozen=True, slots=True)
 class PullSource:
-    """File or buffer that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
+    """File or bytes that may be pulled; `digest` (``blake3:…``) is computed when it is not known."""
 
-    source: Path | Buffer
-    """A buffer must not change while it is offered."""
+    source: Path | bytes
     digest: str | None = None
     on_sent: Callable[[], Awaitable[None]] | None = None
     """Called after the last byte, before the end of the stream; raises `TransferError` if the sent bytes are void."""
@@ -47,7 +46,7 @@ class PullSource:
 
 
 def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]) -> None:
-    """Serve files and buffers to peers, as `resolve(peer, request)` returns them."""
+    """Serve files and bytes to peers, as `resolve(peer, request)` returns them."""
 
     async def serve(stream: Stream) -> None:
         async with reset_on_error(stream, f"pull by {stream.peer}"):
@@ -63,7 +62,7 @@ def serve_pulls(endpoint: Endpoint, resolve: Callable[[PeerId, PullRequest], Awa
 
 
 async def _send(endpoint: Endpoint, stream: Stream, request: PullRequest, offered: PullSource) -> None:
-    source = make_source(offered.source)
+    source = Source(offered.source)
     size, digest = await describe(offered.source) if offered.digest is None else (source.size(), offered.digest)
     if request.offset > size:
         reason = f"offset {request.offset} is past the end ({size})"

@@ -17,7 +17,7 @@ from hypha_net.transfer.framing import (
     reset_on_error,
     send_message,
 )
-from hypha_net.transfer.io.sources import Content, Source, make_source
+from hypha_net.transfer.io.sources import Content, Source
 from hypha_net.transfer.progress import TransferProgress, retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
@@ -31,9 +31,9 @@ RECEIPT_TIMEOUT: Final = 600.0
 async def push(
     endpoint: Endpoint, peer: PeerId, content: Content, header: PushHeader, *, timeout: float = 600.0
 ) -> int:
-    """Push a file or a buffer to `peer` and wait for its receipt; return the bytes sent, repeated ones included.
+    """Push a file or bytes to `peer` and wait for its receipt; return the bytes sent, repeated ones included.
 
-    Size and digest for the header come from `describe`. A buffer must not change meanwhile.
+    Size and digest for the header come from `describe`.
 
     An interrupted push is resumed a few times, from the byte up to which the peer has it.
 
@@ -43,7 +43,7 @@ async def push(
         TransferError: the stream broke off, the peer's answers are invalid, or `timeout` seconds have passed.
         OSError: the file cannot be read.
     """
-    outgoing = _Push(endpoint, peer, make_source(content), header)
+    outgoing = _Push(endpoint, peer, Source(content), header)
     return await retry_with_deadline(outgoing.attempt, outgoing.what, outgoing.progress, timeout)
 
 
