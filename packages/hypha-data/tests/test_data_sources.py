@@ -423,70 +423,54 @@ def nan_label_parquet(folder: Path) -> Path:
     return folder / "a.parquet"
 
 
+def csv(content: str | bytes) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / "a.csv", content)
+
+
+def jsonl(content: str | bytes) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / "a.jsonl", content)
+
+
+def text(content: str) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / "a.txt", content)
+
+
 BAD = {
-    "empty csv": (lambda at: write(at / "a.csv", ""), (), "a.csv: holds no rows; its first line must have"),
+    "empty csv": (csv(""), (), "a.csv: holds no rows; its first line must have"),
     "no file": (lambda at: at / "none.csv", (), "none.csv: no such file or folder"),
     "no file of a format": (lambda at: at / "none.csv", ("--format", "csv"), "none.csv: no such file or folder"),
-    "only names": (lambda at: write(at / "a.csv", "x,y\n"), (), "a.csv: holds no rows; add them"),
-    "missing column": (
-        lambda at: write(at / "a.csv", "x,y\n1,2\n"),
-        ("--label", "z"),
-        "a.csv: has no column 'z'; there are x, y",
-    ),
-    "encoding": (
-        lambda at: write(at / "a.csv", b"x\na\n\xe4\n"),
-        (),
-        "line 3: not utf-8: byte 0xe4 at 1; save the file as UTF-8",
-    ),
-    "utf-16": (
-        lambda at: write(at / "a.csv", "x\na\n".encode("utf-16")),
-        (),
-        "line 1: the file is UTF-16; save it as UTF-8",
-    ),
-    "ragged": (
-        lambda at: write(at / "a.csv", "x,y\n1,2\n1,2,3\n"),
-        (),
-        "line 3: 3 cells, and the first line names 2 columns",
-    ),
+    "only names": (csv("x,y\n"), (), "a.csv: holds no rows; add them"),
+    "missing column": (csv("x,y\n1,2\n"), ("--label", "z"), "a.csv: has no column 'z'; there are x, y"),
+    "encoding": (csv(b"x\na\n\xe4\n"), (), "line 3: not utf-8: byte 0xe4 at 1; save the file as UTF-8"),
+    "utf-16": (csv("x\na\n".encode("utf-16")), (), "line 1: the file is UTF-16; save it as UTF-8"),
+    "ragged": (csv("x,y\n1,2\n1,2,3\n"), (), "line 3: 3 cells, and the first line names 2 columns"),
     "too few cells": (
-        lambda at: write(at / "a.csv", "x,y\n1,2\n1\n"),
+        csv("x,y\n1,2\n1\n"),
         (),
         "line 3: 1 cells, and the first line names 2 columns; add or remove cells",
     ),
-    "missing column of json": (
-        lambda at: write(at / "a.jsonl", '{"x": 1}\n'),
-        ("--label", "z"),
-        "a.jsonl: has no column 'z'; there are x",
-    ),
+    "missing column of json": (jsonl('{"x": 1}\n'), ("--label", "z"), "a.jsonl: has no column 'z'; there are x"),
     "missing column of parquet": (number_parquet, ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
-    "open quotes": (lambda at: write(at / "a.csv", 'x,y\n1,"2\n'), (), "double the quotes in it"),
-    "name twice": (
-        lambda at: write(at / "a.csv", "x,x\n1,2\n"),
-        (),
-        "the name of column 2 ('x') occurs twice; rename it",
-    ),
-    "nan label": (
-        lambda at: write(at / "a.csv", "x,y\n1,0\n1,nan\n"),
-        ("--label", "y"),
-        "line 3, column 'y': nan is not a label",
-    ),
+    "open quotes": (csv('x,y\n1,"2\n'), (), "double the quotes in it"),
+    "name twice": (csv("x,x\n1,2\n"), (), "the name of column 2 ('x') occurs twice; rename it"),
+    "nan label": (csv("x,y\n1,0\n1,nan\n"), ("--label", "y"), "line 3, column 'y': nan is not a label"),
     "empty label": (
-        lambda at: write(at / "a.csv", "x,y\n1,a\n1,\n"),
+        csv("x,y\n1,a\n1,\n"),
         ("--label", "y"),
         "line 3, column 'y': is empty, and each row needs a label",
     ),
     "negative label": (
-        lambda at: write(at / "a.csv", "x,y\n1,-1\n1,1\n"),
+        csv("x,y\n1,-1\n1,1\n"),
         ("--label", "y"),
         "line 2, column 'y': the label -1 is no class; number the classes from 0",
     ),
     "large label": (
-        lambda at: write(at / "a.jsonl", '{"x": 1, "y": 1}\n{"x": 1, "y": 3000000000}\n'),
+        jsonl('{"x": 1, "y": 1}\n{"x": 1, "y": 3000000000}\n'),
         ("--label", "y"),
         "a.jsonl, line 2, column 'y': the label 3000000000 is no class",
     ),
     "nan among names": (
-        lambda at: write(at / "a.csv", "x,y\n1,good\n1,NaN\n"),
+        csv("x,y\n1,good\n1,NaN\n"),
         ("--label", "y"),
         "a.csv, line 3, column 'y': 'NaN' is not a label; correct it or remove the row",
     ),
@@ -496,37 +480,25 @@ BAD = {
         "a.parquet, row 2, column 'y': nan is not a label; correct it or remove the row",
     ),
     "too many labels": (
-        lambda at: write(at / "a.csv", "x,y\n" + "".join(f"1,n{n}\n" for n in range(10_001))),
+        csv("x,y\n" + "".join(f"1,n{n}\n" for n in range(10_001))),
         ("--label", "y"),
         "a.csv, column 'y': more than 10000 different labels; name another column by --label",
     ),
     "byte order mark": (
-        lambda at: write(at / "a.jsonl", '\ufeff{"x": 1}\n'),
+        jsonl('\ufeff{"x": 1}\n'),
         ("--columns", "x"),
         "a.jsonl, line 1: begins with a byte order mark; save the file as UTF-8 without one",
     ),
     "encoding of json": (
-        lambda at: write(at / "a.jsonl", b'{"x": 1}\n{"x": "\xe4"}\n'),
+        jsonl(b'{"x": 1}\n{"x": "\xe4"}\n'),
         ("--columns", "x"),
         "a.jsonl, line 2: not UTF-8: byte 0xe4 at 8; save the file as UTF-8",
     ),
-    "large number": (lambda at: write(at / "a.csv", "x\n1.5\n1e39\n"), (), "line 3, column 'x': 1e39 is not a number"),
-    "empty number": (
-        lambda at: write(at / "a.csv", "x,y\n1,2\n,2\n"),
-        (),
-        "line 3, column 'x': is empty, and each row needs a number",
-    ),
-    "kinds": (
-        lambda at: write(at / "a.jsonl", '{"x": 1}\n{"x": "a"}\n'),
-        ("--columns", "x"),
-        "line 2, column 'x': 'a' is of kind text, and",
-    ),
-    "nested json": (
-        lambda at: write(at / "a.jsonl", '{"x": [1]}\n'),
-        ("--columns", "x"),
-        "line 1, column 'x': [1] is nested",
-    ),
-    "broken json": (lambda at: write(at / "a.jsonl", '{"x": 1}\n{"x"\n'), ("--columns", "x"), "line 2: not JSON"),
+    "large number": (csv("x\n1.5\n1e39\n"), (), "line 3, column 'x': 1e39 is not a number"),
+    "empty number": (csv("x,y\n1,2\n,2\n"), (), "line 3, column 'x': is empty, and each row needs a number"),
+    "kinds": (jsonl('{"x": 1}\n{"x": "a"}\n'), ("--columns", "x"), "line 2, column 'x': 'a' is of kind text, and"),
+    "nested json": (jsonl('{"x": [1]}\n'), ("--columns", "x"), "line 1, column 'x': [1] is nested"),
+    "broken json": (jsonl('{"x": 1}\n{"x"\n'), ("--columns", "x"), "line 2: not JSON"),
     "16-bit png": (deep_image, (), "dog/1.png: pixels of more than 8 bits (mode I;16): convert it to 8 bits first"),
     "broken png": (broken_image, (), "dog/1.png: a damaged image, or none: "),
     "no classes": (
@@ -537,20 +509,12 @@ BAD = {
     "nested parquet": (nested_parquet, (), "a.parquet, column 'tags': its type"),
     "nan parquet": (number_parquet, (), "a.parquet, row 2, column 'x': nan is not a number"),
     "no parquet": (lambda at: write(at / "a.parquet", "PAR1 no"), (), "a.parquet: damaged, or another format"),
-    "no text": (lambda at: write(at / "a.txt", ""), ("--length", 3), "a.txt: holds no text"),
-    "no length": (lambda at: write(at / "a.txt", "a"), (), "a.txt: text needs --length"),
-    "no tokenizer": (
-        lambda at: write(at / "a.txt", "a"),
-        ("--length", 3, "--tokenizer", "/"),
-        "--tokenizer /: holds no tokenizer.json",
-    ),
-    "huge integer": (
-        lambda at: write(at / "a.jsonl", '{"x": 1}\n{"x": 1' + "0" * 400 + "}\n"),
-        ("--columns", "x"),
-        "line 2, column 'x': 10000",
-    ),
+    "no text": (text(""), ("--length", 3), "a.txt: holds no text"),
+    "no length": (text("a"), (), "a.txt: text needs --length"),
+    "no tokenizer": (text("a"), ("--length", 3, "--tokenizer", "/"), "--tokenizer /: holds no tokenizer.json"),
+    "huge integer": (jsonl('{"x": 1}\n{"x": 1' + "0" * 400 + "}\n"), ("--columns", "x"), "line 2, column 'x': 10000"),
     "reserved name": (
-        lambda at: write(at / "a.csv", "x,__metadata__\n1,2\n"),
+        csv("x,__metadata__\n1,2\n"),
         (),
         "a.csv: no tensor can have the name of the column '__metadata__'; rename it",
     ),
@@ -571,16 +535,8 @@ BAD = {
         ("--format", "hf"),
         "the split 'train' is in several folders: ",
     ),
-    "option": (
-        lambda at: write(at / "a.txt", "a"),
-        ("--size", "3x3"),
-        "--size does not concern the format text, but images",
-    ),
-    "all for testing": (
-        lambda at: write(at / "a.csv", "x\n1\n"),
-        ("--test", 0.9),
-        "1 samples are too few to keep some for testing",
-    ),
+    "option": (text("a"), ("--size", "3x3"), "--size does not concern the format text, but images"),
+    "all for testing": (csv("x\n1\n"), ("--test", 0.9), "1 samples are too few to keep some for testing"),
 }
 
 
