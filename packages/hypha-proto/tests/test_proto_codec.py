@@ -368,3 +368,18 @@ def test_plain_json_is_parsed_as_it_was_written(value: object) -> None:
 def test_peer_ids_are_those_of_other_implementations(public_key: str, text: str) -> None:
     """Both were printed by rust-libp2p."""
     assert str(PeerId.from_public_key(bytes.fromhex(public_key))) == text
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"resource": {"type": "uri", "value": 4}, "path": "x"}, "resource.value"),
+        ({"fetch": {"type": "URI", "value": 4}, "out_dir": "x"}, "fetch.value"),
+        ({"type": "URI", "value": 4, "out_dir": "x"}, "value"),
+        ({"fetch": {"type": "URI", "value": "a"}, "out_dir": 7}, "out_dir"),
+    ],
+)
+def test_an_error_in_a_bridge_body_has_the_names_of_its_form(body: dict[str, Any], place: str) -> None:
+    with pytest.raises(DecodeError) as raised:
+        read_transfer("fetch", body)
+    assert raised.value.path == place

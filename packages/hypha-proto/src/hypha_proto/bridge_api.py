@@ -224,20 +224,28 @@ def read_transfer(action: str, body: Any) -> Transfer:
         body: the parsed JSON.
 
     Raises:
-        DecodeError: the body matches neither form; `DecodeError.path` says where.
+        DecodeError: the body matches neither form; `DecodeError.path` says where, by the names of the form it has.
     """
     if type(body) is not dict:
         raise DecodeError("expected an object")
     key = _ACTIONS[action]
     if "resource" in body and "type" not in body:
-        reference, path = body["resource"], body.get("path", "")
+        names = {"resource": "resource", "path": "path"}
     elif action in body:
-        reference, path = body[action], body.get(key, "")
+        names = {"resource": action, "path": key}
     elif action == "fetch" and "type" in body:
-        reference, path = body, body.get(key, "")
+        names = {"resource": "", "path": key}
     else:
         raise DecodeError(f"expected {action!r} with {key!r}, or 'resource' with 'path'")
-    transfer: Transfer = from_plain(Transfer, {**body, "resource": _wire_form(reference), "path": path})
+    reference = body[names["resource"]] if names["resource"] else body
+    try:
+        transfer: Transfer = from_plain(
+            Transfer, {**body, "resource": _wire_form(reference), "path": body.get(names["path"], "")}
+        )
+    except DecodeError as error:
+        field, _, rest = error.path.partition(".")
+        place = ".".join(filter(None, (names.get(field, field), rest)))
+        raise DecodeError(error.reason, place) from None
     return transfer
 
 

@@ -1,15 +1,12 @@
 """Answers schedulers that ask what the executors of their jobs have printed (``/hypha-logs/0.1.0``).
 
-A log is read for the scheduler alone that `run_log` has recorded with it, and without secrets. Hidden are the parts of
-URLs that `hypha_net.redaction` hides, tokens of well-known forms, values assigned to names such as ``token`` or
-``password``, and values of the owner's variables with such names. All patterns take linear time.
+A log is read for the scheduler alone that `run_log` has recorded with it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +15,10 @@ from typing import BinaryIO, Final
 import anyio
 import anyio.to_thread
 
-from hypha_net.redaction import HIDDEN, redact_urls
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import MAX_LOGS, MAX_TEXT, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_worker.logs.reader import list_job_logs
+from hypha_worker.logs.redaction import LogRedaction
 from hypha_worker.logs.run_log import LogFolder, has_ended, older_half, read_origin
 
 _MAX_READS: Final = 2
@@ -137,44 +134,3 @@ def _open_file(path: Path) -> BinaryIO:
         return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
     except FileNotFoundError:
         return open(os.devnull, "rb")
-
-
-_MIN_LENGTH: Final = 6
-"""Shorter values are no secrets, and would be hidden in many words."""
-SECRET_NAME: Final = re.compile(
-    r"token|passw|secret|credential|(^|_)(key|pass|passphrase)(_|$)|username", re.IGNORECASE
-)
-_AFTER_SCHEME: Final = re.compile(r"""://[^\s"'<>`]+""")
-_TOKEN: Final = re.compile(
-    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}"
-    r"|eyJ[\w-]{8,}\.[\w.-]{8,})"
-)
-_AUTHORIZATION: Final = re.compile(r"\b(bearer|basic)([ \t]{1,4})[\w.~+/=-]{8,}", re.IGNORECASE)
-_ASSIGNED: Final = re.compile(
-    r"""((?:token(?!s|i)|passwo?r?d|secret|credential|(?:api|access|private)[_-]?key)"""
-    r"""\w{0,16}["']?[ \t]{0,4}[=:][ \t]{0,4})"""
-    r"""(?![\d.,]+(?:\s|$)|null\b|none\b|true\b|false\b)("[^"\n]*"|'[^'\n]*'|[^\s,;"'}]+)""",
-    re.IGNORECASE,
-)
-
-
-class LogRedaction:
-    """Hides secrets in whole lines."""
-
-    def __init__(self, values: Iterable[str] = ()) -> None:
-        """Also hide these values wherever they occur."""
-        self._values = sorted({value for value in values if len(value) >= _MIN_LENGTH}, key=len, reverse=True)
-
-    def clean(self, text: str) -> str:
-        """Return lines without secrets."""
-        for value in self._values:
-            text = text.replace(value, HIDDEN)
-        text = _AFTER_SCHEME.sub(lambda found: redact_urls(f"x{found[0]}")[1:], text)
-        text = _TOKEN.sub(HIDDEN, text)
-        text = _AUTHORIZATION.sub(rf"\1\2{HIDDEN}", text)
-        return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
-
-
-def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of variables whose names are those of secrets."""
-    return [value for name, value in environment.items() if SECRET_NAME.search(name)]
