@@ -28,7 +28,7 @@ EXECUTOR = f"""
 import os, sys
 from pathlib import Path
 import hypha.accelerate_executor.training
-from hypha.accelerate_executor.options import collected_at_end, leave_out_of_collections
+from hypha.accelerate_executor.environment import collected_at_end, leave_out_of_collections
 with collected_at_end():
     import torch
     import hypha.accelerate_executor.diloco.loop

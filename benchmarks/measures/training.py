@@ -22,7 +22,7 @@ from typing import Any, Final
 from benchmarks.job_network import JOB_TIMEOUT, JobNetwork, job_network
 from benchmarks.run import BenchmarkRun
 from benchmarks.tables import Row
-from hypha.accelerate_executor.options import DELAY_VARIABLE
+from hypha.accelerate_executor.environment import DELAY_VARIABLE
 from hypha_local.demo_tasks import DIGITS, TEXT, DemoTask
 from hypha_local.processes import script
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from hypha.accelerate_executor.options import TIMEOUT_VARIABLE
+from hypha.accelerate_executor.environment import TIMEOUT_VARIABLE
 from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 HANG_UP = 0

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.cli import main as command
+from hypha.accelerate_executor.environment import DELAY_VARIABLE
 from hypha.accelerate_executor.errors import BridgeClosed, BridgeRefused, ExecutorError
-from hypha.accelerate_executor.options import DELAY_VARIABLE
 from hypha_proto.job_spec import UriReference
 
 pytestmark = pytest.mark.timeout(120)

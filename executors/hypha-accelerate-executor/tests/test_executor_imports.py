@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hypha.accelerate_executor.distributed.accelerator import AccelerateBackend, CpuBackend, choose_device
+from hypha.accelerate_executor.environment import collected_at_end
 from hypha.accelerate_executor.errors import JobError
-from hypha.accelerate_executor.options import collected_at_end
 
 
 @pytest.mark.parametrize("entry", ["training", "inference", "predict.slice_queue"])

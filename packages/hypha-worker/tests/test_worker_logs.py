@@ -24,8 +24,9 @@ from hypha_proto.job_logs import MAX_TEXT, ListLogs, LogPart, ReadLog
 from hypha_worker.cli import main, printable
 from hypha_worker.executors.process.output_log import LAST_LINES, MAX_LINE_RATE, OutputLog
 from hypha_worker.logs.reader import LogNotFoundError, find_log, follow_log, list_logs, read_log
+from hypha_worker.logs.redaction import LogRedaction, secret_values
 from hypha_worker.logs.run_log import LogFolder, RunLog
-from hypha_worker.logs.server import LogRedaction, LogServer, secret_values
+from hypha_worker.logs.server import LogServer
 
 JOB = uuid.UUID("01234567-0000-0000-0000-000000000000")
 OTHER = uuid.UUID("01239999-0000-0000-0000-000000000000")

@@ -74,8 +74,9 @@ from hypha_worker.leasing.lease_manager import (
     LeaseState,
     UnknownLeaseError,
 )
+from hypha_worker.logs.redaction import LogRedaction, secret_values
 from hypha_worker.logs.run_log import LogFolder
-from hypha_worker.logs.server import LogRedaction, LogServer, secret_values
+from hypha_worker.logs.server import LogServer
 from hypha_worker.tasks.execution import ExecutionFactory
 from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
-from hypha.accelerate_executor.errors import JobError
-from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
-from hypha.accelerate_executor.modeling.archive import unpacked
-from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
-from hypha.accelerate_executor.options import (
+from hypha.accelerate_executor.environment import (
     DEFAULT_TIMEOUT,
     DELAY_VARIABLE,
     TIMEOUT_VARIABLE,
     collected_at_end,
     isolate,
-    make_parser,
     read_seconds,
 )
+from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
+from hypha.accelerate_executor.modeling.archive import unpacked
+from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
+from hypha.accelerate_executor.options import make_parser
 from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 

@@ -21,22 +21,19 @@ from hypha.accelerate_executor.bridge.redaction import Redaction, hide, secrets_
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.preprocess import preprocessed_columns
+from hypha.accelerate_executor.environment import (
+    DELAY_VARIABLE,
+    TIMEOUT_VARIABLE,
+    collected_at_end,
+    isolate,
+    leave_out_of_collections,
+    read_seconds,
+)
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked_files
 from hypha.accelerate_executor.modeling.hf import import_library, model_directory
-from hypha.accelerate_executor.options import (
-    DELAY_VARIABLE,
-    TIMEOUT_VARIABLE,
-    ModelFiles,
-    OwnerOptions,
-    collected_at_end,
-    isolate,
-    leave_out_of_collections,
-    make_parser,
-    parse_task,
-    read_seconds,
-)
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, make_parser, parse_task
 from hypha_proto.codec import from_plain
 from hypha_proto.errors import DecodeError
 from hypha_proto.job_spec import SchedulerReference, TrainConfig

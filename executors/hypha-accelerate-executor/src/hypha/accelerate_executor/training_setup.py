@@ -22,11 +22,12 @@ from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generat
 from hypha.accelerate_executor.distributed.accelerator import Device
 from hypha.accelerate_executor.distributed.process_group import ProcessGroup
 from hypha.accelerate_executor.distributed.state_dict import ShardedWeights, Weights, WholeWeights
+from hypha.accelerate_executor.environment import read_memory
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.modeling.delivery import check_delivery
 from hypha.accelerate_executor.modeling.evaluation import Subject
 from hypha.accelerate_executor.modeling.hf import load_model
-from hypha.accelerate_executor.options import ModelFiles, OwnerOptions, read_memory
+from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 from hypha.accelerate_executor.train.micro_batch_size import MicroBatchSizer
 from hypha.accelerate_executor.train.trainer import Trainer

@@ -30,7 +30,8 @@ from hypha_net.transfer.framing import (
 )
 from hypha_net.transfer.io.partial_file import StorageQuota, resumable_bytes
 from hypha_net.transfer.io.stream_copy import ReceivedBlock, incoming_file, receive_and_verify
-from hypha_net.transfer.progress import TransferProgress, retry_with_deadline
+from hypha_net.transfer.progress import TransferProgress
+from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL

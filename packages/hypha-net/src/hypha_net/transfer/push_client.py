@@ -18,7 +18,8 @@ from hypha_net.transfer.framing import (
     send_message,
 )
 from hypha_net.transfer.io.sources import Content, Source
-from hypha_net.transfer.progress import TransferProgress, retry_with_deadline
+from hypha_net.transfer.progress import TransferProgress
+from hypha_net.transfer.retry import retry_with_deadline
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH

@@ -32,9 +32,10 @@ from hypha_proto.training_reports import (
     UpdateMerged,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
-from hypha_worker.bridge.current_server import CurrentServer, ServerChanges
+from hypha_worker.bridge.current_server import CurrentServer
 from hypha_worker.bridge.receive_queue import ReceiveQueue
 from hypha_worker.bridge.round_commits import RoundClient, check_contribution
+from hypha_worker.bridge.server_changes import ServerChanges
 from hypha_worker.bridge.training_reports import TrainingReports
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender

@@ -14,7 +14,7 @@ from hypha_net.redaction import HIDDEN, redact_urls
 
 _MIN_LENGTH: Final = 6
 """Shorter values are no secrets, and would be hidden in many words."""
-_SECRET_NAME: Final = re.compile(
+SECRET_NAME: Final = re.compile(
     r"token|passw|secret|credential|(^|_)(key|pass|passphrase)(_|$)|username", re.IGNORECASE
 )
 _AFTER_SCHEME: Final = re.compile(r"""://[^\s"'<>`]+""")
@@ -50,4 +50,4 @@ class LogRedaction:
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Return the values of variables whose names are those of secrets."""
-    return [value for name, value in environment.items() if _SECRET_NAME.search(name)]
+    return [value for name, value in environment.items() if SECRET_NAME.search(name)]

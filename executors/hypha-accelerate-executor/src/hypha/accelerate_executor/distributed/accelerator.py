@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from hypha.accelerate_executor.environment import LAUNCH_VARIABLES
 from hypha.accelerate_executor.errors import DataError, JobError
-from hypha.accelerate_executor.options import LAUNCH_VARIABLES
 from hypha.accelerate_executor.train.inner_optimizer import (
     InnerOptimizer,
     are_gradients_finite,

@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hypha.accelerate_executor.deferred_compiler import defer_compiler, scan_quickly
+from hypha.accelerate_executor.deferred_compiler import defer_compiler
+from hypha.accelerate_executor.environment import LAUNCH_VARIABLES
 from hypha.accelerate_executor.errors import JobError, ModelError
-from hypha.accelerate_executor.options import LAUNCH_VARIABLES
+from hypha.accelerate_executor.modeling.quick_scan import scan_quickly
 
 if TYPE_CHECKING:
     import torch

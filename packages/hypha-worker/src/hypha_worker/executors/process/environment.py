@@ -19,7 +19,7 @@ from hypha_worker.executors.process.output_log import HIDDEN
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
 from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.leasing.capacity import Allocation
-from hypha_worker.logs.server import SECRET_NAME
+from hypha_worker.logs.redaction import SECRET_NAME
 from hypha_worker.task_files import TaskFiles
 
 PASSED: Final = (
