@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from hypha.accelerate_executor import inference
 from hypha.accelerate_executor.data.preprocess import fill_template
 from hypha.accelerate_executor.errors import RowError
+from hypha.accelerate_executor.predict.batching import BatchComputer, DeviceFailed
 from hypha.accelerate_executor.predict.generator import GumbelSampler, row_stream
-from hypha.accelerate_executor.predict.loop import BatchComputer, DeviceFailed, Part
+from hypha.accelerate_executor.predict.parts import Part
 from hypha_proto.prompt_template import columns_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]

@@ -1,113 +1,28 @@
 """The loop over slices: fetch, compute, send, until the scheduler has no further slice or drains this worker.
 
 At most two slices are in hand: while one is computed, the part of the one before is sent and the next is fetched
-after it. So a worker that is lost costs at most these two. A row that cannot be computed costs no other row its result.
-The part of a slice, its results, is JSON lines in the order of the rows.
+after it. So a worker that is lost costs at most these two.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
-from hypha.accelerate_executor.errors import (
-    BridgeRefused,
-    DataError,
-    ExecutorError,
-    RowError,
-    is_out_of_memory,
-    row_error_of,
-)
+from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, RowError, row_error_of
+from hypha.accelerate_executor.predict.batching import BatchComputer
 from hypha.accelerate_executor.predict.computation import Result, RowComputation
+from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
-
-LINE_LIMIT: Final = 4 << 20
-"""Largest number of bytes of a line; schedulers refuse longer ones."""
-
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def part_name(slice_index: int) -> str:
-    """Return the name of a slice's part."""
-    return f"part-{slice_index}.jsonl"
-
-
-class Part:
-    """The results of a slice, in any order until they are written."""
-
-    def __init__(self, slice_index: int, rows: SliceRows, columns: Sequence[str]) -> None:
-        """Begin a part.
-
-        Args:
-            slice_index: index of the slice in its dataset.
-            rows: the slice.
-            columns: its columns to copy; a row that lacks one has null.
-        """
-        self._slice, self._rows, self._columns = slice_index, rows, columns
-        self._lines: dict[int, bytes] = {}
-        self.errors = 0
-
-    def add(self, row: int, outcome: Result | RowError) -> None:
-        """Add the outcome of a row."""
-        line = self._encoded(row, outcome.values) if isinstance(outcome, Result) else outcome
-        if isinstance(line, RowError):
-            self.errors += 1
-            line = self._encoded_error(row, line)
-        self._lines[row] = line
-
-    def write(self, path: Path) -> int:
-        """Write the part; return the number of rows.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        with path.open("wb") as file:
-            file.writelines(self._lines[row] for row in range(self._rows.count))
-        return self._rows.count
-
-    def _encoded(self, row: int, values: Mapping[str, Any]) -> bytes | RowError:
-        """Return the line of a row with its copied columns, or why they cannot be written."""
-        try:
-            line = self._line(row, dict(values) | self._copied(row))
-        except ValueError as error:  # a column holds what is no JSON or no text
-            return RowError("wrong-value", f"a column cannot be written as JSON: {error}")
-        except RowError as error:
-            return error
-        if len(line) > LINE_LIMIT:
-            return RowError("too-long", f"the result has {len(line)} bytes of JSON; the limit is {LINE_LIMIT}")
-        return line
-
-    def _encoded_error(self, row: int, error: RowError) -> bytes:
-        values = _error(error)
-        line = self._encoded(row, values)
-        return self._line(row, values) if isinstance(line, RowError) else line
-
-    def _copied(self, row: int) -> dict[str, Any]:
-        """Return the row's columns to copy."""
-        if not self._columns:
-            return {}
-        present = self._rows.columns_of(row)
-        return {column: self._rows.value(row, column) if column in present else None for column in self._columns}
-
-    def _line(self, row: int, values: Mapping[str, Any]) -> bytes:
-        line = {"slice": self._slice, "row": row} | dict(values)
-        return _ENCODER.encode(line).encode() + b"\n"
-
-
-def _error(error: RowError) -> dict[str, Any]:
-    return {"error": {"kind": error.kind, "detail": error.detail.encode(errors="replace").decode()}}
-
 
 logger = logging.getLogger(__name__)
 
@@ -242,73 +157,3 @@ def _slice_index(fetched: Fetched) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise DataError(f"the worker named no slice of {fetched.path.name}: metadata slice is {text!r:.80}")
     return int(text)
-
-
-_Row = TypeVar("_Row")
-_Result = TypeVar("_Result")
-_DEVICE_WORDS: Final = ("cuda error", "hip error", "acceleratorerror", "device-side assert")
-
-
-class DeviceFailed(ExecutorError):
-    """The accelerator cannot compute anything any more, so that no row is to blame."""
-
-
-class BatchComputer(Generic[_Row, _Result]):
-    """Computes rows in batches with a function that takes several rows.
-
-    A batch that fails is halved until the row is found. When memory runs out, batches become smaller for good.
-
-    Attributes:
-        size: most rows of a batch.
-    """
-
-    def __init__(self, compute: Callable[[Sequence[_Row]], Sequence[_Result]], size: int) -> None:
-        """Store the function and the first size of batches."""
-        self._compute = compute
-        self.size = size
-
-    def __call__(self, rows: Sequence[_Row]) -> Iterator[list[tuple[_Row, _Result | RowError]]]:
-        """Yield the rows of each batch in order, with their results or errors.
-
-        Raises:
-            DeviceFailed: the device failed.
-        """
-        pending = [rows] if rows else []
-        while pending:
-            batch = pending.pop()
-            if len(batch) > self.size:
-                pending += [batch[self.size :], batch[: self.size]]
-                continue
-            try:
-                results = self._compute(batch)
-            except Exception as error:  # noqa: BLE001 – whatever a model raises is recorded with its row
-                halves = self._after(error, batch)
-                if halves is None:
-                    yield [(batch[0], _recorded(error))]
-                else:
-                    pending += reversed(halves)
-            else:
-                yield list(zip(batch, results, strict=True))
-
-    def _after(self, error: Exception, batch: Sequence[_Row]) -> list[Sequence[_Row]] | None:
-        """Return the halves of a batch that failed; None for a single row."""
-        if _is_device_failure(error):
-            raise DeviceFailed(f"the device failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        middle = (len(batch) + 1) // 2
-        if len(batch) == 1:
-            return None
-        if is_out_of_memory(error):
-            self.size = middle
-            logger.warning("memory is exhausted by a batch of %d rows: batches have %d from now on", len(batch), middle)
-        return [batch[:middle], batch[middle:]]
-
-
-def _is_device_failure(error: Exception) -> bool:
-    text = f"{type(error).__name__}: {error}".lower()
-    return not is_out_of_memory(error) and any(words in text for words in _DEVICE_WORDS)
-
-
-def _recorded(error: Exception) -> RowError:
-    if is_out_of_memory(error):
-        return RowError("out-of-memory", str(error))
-    return row_error_of(error)
