@@ -369,7 +369,9 @@ class Member:
                     config, OwnerOptions(frozenset({MODULE})), ModelFiles(model), CpuBackend(), SingleProcess()
                 )
             batches = Batches(
-                lambda: slices.fetch(self.work_dir / f"slice-{next(counter)}"), config.batch_size, config.seed or 0
+                lambda _count: slices.fetch(self.work_dir / f"slice-{next(counter)}"),
+                config.batch_size,
+                config.seed or 0,
             )
             spans = Spans(lambda _: None, None, str)
             with patch("hypha.accelerate_executor.diloco.loop.BatchReporter", PatientReporter):

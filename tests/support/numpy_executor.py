@@ -122,7 +122,7 @@ class Trainer:
 
     def __init__(self, bridge: Bridge, config: TrainConfig) -> None:
         self.bridge, self.config = bridge, config
-        self.batches = Batches(lambda: bridge.fetch(config.data, "slices"), config.batch_size, config.seed or 0)
+        self.batches = Batches(lambda _count: bridge.fetch(config.data, "slices"), config.batch_size, config.seed or 0)
         fetched = [each.path for each in bridge.fetch(config.model.artifact, "model")]
         self.model = model_directory(unpacked_files(fetched, is_model=True)) / "model.safetensors"
         self.weights = read_weights(self.model)

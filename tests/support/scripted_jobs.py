@@ -25,7 +25,7 @@ from hypha_net.errors import NetError
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
-from hypha_proto.datasets import DATA, JSONL, DataRequest, NotFound, SliceAssigned, SliceEntry, UnusableSlice, WireError
+from hypha_proto.datasets import DATA, JSONL, DataRequest, SliceEntry, SlicesAnswer, UnusableSlice
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
@@ -464,8 +464,8 @@ class ScriptedWorker:
         message = ReportTraining(attempt or self.last, BatchDone(batch_size=samples), id=id)
         return await rpc.call(self.endpoint, scheduler, REPORT, message, timeout=100.0)
 
-    async def slice(self, scheduler: PeerId, attempt: AttemptId | None = None) -> SliceAssigned | NotFound | WireError:
-        request = DataRequest(attempt or self.last, DATASET, id=uuid.uuid4())
+    async def slice(self, scheduler: PeerId, attempt: AttemptId | None = None, **about: Any) -> SlicesAnswer:
+        request = DataRequest(attempt or self.last, DATASET, **{"id": uuid.uuid4(), **about})
         return await rpc.call(self.endpoint, scheduler, DATA, request, timeout=100.0)
 
 

@@ -51,7 +51,7 @@ def _slice(folder: Path, number: int, samples: int) -> Fetched:
 def test_batches_contain_every_sample_once(tmp_path: Path, sizes: list[int]) -> None:
     files = iter([_slice(tmp_path, number, size) for number, size in enumerate(sizes)])
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         try:
             return [next(files)]
         except StopIteration:
@@ -70,7 +70,7 @@ def test_the_next_slice_is_fetched_when_half_is_used(tmp_path: Path) -> None:
     asked: list[int] = []
     again = threading.Event()
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         asked.append(len(asked))
         if len(asked) > 1:
             again.set()
@@ -96,13 +96,13 @@ def test_the_next_slice_is_fetched_when_half_is_used(tmp_path: Path) -> None:
 def test_a_slice_with_mismatched_tensors_is_refused(tmp_path: Path, tensors: dict[str, Any]) -> None:
     safetensors.numpy.save_file(tensors, tmp_path / "s.safetensors")
     with pytest.raises(DataError, match="first dimension"):
-        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
+        next(Batches(lambda _count: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
 
 
 def test_a_slice_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"s\.safetensors"):
-        next(Batches(lambda: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
+        next(Batches(lambda _count: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
 
 
 def _part(folder: Path, number: int, samples: int, **about: object) -> Fetched:
@@ -115,7 +115,7 @@ def _part(folder: Path, number: int, samples: int, **about: object) -> Fetched:
 def _all_of(parts: list[Fetched], batch_size: int, seed: int = 0) -> list[Batch]:
     left = iter(parts)
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         if (following := next(left, None)) is None:
             raise NoMoreData("that was all")
         return [following]
@@ -254,7 +254,7 @@ def test_nothing_is_known_before_the_first_slice_so_one_is_requested() -> None:
 
 
 def test_twice_what_is_trained_while_a_fetch_takes_is_in_hand() -> None:
-    demand = _demand(fetch=0.3, sample=0.001, samples=100)
+    demand = _demand(fetch=0.3, sample=0.001, samples=100, size=1 << 20)
     assert demand.samples_ahead == pytest.approx(600)
     assert demand.further(demand.samples_ahead, _in_hand(250, 3), 0) == 4
     assert demand.further(demand.samples_ahead, _in_hand(250, 3), 3) == 1
@@ -298,8 +298,30 @@ def test_slices_ahead_are_bounded_in_bytes_and_number() -> None:
 
 
 def test_as_many_fetches_at_a_time_as_keep_up_with_training() -> None:
-    found = [_demand(fetch=fetch, sample=0.001, samples=100).parallel for fetch in (0.0, 0.1, 0.15, 0.31, 50.0)]
-    assert found == [1, 1, 2, 4, MAX_PARALLEL]
+    def found(size: int) -> list[int]:
+        times = (0.0, 0.1, 0.15, 0.31, 50.0)
+        return [_demand(fetch=fetch, sample=0.001, samples=100, size=size).parallel for fetch in times]
+
+    assert found(1 << 20) == [1, 1, 2, 4, MAX_PARALLEL]
+    assert found(1000) == [1, 1, 1, 2, MAX_PARALLEL]  # two slices a request
+
+
+@pytest.mark.parametrize(
+    ("sample", "samples", "size", "each"),
+    [
+        (0.0001, 180, 46_000, 13),  # the digits demo: trained in 18 ms
+        (0.001, 100, 1000, 2),
+        (0.001, 300, 1000, 1),
+        (0.0001, 10, 1 << 20, 1),
+        (0.0001, 10, 300_000, 3),
+        (0.0, 10, 1000, 32),
+    ],
+)
+def test_one_request_asks_for_small_slices_together(sample: float, samples: int, size: int, each: int) -> None:
+    demand = _demand(fetch=0.01, sample=sample, samples=samples, size=size)
+    assert demand.slices_per_request == each
+    assert demand.further(demand.samples_ahead, _in_hand(0, 0), 0) % each == 0
+    assert _demand(fetch=0.01, sample=sample, samples=samples, size=size, batches=2).slices_per_request == 1
 
 
 class SimulatedTraining:
@@ -309,28 +331,32 @@ class SimulatedTraining:
         self.samples, self.fetch, self.speed = samples, fetch, speed
         self.demand, self.random, self.now = PrefetchDemand(16), random.Random(0), 0.0
         self.opened: list[int] = []
-        self.coming: list[tuple[float, float]] = []
-        """When each slice comes, and how long it is fetched."""
+        self.coming: list[tuple[float, float, int]] = []
+        """When the slices of each request come, how long they are fetched, and their number."""
         self.threads = [0.0]
         """When each thread has done what it was given."""
 
     def _request(self, wanted: float) -> None:
         opened = self.opened
         half_used = len(opened) == 1 and opened[0] * 2 <= self.samples
-        count = self.demand.further(wanted, InHand(sum(opened), len(opened), 0, half_used), len(self.coming))
+        coming = sum(slices for _, _, slices in self.coming)
+        count = self.demand.further(wanted, InHand(sum(opened), len(opened), 0, half_used), coming)
         self.threads += [self.now] * (self.demand.parallel - len(self.threads))
-        for _ in range(count):
+        while count > 0:
             seconds = self.fetch * self.random.uniform(0.8, 1.2)
+            slices = min(count, self.demand.slices_per_request)
             self.threads.sort()
             self.threads[0] = max(self.threads[0], self.now) + seconds
-            self.coming.append((self.threads[0], seconds))
+            self.coming.append((self.threads[0], seconds, slices))
+            count -= slices
 
     def _take(self) -> None:
-        at, seconds = self.coming.pop(0)
+        at, seconds, slices = self.coming.pop(0)
         self.now = max(self.now, at)
         self.demand.add_fetch(seconds)
-        self.demand.add_slice(self.samples, 1)
-        self.opened.append(self.samples)
+        for _ in range(slices):
+            self.demand.add_slice(self.samples, 1)
+            self.opened.append(self.samples)
 
     def _take_batch(self) -> float:
         """Take the samples of a batch; return the seconds of waiting for them."""
@@ -384,7 +410,7 @@ class Slices:
         self.asked = 0
         self.fetched = threading.Semaphore(0)
 
-    def __call__(self) -> list[Fetched]:
+    def __call__(self, _count: int = 1) -> list[Fetched]:
         if self.asked == self.count:
             raise NoMoreData("that was all")
         number, self.asked = self.asked, self.asked + 1
@@ -429,7 +455,7 @@ def test_a_slice_that_is_refused_ahead_of_its_use_is_requested_again_when_it_is_
     slices, in_hand = Slices(tmp_path, samples=4), threading.Semaphore(0)
     refused = threading.Event()
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         if slices.asked and not in_hand.acquire(blocking=False):
             refused.set()
             raise BridgeRefused("fetch", 502, "peer-failed", "2 slices were assigned to this worker and not used")
@@ -449,7 +475,7 @@ def test_reports_are_counted_before_a_refused_slice_is_requested_once_more(tmp_p
     slices = Slices(tmp_path, samples=4)
     reported = 0
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         if slices.asked == reported + 2:
             raise BridgeRefused("fetch", 502, "peer-failed", "2 slices were assigned to this worker and not used")
         return slices()
@@ -467,7 +493,7 @@ def test_reports_are_counted_before_a_refused_slice_is_requested_once_more(tmp_p
 def test_a_refused_slice_that_is_needed_is_an_error(tmp_path: Path) -> None:
     slices = Slices(tmp_path, samples=4, count=1)
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         try:
             return slices()
         except NoMoreData:
@@ -483,7 +509,7 @@ def test_a_refused_slice_that_is_needed_is_an_error(tmp_path: Path) -> None:
 def test_other_errors_of_a_fetch_are_raised_when_training_needs_the_slice(tmp_path: Path) -> None:
     slices, failed = Slices(tmp_path, samples=6, count=1), threading.Event()
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         try:
             return slices()
         except NoMoreData:
@@ -503,7 +529,7 @@ def test_dropping_gives_up_all_that_is_on_its_way(tmp_path: Path) -> None:
     slices, begun, goes_on = Slices(tmp_path, samples=2), threading.Event(), threading.Event()
     goes_on.set()
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         begun.set()
         assert goes_on.wait(20)
         return slices()
@@ -526,13 +552,13 @@ def test_dropping_gives_up_all_that_is_on_its_way(tmp_path: Path) -> None:
     batches.close()
 
 
-def _numbered(number: int) -> list[Fetched]:
-    return [Fetched(Path(f"{number}"), {"slice": "0", "assigned": str(number)})]
+def _numbered(*numbers: int) -> list[Fetched]:
+    return [Fetched(Path(f"{number}"), {"slice": "0", "assigned": str(number)}) for number in numbers]
 
 
 def _taken(prefetch: SlicePrefetch, count: int) -> list[str]:
     found = [prefetch.take(0, waits=True) for _ in range(count)]
-    return [taken[0][0].path.name for taken in found if taken is not None]
+    return [file.path.name for taken in found if taken is not None for file in taken[0]]
 
 
 @pytest.fixture
@@ -540,7 +566,7 @@ def closing() -> Any:
     """Return a function that makes a `SlicePrefetch` which is closed at the end of the test."""
     made: list[SlicePrefetch] = []
 
-    def make(fetch: Callable[[], list[Fetched]]) -> SlicePrefetch:
+    def make(fetch: Callable[[int], list[Fetched]]) -> SlicePrefetch:
         made.append(SlicePrefetch(fetch))
         return made[-1]
 
@@ -553,7 +579,7 @@ def test_slices_that_arrive_out_of_turn_are_used_in_the_order_of_their_assignmen
     numbers, lock = iter(range(100)), threading.Lock()
     arrived = [threading.Event() for _ in range(6)]
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         with lock:
             number = next(numbers)
         if number in (2, 4):
@@ -568,9 +594,36 @@ def test_slices_that_arrive_out_of_turn_are_used_in_the_order_of_their_assignmen
     assert _taken(prefetch, 4) == ["2", "3", "4", "5"]
 
 
+def test_slices_of_requests_that_are_answered_out_of_turn_are_used_in_the_order_of_their_assignment(
+    closing: Any,
+) -> None:
+    numbers, lock, arrived = itertools.count(), threading.Lock(), threading.Event()
+    asked: list[int] = []
+
+    def fetch(count: int) -> list[Fetched]:
+        with lock:
+            asked.append(count)
+            first = next(numbers)
+            found = [first, *(next(numbers) for _ in range(min(count, 2) - 1))]  # two of three
+        if first == 2:
+            assert arrived.wait(20)  # the slices after these come first
+        elif first == 4:
+            arrived.set()
+        return _numbered(*found)
+
+    prefetch = closing(fetch)
+    prefetch.request(2, in_hand=0, each=3)
+    assert _taken(prefetch, 1) == ["0", "1"]
+    prefetch.request(5, in_hand=2, parallel=2, each=3)
+    assert prefetch.coming == 5
+    assert _taken(prefetch, 2) == ["2", "3", "4", "5"]
+    assert asked == [2, 3, 2]
+    assert prefetch.coming == 0
+
+
 def test_a_missing_number_is_not_waited_for_when_nothing_is_on_its_way(closing: Any) -> None:
     numbers = iter([0, 3, 4])
-    prefetch = closing(lambda: _numbered(next(numbers)))
+    prefetch = closing(lambda _count: _numbered(next(numbers)))
     prefetch.request(1, in_hand=0)
     assert _taken(prefetch, 1) == ["0"]
     prefetch.request(2, in_hand=1, parallel=2)
@@ -581,7 +634,7 @@ def test_slices_without_numbers_are_requested_one_at_a_time(closing: Any) -> Non
     running = highest = 0
     lock, numbers = threading.Lock(), iter(range(100))
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         nonlocal running, highest
         with lock:
             running += 1

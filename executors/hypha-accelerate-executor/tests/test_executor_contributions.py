@@ -594,7 +594,7 @@ def test_a_malformed_answer_ends_the_process(
 def test_samples_that_were_assigned_are_given_up(tmp_path: Path) -> None:
     paths = []
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         if len(paths) == 3:
             raise NoMoreData("none is free")
         paths.append(tmp_path / f"{len(paths)}.safetensors")

@@ -53,7 +53,7 @@ def _plain_adamw(model_dir: Path, worker: Any, steps: int, seed: int) -> Any:
     scratch = worker.work_dir.parent / "plain"
     numbers = iter(range(1000))
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         epoch, index = divmod(next(numbers), len(worker.slices))
         folder = scratch / f"{epoch}-{index}"
         folder.mkdir(parents=True)

@@ -33,6 +33,7 @@ from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets
 from hypha_proto.datasets import (
     DATA,
     JSONL,
+    AssignedSlice,
     ContentRecord,
     DataRequest,
     DatasetRecord,
@@ -41,6 +42,7 @@ from hypha_proto.datasets import (
     ProviderFailure,
     SliceAssigned,
     SliceEntry,
+    SlicesAssigned,
     UnusableSlice,
     WireError,
 )
@@ -252,6 +254,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     ),
     (REPORT, ReportTraining(ATTEMPT, progress=OuterStepTaken(), id=ID[2])),
     (DATA, DataRequest(ATTEMPT, "digits", id=ID[2])),
+    (DATA, DataRequest(ATTEMPT, "digits", id=ID[2], most=4)),
     (
         DATA,
         DataRequest(
@@ -349,6 +352,15 @@ RESPONSES: list[tuple[Any, Any]] = [
     ),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST)),
     (DATA, SliceAssigned(data_provider=PEER, index=3, epoch=1, digest=DIGEST, others=(OTHER,))),
+    (
+        DATA,
+        SlicesAssigned(
+            slices=(
+                AssignedSlice(data_provider=PEER, index=3, epoch=1, digest=DIGEST, first=10),
+                AssignedSlice(data_provider=OTHER, index=0, epoch=2, digest=DIGEST),
+            )
+        ),
+    ),
     (HEALTH_CHECK, Health(healthy=True, role="worker", version="0.1.0", bytes_sent=1, bytes_received=2)),
     (HEALTH_CHECK, Health(healthy=True, time_ms=1_800_000_000_000, twin="/ip4/10.0.0.2/tcp/4001")),
     (RENEW_LEASE, Renewed(id=ID[1], timeout_ms=10_000)),

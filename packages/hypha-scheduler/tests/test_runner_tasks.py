@@ -14,7 +14,7 @@ from support.scripted_jobs import SPEC, Lab, OpenJobs, QuietOperator, ScriptedSt
 from hypha_net import backoff, rpc, transfer
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
 from hypha_proto.commands import CommandAnswer, SetWorkers
-from hypha_proto.datasets import NO_FREE_SLICE, NotFound, SliceAssigned, WireError
+from hypha_proto.datasets import NO_FREE_SLICE, NotFound, SliceAssigned, SlicesAssigned, WireError
 from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, ListLogs
@@ -23,6 +23,7 @@ from hypha_proto.tasks import Stop, TaskFailed
 from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.jobs.runner import MAX_WAITING
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -337,6 +338,44 @@ async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: O
         assert isinstance(answers[-1], NotFound)  # the end of the job is an event, too
         assert anyio.current_time() - began < 1.0
         await lab.ended()
+
+
+async def test_one_request_is_assigned_as_many_slices_as_it_asks_for_and_there_are(open_jobs: OpenJobs) -> None:
+    class Six(QuietOperator):
+        after: Any = None
+        left = 6
+
+        def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
+            if self.left:
+                self.left -= 1
+                return SliceToUse(0, 5 - self.left, 0)
+            if isinstance(self.after, Exception):
+                raise self.after
+            return self.after
+
+    async with open_jobs(ScriptedStrategy(Six, dataset=True)) as lab:
+        operator = await lab.start()
+        worker = await start_task(lab, operator)
+
+        async def indices(**wanted: Any) -> list[int]:
+            answer = await worker.slice(lab.peer, **wanted)
+            assert isinstance(answer, SlicesAssigned)
+            return [assigned.index for assigned in answer.slices]
+
+        repeated = uuid.uuid4()
+        assert await indices(most=2, id=repeated) == [0, 1]
+        assert await indices(most=2, id=repeated) == [0, 1]
+        assert await indices(most=1) == [2]
+        operator.after = RetryAfter(100.0)
+        assert await indices(most=32) == [3, 4, 5]  # it does not wait for more
+        operator.left, operator.after = 1, SliceRefusedError("too many slices")
+        assert await indices(most=3) == [5]
+        assert await worker.slice(lab.peer, most=3) == WireError(message="too many slices")
+        operator.after = None
+        assert await worker.slice(lab.peer, most=3) == NotFound()
+        await lab.finish(operator)
+        records = read_journal(operator.context.directory / JOURNAL)
+        assert [record["slice"] for record in records if record["record"] == "assigned"] == [0, 1, 2, 3, 4, 5, 5]
 
 
 async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -> None:

@@ -36,7 +36,7 @@ from hypha_net import rpc, transfer
 from hypha_net.errors import first_leaf_error
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
-from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
+from hypha_proto.datasets import DATA, AssignedSlice, DataRequest, SliceAssigned, SlicesAssigned
 from hypha_proto.job_spec import (
     All,
     HuggingFaceReference,
@@ -327,6 +327,47 @@ async def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str
         wanted = {"fetch": plain(bridge.config.data), "out_dir": "data"}
         status, [file] = await bridge.post("/resources/fetch", wanted)
         assert (status, file["path"]) == (200, f"data/digits-7-1.{suffix}")
+
+
+async def test_several_slices_are_fetched_with_one_request(with_bridge: WithBridge) -> None:
+    async with with_bridge() as bridge:
+        content = bridge.work_dir.parent / "content"
+        content.write_bytes(b"slice")
+        requests: list[DataRequest] = []
+
+        about = {"data_provider": bridge.data.peer_id, "digest": f"blake3:{blake3(b'slice').hexdigest()}"}
+
+        async def assign(_peer: Any, request: DataRequest) -> SliceAssigned | SlicesAssigned:
+            requests.append(request)
+            if request.unusable is not None:
+                return SliceAssigned(index=10, **about)
+            return SlicesAssigned(slices=tuple(AssignedSlice(index=index, **about) for index in (7, 8, 9)))
+
+        async def fetched(**wanted: Any) -> tuple[int, Any]:
+            return await bridge.post("/resources/fetch", {"fetch": plain(bridge.config.data), "out_dir": "s", **wanted})
+
+        rpc.serve(bridge.server, DATA, assign)
+        bridge.served |= {("digits", index): content for index in (0, 7, 9, 10)}  # 0: its manifest
+        status, files = await fetched(count=4)
+        assert status == 200, files
+        assert [file["metadata"]["slice"] for file in files] == ["7", "10", "9"]  # none has slice 8
+        assert [file["metadata"]["assigned"] for file in files] == ["0", "3", "2"]
+        assert all((bridge.work_dir / file["path"]).read_bytes() == b"slice" for file in files)
+        assert [request.most for request in requests] == [4, None]
+        assert requests[1].unusable is not None
+        assert requests[1].unusable.index == 8
+
+        status, answer = await fetched(count=2)
+        assert (status, answer["detail"]) == (502, "the scheduler assigned 3 slices and was asked for 1 to 2")
+        del bridge.served["digits", 7], bridge.served["digits", 10]
+        status, [file] = await fetched(count=3)  # what can be had is kept
+        assert (status, file["metadata"]["slice"]) == (200, "9")
+        for count in (0, 33):
+            status, answer = await fetched(count=count)
+            assert (status, answer["detail"]) == (400, "fetch: count: integer is out of range 1..32")
+        status, answer = await fetched(count=2, fetch=plain(bridge.config.model.artifact))
+        assert status == 400
+        assert answer["detail"].startswith("count: only slices of a scheduler's dataset are fetched several at a time")
 
 
 async def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:

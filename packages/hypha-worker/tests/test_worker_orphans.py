@@ -72,7 +72,7 @@ from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.bridge.round_commits import RoundClient
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.training_reports import MAX_UNREPORTED
-from hypha_worker.connectors.peer_files import request_slice
+from hypha_worker.connectors.peer_files import request_slices
 from hypha_worker.errors import BridgeError
 from hypha_worker.executors.parameter_server.server import ParameterServer
 from hypha_worker.leasing.capacity import Capabilities, Capacity
@@ -125,10 +125,9 @@ class Job(Execution):
         self.reported.append(progress)
         return answer
 
-    async def next_slice(self) -> SliceAssigned:
+    async def next_slice(self) -> None:
         context = self.context
-        request = DataRequest(context.attempt, "digits", id=uuid.uuid4())
-        return await request_slice(context.contact, request)
+        await request_slices(context.contact, DataRequest(context.attempt, "digits", id=uuid.uuid4()))
 
 
 @dataclass

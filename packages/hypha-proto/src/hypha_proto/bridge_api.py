@@ -14,6 +14,7 @@ import msgspec
 
 from hypha_proto.codec import from_plain
 from hypha_proto.contributions import Contribution
+from hypha_proto.datasets import SliceCount
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
@@ -128,6 +129,8 @@ class Transfer(Message, frozen=True):
     samples: Annotated[U64 | None, OMIT] = None
     contribution: Annotated[Contribution | None, OMIT] = None
     """What the executor states about the update that it sends."""
+    count: Annotated[SliceCount | None, OMIT] = None
+    """Number of slices to fetch at most, of the scheduler's dataset of a training job; None means one."""
 
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]

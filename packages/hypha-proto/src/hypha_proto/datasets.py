@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import API, RpcMethod
-from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, Message, Newtype, Unit
+from hypha_proto.wire_schema import EXTERNAL, OMIT, U32, U64, Digest, IntRange, Message, Newtype, Unit
 
 SAFETENSORS: Final = "safetensors"
 """Format of slices whose tensors share their first dimension, the samples."""
@@ -19,6 +19,9 @@ MANIFEST: Final = "manifest.json"
 """Name of a `Manifest` in the folder of its slices."""
 MAX_MANIFEST: Final = 256 << 20
 """Bytes of a manifest, at most."""
+MAX_ASSIGNED: Final = 32
+"""Slices that one request may ask for, at most."""
+SliceCount = Annotated[int, IntRange(1, MAX_ASSIGNED)]
 SLICE_SUFFIXES: Final[Mapping[str, str]] = {SAFETENSORS: ".safetensors", JSONL: ".jsonl"}
 """Suffix of a slice's file name by the dataset's format."""
 
@@ -43,7 +46,7 @@ class UnusableSlice(Message, frozen=True):
 
 
 class DataRequest(Message, frozen=True):
-    """Request of a worker to its scheduler for another slice."""
+    """Request of a worker to its scheduler for further slices."""
 
     attempt: AttemptId
     dataset: str
@@ -52,10 +55,12 @@ class DataRequest(Message, frozen=True):
     traceparent: Annotated[str | None, OMIT] = None
     unusable: Annotated[UnusableSlice | None, OMIT] = None
     """Slice that was assigned before and cannot be used; this request is for one in its place."""
+    most: Annotated[SliceCount | None, OMIT] = None
+    """Number of slices to assign at most, answered with `SlicesAssigned`; None asks for one, as `SliceAssigned`."""
 
 
-class SliceAssigned(Message, frozen=True, tag="Success"):
-    """Assignment of slice `index`, to be pulled from `data_provider`."""
+class AssignedSlice(Message, frozen=True):
+    """Slice `index`, to be pulled from `data_provider`."""
 
     data_provider: PeerId
     index: U64
@@ -74,6 +79,16 @@ class SliceAssigned(Message, frozen=True, tag="Success"):
     """Position after the last sample to use; None means all that follow."""
 
 
+class SliceAssigned(AssignedSlice, frozen=True, tag="Success"):
+    """Assignment of one slice."""
+
+
+class SlicesAssigned(Message, frozen=True, tag="Slices"):
+    """Assignment of one or more slices, to be used in this order."""
+
+    slices: tuple[AssignedSlice, ...]
+
+
 class NotFound(Unit, frozen=True, tag="NotFound"):
     """The requested item does not exist."""
 
@@ -84,9 +99,8 @@ class WireError(Newtype, frozen=True, tag="Error"):
     message: str
 
 
-DATA: Final = RpcMethod[DataRequest, SliceAssigned | NotFound | WireError](
-    API, DataRequest, Annotated[SliceAssigned | NotFound | WireError, EXTERNAL], "Data"
-)
+SlicesAnswer = SliceAssigned | SlicesAssigned | NotFound | WireError
+DATA: Final = RpcMethod[DataRequest, SlicesAnswer](API, DataRequest, Annotated[SlicesAnswer, EXTERNAL], "Data")
 
 
 NO_FREE_SLICE: Final = "no slice is free yet; ask again"

@@ -21,7 +21,7 @@ from hypha_net import instrumentation, rpc, transfer
 from hypha_net.errors import RequestTimeoutError, StreamResetError
 from hypha_net.log_throttle import LogThrottle
 from hypha_net.node.lifecycle import Node
-from hypha_proto.datasets import DATA, DataRequest, NotFound, SliceAssigned, WireError
+from hypha_proto.datasets import DATA, DataRequest, NotFound, SlicesAnswer, WireError
 from hypha_proto.drain import ANNOUNCE_DRAIN, Drain, DrainReceived
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
@@ -419,11 +419,11 @@ class SchedulerService:
             run.on_offer(peer, offer)
         return OfferReceived()
 
-    async def _data(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
+    async def _data(self, peer: PeerId, request: DataRequest) -> SlicesAnswer:
         run = await self._find_job(request.attempt.job_id)
         answer = NotFound() if run is None else await run.on_slice_request(peer, request)
         is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
-        if not isinstance(answer, SliceAssigned) and not is_over:
+        if isinstance(answer, NotFound | WireError) and not is_over:
             reason = (
                 answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
             )

@@ -73,11 +73,11 @@ def train_locally(
     return tally.metrics(1).metrics.get("loss")
 
 
-def _endless(slices: Sequence[Path], scratch: Path) -> Callable[[], list[Fetched]]:
+def _endless(slices: Sequence[Path], scratch: Path) -> Callable[[int], list[Fetched]]:
     """Return a function that provides copies of the slices in turn, because used slices are deleted."""
     numbers = itertools.count()
 
-    def fetch() -> list[Fetched]:
+    def fetch(_count: int) -> list[Fetched]:
         epoch, index = divmod(next(numbers), len(slices))
         folder = scratch / f"{epoch}-{index}"
         folder.mkdir()

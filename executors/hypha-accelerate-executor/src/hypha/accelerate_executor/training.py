@@ -109,13 +109,14 @@ def _train(options: argparse.Namespace, started: float) -> None:
 
         follow(config, _owner_options(options), LoopTiming(timeout, delay))
         return
+    dataset = config.data.dataset if isinstance(config.data, SchedulerReference) else ""
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(
-            lambda: bridge.fetch(config.data, "slices"),
+            lambda count: bridge.fetch(config.data, "slices", count if dataset else None),
             config.batch_size,
             config.seed or 0,
             preprocessed_columns(config),
-            config.data.dataset if isinstance(config.data, SchedulerReference) else "",
+            dataset,
         )
         clean = Redaction(secrets_of(config)).clean
         spans = Spans(bridge.report_spans, os.environ.get(TRACE_VARIABLE), clean)

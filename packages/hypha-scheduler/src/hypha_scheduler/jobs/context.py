@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource
-from hypha_proto.datasets import MANIFEST, SliceAssigned
+from hypha_proto.datasets import MANIFEST, AssignedSlice
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import One, PeersReference
@@ -188,11 +188,11 @@ class RunnerContext:
         """Return whether the job has opened a dataset."""
         return name in self._datasets
 
-    def address(self, dataset: str, chosen: SliceToUse) -> SliceAssigned:
+    def address(self, dataset: str, chosen: SliceToUse) -> AssignedSlice:
         """Return where a worker gets a slice."""
         found, providers = self._datasets[dataset]
         first, *others = providers.order(chosen.index)
-        return SliceAssigned(
+        return AssignedSlice(
             data_provider=first,
             index=chosen.index,
             epoch=chosen.epoch,

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import anyio
 import anyio.abc
 import anyio.to_thread
+from msgspec import structs
 
 from hypha_net import instrumentation, retries, rpc
 from hypha_net.errors import (
@@ -33,10 +34,13 @@ from hypha_net.node.health import gateway_outage
 from hypha_net.transfer import FilePushTarget, PullSource
 from hypha_proto.datasets import (
     NO_FREE_SLICE,
+    AssignedSlice,
     DataRequest,
     NotFound,
     ProviderFailure,
     SliceAssigned,
+    SlicesAnswer,
+    SlicesAssigned,
     UnusableSlice,
     WireError,
 )
@@ -177,7 +181,7 @@ class JobRunner:
     """Notices of background work before there is an operator."""
     _progress_responses: ResponseCache[tuple[ReportAnswer, int]] = field(default_factory=ResponseCache)
     """Answers, and the tickets of the effects that precede them."""
-    _slice_responses: ResponseCache[SliceAssigned] = field(default_factory=ResponseCache)
+    _slice_responses: ResponseCache[SliceAssigned | SlicesAssigned] = field(default_factory=ResponseCache)
     _traffic: defaultdict[PeerId, TrafficCounts] = field(default_factory=lambda: defaultdict(TrafficCounts))
     _placement_seconds: float | None = None
     _found_too_few: bool = False
@@ -777,8 +781,8 @@ class JobRunner:
         """Return whether a task of this job runs on `peer`."""
         return self._attempts.runs_on(peer)
 
-    async def on_slice_request(self, peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound | WireError:
-        """Handle a worker's request for a slice."""
+    async def on_slice_request(self, peer: PeerId, request: DataRequest) -> SlicesAnswer:
+        """Handle a worker's request for slices."""
         deadline = anyio.current_time() + _MAX_WAIT
         unusable = request.unusable
         while True:
@@ -790,16 +794,19 @@ class JobRunner:
             if unusable is not None:
                 self._set_slice_aside(task, request.dataset, unusable)
                 unusable = None  # once, if the request has to wait
-            found = self._next_slice(task, request.dataset)
-            if isinstance(found, SliceAssigned):
-                self._record_slice(task, request.dataset, found)
-                return self._slice_responses.put(peer, request.id, found)
-            if not isinstance(found, RetryAfter):
-                return found
-            if not await self._wait_to_retry(peer, found, deadline):
+            found, refusal = self._next_slices(task, request)
+            if found:
+                for each in found:
+                    self._record_slice(task, request.dataset, each)
+                if request.most is None:
+                    return self._slice_responses.put(peer, request.id, SliceAssigned(**structs.asdict(found[0])))
+                return self._slice_responses.put(peer, request.id, SlicesAssigned(slices=found))
+            if not isinstance(refusal, RetryAfter):
+                return refusal
+            if not await self._wait_to_retry(peer, refusal, deadline):
                 return WireError(message=NO_FREE_SLICE)
 
-    def _record_slice(self, task: TaskRef, dataset: str, given: SliceAssigned) -> None:
+    def _record_slice(self, task: TaskRef, dataset: str, given: AssignedSlice) -> None:
         """Record an assignment of samples, from which a restarted scheduler knows what its workers have."""
         if given.first is None:
             return
@@ -821,20 +828,27 @@ class JobRunner:
         bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
         self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
 
-    def _next_slice(self, task: TaskRef, dataset: str) -> SliceAssigned | NotFound | WireError | RetryAfter:
-        """Ask the operator for a slice, and look up where it is."""
+    def _next_slices(
+        self, task: TaskRef, request: DataRequest
+    ) -> tuple[tuple[AssignedSlice, ...], NotFound | WireError | RetryAfter]:
+        """Ask the operator for slices, and look up where they are; return them, and why there are no more."""
+        found: list[AssignedSlice] = []
 
-        def ask() -> SliceAssigned | WireError | RetryAfter | None:
-            try:
-                found = self._running_operator.next_slice(task, dataset, anyio.current_time())
-            except SliceRefusedError as error:
-                return WireError(message=str(error))
-            return found if found is None or isinstance(found, RetryAfter) else self._context.address(dataset, found)
+        def ask() -> WireError | RetryAfter | None:
+            while len(found) < (request.most or 1):
+                try:
+                    chosen = self._running_operator.next_slice(task, request.dataset, anyio.current_time())
+                except SliceRefusedError as error:
+                    return WireError(message=str(error))
+                if chosen is None or isinstance(chosen, RetryAfter):
+                    return chosen
+                found.append(self._context.address(request.dataset, chosen))
+            return None
 
-        found = self._call(ask)
-        if not isinstance(found, RetryAfter):
+        refusal = self._call(ask)
+        if found or not isinstance(refusal, RetryAfter):
             self._settle()
-        return NotFound() if found is None else found
+        return tuple(found), refusal or NotFound()
 
     async def on_training_report(self, peer: PeerId, request: ReportTraining) -> ReportAnswer:
         """Handle a report of an executor that trains."""

@@ -124,6 +124,8 @@ class BridgeBackend:
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """Fetch what a reference names into the work directory."""
         reference = wanted.reference
+        if wanted.count is not None and not isinstance(reference, SchedulerReference):
+            raise bad_request("count: only slices of a scheduler's dataset are fetched several at a time: leave it out")
         if isinstance(reference, ResourceReference):
             return await self._fetch_resource(reference.name, wanted.path)
         if self._training is None and isinstance(reference, SchedulerReference):
@@ -131,15 +133,15 @@ class BridgeBackend:
         check_peers(self.context.spec, reference)
         with self._translating_errors():
             async with self.context.storage.transfers:
-                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted.path)
+                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted.path, wanted.count)
         self.context.storage.traffic.received += sum(file.size for file in fetched)
         return fetched
 
-    async def _fetch(self, reference: Reference, path: str) -> Sequence[FetchedFile]:
-        slice_name = None if path else FIRST_SLICE
+    async def _fetch(self, reference: Reference, path: str, count: int | None) -> Sequence[FetchedFile]:
+        slice_name = None if path or count else FIRST_SLICE
         if isinstance(reference, SchedulerReference) and self._training is not None:
             folder = self._files.make_folder(path or ARTIFACTS)
-            return [await self._training.fetch_slice(reference, folder, slice_name)]
+            return await self._training.fetch_slices(reference, folder, slice_name, count)
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
             folder = self._files.make_folder(path or ARTIFACTS)
@@ -237,7 +239,7 @@ class BridgeBackend:
         target = self._files.make_folder(folder or SLICES)
         with self._translating_errors():
             async with context.storage.transfers:
-                fetched = await context.fetcher.fetch_slice(dataset, target, timeout=_SLICE_TIMEOUT)
+                [fetched] = await context.fetcher.fetch_slices(dataset, target, timeout=_SLICE_TIMEOUT)
         context.storage.traffic.received += fetched.size
         return fetched
 

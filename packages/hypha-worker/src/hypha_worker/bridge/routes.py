@@ -91,7 +91,7 @@ def make_app(backend: BridgeBackend, call: Call) -> FastAPI:
     app.add_exception_handler(BridgeError, _error_response)
 
     async def fetch(request: Request) -> Response:
-        """Fetch what a reference names into the work directory; for a scheduler's data set, the next slice."""
+        """Fetch what a reference names into the work directory; for a scheduler's data set, the next slices."""
         wanted = await _read_transfer(request, "fetch")
         files = await _while_connected(request, call(backend.fetch, wanted))
         return JSONResponse([to_plain(FetchedFile, file) for file in files])

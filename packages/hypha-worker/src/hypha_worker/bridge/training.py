@@ -129,8 +129,16 @@ class TrainingBridge:
 
     # ------------------------------------------------------------------------------------------------------------ data
 
-    async def fetch_slice(self, reference: SchedulerReference, folder: PurePosixPath, name: str | None) -> FetchedFile:
-        """Fetch the next slice that the scheduler assigns to the task; without a name it gets one of its own.
+    async def fetch_slices(
+        self, reference: SchedulerReference, folder: PurePosixPath, name: str | None, count: int | None
+    ) -> list[FetchedFile]:
+        """Fetch the next slices that the scheduler assigns to the task.
+
+        Args:
+            reference: the job's data.
+            folder: of the work directory.
+            name: of the file of a single slice; None gives each slice one of its own.
+            count: number of slices at most; None means one.
 
         Raises:
             BridgeError: there is none, or it cannot be fetched.
@@ -138,12 +146,13 @@ class TrainingBridge:
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
         dataset, context = reference.dataset, self.context
-        with instrumentation.span("fetch slice", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
-            fetched = await context.fetcher.fetch_slice(dataset, folder, name, order=self._assignments)
-            span.set_attributes({"hypha.slice": fetched.metadata["slice"], "hypha.file.size": fetched.size})
+        with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
+            fetched = await context.fetcher.fetch_slices(dataset, folder, name, count=count, order=self._assignments)
+            indices = [file.metadata["slice"] for file in fetched]
+            span.set_attributes({"hypha.slices": indices, "hypha.file.size": sum(file.size for file in fetched)})
         if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
             self.queue.join(self._config.first_round or 1)
-        self._prefetched[fetched.metadata["slice"]] = None
+        self._prefetched.update(dict.fromkeys(indices))
         _PREFETCHED.set(len(self._prefetched), self._about)
         return fetched
 

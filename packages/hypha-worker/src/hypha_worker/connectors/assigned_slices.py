@@ -1,10 +1,10 @@
-"""Slices that a scheduler assigns one by one: asks for the next, pulls it, and reports those that cannot be used."""
+"""Slices that a scheduler assigns: asks for the next ones, pulls them, and reports those that cannot be used."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Final
@@ -15,17 +15,21 @@ from msgspec.structs import replace
 from hypha_net import instrumentation, retries
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
-from hypha_proto.datasets import SAFETENSORS, DataRequest, ProviderFailure, SliceAssigned, UnusableSlice
+from hypha_proto.datasets import SAFETENSORS, AssignedSlice, DataRequest, ProviderFailure, UnusableSlice
 from hypha_proto.job_spec import SliceAddress
-from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slice, slice_suffix
+from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slices, slice_suffix
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
-from hypha_worker.errors import UnusableFileError, peer_failed
+from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError, peer_failed
 from hypha_worker.task_files import safe_name
 
 _log = logging.getLogger(__name__)
 
 MAX_ALTERNATIVES: Final = 8
 """Largest number of alternative providers of a slice that are tried."""
+_MAX_PULLS: Final = 4
+"""Slices of one request that are pulled at once."""
+_Numbered = tuple[AssignedSlice, int | None]
+"""A slice, and the number of its assignment."""
 _SLICES: Final = instrumentation.Counter("hypha.worker.slices", "{slice}", "Slices that were fetched.")
 _SLICE_BYTES: Final = instrumentation.Counter("hypha.worker.slice.io", "By", "Bytes of fetched slices.")
 _UNUSABLE: Final = instrumentation.Counter(
@@ -38,7 +42,7 @@ _SLICE_SECONDS: Final = instrumentation.Histogram(
 
 @dataclass(slots=True)
 class AssignmentOrder:
-    """Requests slices of one attempt one after the other, and numbers what is assigned.
+    """Sends the requests for slices of one attempt one after the other, and numbers what is assigned.
 
     The slices themselves are pulled at the same time.
     """
@@ -49,12 +53,12 @@ class AssignmentOrder:
 
     async def request(
         self, contact: SchedulerContact, request: DataRequest, timeout: float
-    ) -> tuple[SliceAssigned, int]:
-        """Call `request_slice` when all earlier requests are answered; return the slice and its number, from 0."""
+    ) -> list[tuple[AssignedSlice, int]]:
+        """Call `request_slices` when all earlier requests are answered; return the slices with numbers, from 0."""
         async with self._asking:
-            found = await request_slice(contact, request, timeout)
-            self.assigned += 1
-            return found, self.assigned - 1
+            found = await request_slices(contact, request, timeout)
+            first, self.assigned = self.assigned, self.assigned + len(found)
+            return list(zip(found, range(first, self.assigned), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,57 +70,90 @@ class AssignedSlices:
     contact: SchedulerContact
     """Waits for the scheduler as long as the job may run on without it."""
     timeout: float = 10.0
-    """Seconds that one attempt at asking for a slice may take."""
+    """Seconds that one attempt at asking for slices may take."""
     order: AssignmentOrder | None = None
     """That of all fetches of the attempt; None states no number of an assignment."""
 
-    async def fetch(self, dataset: str, name_file: Callable[[SliceAssigned], PurePosixPath]) -> FetchedFile:
-        """Fetch the next slice.
+    async def fetch(
+        self, dataset: str, name_file: Callable[[AssignedSlice], PurePosixPath], most: int | None = None
+    ) -> list[FetchedFile]:
+        """Fetch the next slices, in the order of their assignment.
 
         Args:
             dataset: name of the dataset.
             name_file: returns where to write a slice, relative to the job's folder.
+            most: number of slices to ask for; None means one.
+
+        Returns:
+            At least one slice. One that cannot be fetched is left out if others can.
 
         Raises:
             BridgeError: there is none (410) or none is free yet (503), the scheduler refuses or does not answer, or
                 too many in a row could not be used (502).
+            DiskFaultError, OSError: this machine cannot store them.
         """
         started = anyio.current_time()
-        unusable: UnusableSlice | None = None
-        detail = ""
-        for _ in range(1 + retries.UNUSABLE_SLICE.times):
-            request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), unusable=unusable)
-            assigned, numbered = await self._request(request)
+        fetched: dict[int, FetchedFile] = {}
+        failures: list[BridgeError | OSError] = []
+        places = anyio.CapacityLimiter(_MAX_PULLS)
+
+        async def pull(position: int, numbered: _Numbered) -> None:
             try:
-                fetched = await self._pull(dataset, assigned, name_file(assigned), numbered)
-            except UnusableFileError as error:
-                unusable, detail = _unusable_slice(assigned, error), error.detail
-                _log.warning("slice %s; asking the scheduler for another one", detail)
-                _UNUSABLE.add(1)
+                async with places:
+                    fetched[position] = await self._pull_usable(dataset, numbered, name_file)
+            except (BridgeError, OSError) as error:
+                failures.append(error)
             else:
-                _record(fetched, anyio.current_time() - started)
-                return fetched
+                _record(fetched[position], anyio.current_time() - started)
+
+        request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), most=most)
+        assigned = await self._request(request)
+        async with anyio.create_task_group() as tasks:
+            for position, numbered in enumerate(assigned):
+                tasks.start_soon(pull, position, numbered)
+        for failure in failures:
+            if not fetched or isinstance(failure, DiskFaultError | OSError):
+                raise failure
+            _log.warning("one of several slices did not come: %s", failure)
+        return [fetched[position] for position in sorted(fetched)]
+
+    async def _pull_usable(
+        self, dataset: str, numbered: _Numbered, name_file: Callable[[AssignedSlice], PurePosixPath]
+    ) -> FetchedFile:
+        """Pull an assigned slice, or the one that the scheduler assigns in the place of one that cannot be used."""
+        detail = ""
+        for attempt in range(1 + retries.UNUSABLE_SLICE.times):
+            try:
+                return await self._pull(dataset, *numbered, name_file(numbered[0]))
+            except UnusableFileError as error:
+                unusable, detail = _unusable_slice(numbered[0], error), error.detail
+            _UNUSABLE.add(1)
+            if attempt < retries.UNUSABLE_SLICE.times:
+                _log.warning("slice %s; asking the scheduler for another one", detail)
+                request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), unusable=unusable)
+                [numbered] = await self._request(request)
         raise peer_failed(f"{1 + retries.UNUSABLE_SLICE.times} slices in a row cannot be used; the last: {detail}")
 
-    async def _request(self, request: DataRequest) -> tuple[SliceAssigned, Mapping[str, str]]:
-        """Ask for a slice; return it, and its number as metadata."""
+    async def _request(self, request: DataRequest) -> list[_Numbered]:
+        """Ask for slices; return each with its number, if they are numbered."""
         if self.order is None:
-            return await request_slice(self.contact, request, self.timeout), {}
-        assigned, number = await self.order.request(self.contact, request, self.timeout)
-        return assigned, {ASSIGNED: str(number)}
+            return [(slice_, None) for slice_ in await request_slices(self.contact, request, self.timeout)]
+        return [*await self.order.request(self.contact, request, self.timeout)]
 
     async def _pull(
-        self, dataset: str, assigned: SliceAssigned, target: PurePosixPath, numbered: Mapping[str, str]
+        self, dataset: str, assigned: AssignedSlice, number: int | None, target: PurePosixPath
     ) -> FetchedFile:
         address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
         fetched = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
         about = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
-        return replace(fetched, metadata={**fetched.metadata, **about, **numbered, **_positions(assigned)})
+        if number is not None:
+            about[ASSIGNED] = str(number)
+        return replace(fetched, metadata={**fetched.metadata, **about, **_positions(assigned)})
 
 
-def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:
+def slice_file_name(dataset: str, assigned: AssignedSlice, number: int) -> str:
     """Return the name of a slice's file; its suffix tells executors the format.
 
     Args:
@@ -125,13 +162,13 @@ def slice_file_name(dataset: str, assigned: SliceAssigned, number: int) -> str:
     return f"{safe_name(dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
 
 
-def _positions(assigned: SliceAssigned) -> dict[str, str]:
+def _positions(assigned: AssignedSlice) -> dict[str, str]:
     """Return the metadata of a part of a slice: between which positions of its order samples are to be used."""
     bounds = {"first": assigned.first, "end": assigned.end}
     return {name: str(position) for name, position in bounds.items() if position is not None}
 
 
-def _unusable_slice(assigned: SliceAssigned, error: UnusableFileError) -> UnusableSlice:
+def _unusable_slice(assigned: AssignedSlice, error: UnusableFileError) -> UnusableSlice:
     """Return the report of a slice that cannot be used, for the scheduler."""
     failures = tuple(ProviderFailure(provider=peer, reason=why[:400]) for peer, why in error.failures.items())
     return UnusableSlice(index=assigned.index, failures=failures, epoch=assigned.epoch)

@@ -29,9 +29,11 @@ from hypha_proto.datasets import (
     NO_FREE_SLICE,
     SAFETENSORS,
     SLICE_SUFFIXES,
+    AssignedSlice,
     DataRequest,
     NotFound,
-    SliceAssigned,
+    SlicesAnswer,
+    SlicesAssigned,
     WireError,
 )
 from hypha_proto.errors import TensorFileError
@@ -60,16 +62,18 @@ _log = logging.getLogger(__name__)
 _PERMANENT: Final = (TransferRefusedError, ContentMismatchError)
 
 
-async def request_slice(contact: SchedulerContact, request: DataRequest, timeout: float = 10.0) -> SliceAssigned:
-    """Ask the scheduler for one further slice.
+async def request_slices(
+    contact: SchedulerContact, request: DataRequest, timeout: float = 10.0
+) -> tuple[AssignedSlice, ...]:
+    """Ask the scheduler for further slices; return at least one, and no more than were asked for.
 
     Args:
         contact: reaches the scheduler.
         timeout: seconds that one attempt may take.
 
     Raises:
-        BridgeError: there is none (410) or none is free yet (503), the scheduler refuses with a reason or names a
-            format that is not known here (502), or it does not answer.
+        BridgeError: there is none (410) or none is free yet (503), the scheduler refuses with a reason or answers with
+            slices that cannot be used here (502), or it does not answer.
     """
     try:
         answer = await contact.call(DATA, request, is_refusal=_is_refusal, timeout=timeout, policy=retries.REQUEST)
@@ -81,31 +85,39 @@ async def request_slice(contact: SchedulerContact, request: DataRequest, timeout
         raise no_free_slice(f"every slice of {request.dataset[:80]!r} is assigned to others; ask again")
     if isinstance(answer, WireError):
         raise peer_failed(f"the scheduler assigned no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
-    if answer.format is not None and answer.format not in SLICE_SUFFIXES:
+    assigned = answer.slices if isinstance(answer, SlicesAssigned) else (answer,)
+    if not 1 <= len(assigned) <= (request.most or 1):
+        raise peer_failed(f"the scheduler assigned {len(assigned)} slices and was asked for 1 to {request.most or 1}")
+    for each in assigned:
+        _check_assigned(each, request.dataset)
+    return assigned
+
+
+def _check_assigned(assigned: AssignedSlice, dataset: str) -> None:
+    if assigned.format is not None and assigned.format not in SLICE_SUFFIXES:
         raise peer_failed(
-            f"the scheduler assigned a slice of the format {answer.format[:80]!r}, and this worker knows "
+            f"the scheduler assigned a slice of the format {assigned.format[:80]!r}, and this worker knows "
             f"{', '.join(SLICE_SUFFIXES)}: update hypha-worker"
         )
-    if _is_empty(answer):
+    if _is_empty(assigned):
         raise peer_failed(
-            f"the scheduler assigned no sample of slice {answer.index} of {request.dataset[:80]!r}: first "
-            f"{answer.first or 0} is not before end {answer.end}"
+            f"the scheduler assigned no sample of slice {assigned.index} of {dataset[:80]!r}: first "
+            f"{assigned.first or 0} is not before end {assigned.end}"
         )
-    return answer
 
 
-def _is_refusal(answer: SliceAssigned | NotFound | WireError) -> bool:
+def _is_refusal(answer: SlicesAnswer) -> bool:
     """Return whether a scheduler that has not taken up the job yet may have refused a slice for this reason."""
     return isinstance(answer, NotFound) or (isinstance(answer, WireError) and answer.message != NO_FREE_SLICE)
 
 
-def _is_empty(assigned: SliceAssigned) -> bool:
+def _is_empty(assigned: AssignedSlice) -> bool:
     """Return whether the positions of an assigned slice leave no sample to be used."""
     return assigned.end is not None and (assigned.first or 0) >= assigned.end
 
 
-def slice_suffix(assigned: SliceAssigned) -> str:
-    """Return the suffix of the file of a slice that `request_slice` returned; it tells executors the format."""
+def slice_suffix(assigned: AssignedSlice) -> str:
+    """Return the suffix of the file of a slice that `request_slices` returned; it tells executors the format."""
     return SLICE_SUFFIXES[assigned.format or SAFETENSORS]
 
 

@@ -28,6 +28,7 @@ from hypha_net.errors import (
 )
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import FetchedFile
+from hypha_proto.datasets import AssignedSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.task_resources import (
@@ -163,32 +164,35 @@ class ResourceFetcher:
             for index, target in enumerate(targets, address.index)
         ]
 
-    async def fetch_slice(
+    async def fetch_slices(
         self,
         dataset: str,
         folder: PurePosixPath,
         name: str | None = None,
         *,
+        count: int | None = None,
         timeout: float = 10.0,
         order: AssignmentOrder | None = None,
-    ) -> FetchedFile:
-        """Fetch the next slice that the scheduler assigns to the task; without a name it gets one of its own.
+    ) -> list[FetchedFile]:
+        """Fetch the next slices that the scheduler assigns to the task.
 
         Args:
             dataset: name of the dataset.
             folder: of the work directory.
-            name: of the file.
-            timeout: seconds that one question for a slice may take.
+            name: of the file of a single slice; None gives each slice one of its own.
+            count: number of slices at most; None means one.
+            timeout: seconds that one request to the scheduler may take.
             order: that of all fetches of the task, if the executor is to know it.
 
         Raises:
             BridgeError: there is none, or it cannot be fetched.
         """
-        number = next(self._slice_numbers)
+
+        def target(assigned: AssignedSlice) -> PurePosixPath:
+            return folder / (name or slice_file_name(dataset, assigned, next(self._slice_numbers)))
+
         slices = AssignedSlices(self.attempt, self.files, self.contact, timeout, order)
-        return await slices.fetch(
-            dataset, lambda assigned: folder / (name or slice_file_name(dataset, assigned, number))
-        )
+        return await slices.fetch(dataset, target, count)
 
     async def _pull(self, peers: Sequence[PeerId], address: SliceAddress, target: PurePosixPath) -> FetchedFile:
         self.storage.files.make_folder(str(target.parent))

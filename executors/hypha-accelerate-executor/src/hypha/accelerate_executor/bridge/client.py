@@ -175,14 +175,19 @@ class Bridge:
             if not is_kept:
                 connection.close()
 
-    def fetch(self, reference: AnyReference, out_dir: str) -> list[Fetched]:
+    def fetch(self, reference: AnyReference, out_dir: str, count: int | None = None) -> list[Fetched]:
         """Fetch the files of `reference` into `out_dir`; of a dataset, or a resource of slices, the next slice.
+
+        Args:
+            reference: what to fetch.
+            out_dir: folder of the work directory.
+            count: number of slices of the scheduler's dataset to fetch at most; None for one, and for other references.
 
         Raises:
             NoMoreData: the scheduler has no further slice.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        body = to_plain(AnyReference, reference) | {"out_dir": out_dir}
+        body = to_plain(AnyReference, reference) | {"out_dir": out_dir} | ({} if count is None else {"count": count})
         answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
         if not isinstance(answer, list):
             raise BridgeRefused("fetch", 200, "malformed-answer", "not a list of files")

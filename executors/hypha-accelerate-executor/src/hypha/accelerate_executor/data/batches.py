@@ -180,7 +180,7 @@ class Batches:
 
     def __init__(
         self,
-        fetch: Callable[[], list[Fetched]],
+        fetch: Callable[[int], list[Fetched]],
         batch_size: int,
         seed: int,
         raw: Collection[str] = (),
@@ -190,7 +190,7 @@ class Batches:
         """Prepare; the first slice is fetched by `prefetch` or by the first batch.
 
         Args:
-            fetch: fetches the next slice; raises `NoMoreData` if there is none.
+            fetch: fetches as many of the next slices as it is told, or fewer; raises `NoMoreData` if there is none.
             batch_size: samples per batch; the last batch may have fewer.
             seed: decides the order of samples.
             raw: tensors whose integers are kept as stored: inputs of a preprocessor.
@@ -274,10 +274,11 @@ class Batches:
             is_half_used=len(opened) == 1 and opened[0].left * 2 <= opened[0].samples,
         )
         count = self._demand.further(wanted, in_hand, self._coming.coming)
-        self._coming.request(count, len(opened), self._demand.parallel, is_ahead=is_ahead)
+        demand = self._demand
+        self._coming.request(count, len(opened), demand.parallel, demand.slices_per_request, is_ahead=is_ahead)
 
     def _take_needed(self) -> bool:
-        """Wait for the slice that was assigned next; return False if none is left, or one was refused for now."""
+        """Wait for the slices that were assigned next; return False if none is left, or one was refused for now."""
         try:
             was_taken = self._take(waits=True)
         except BridgeRefused as refusal:
@@ -291,7 +292,7 @@ class Batches:
         return was_taken
 
     def _take(self, *, waits: bool) -> bool:
-        """Open the slice that was assigned next, if it has come; return whether there was one."""
+        """Open the slices that were assigned next, if they have come; return whether there were any."""
         taken = self._coming.take(len(self._open), waits=waits)
         if taken is None:
             return False

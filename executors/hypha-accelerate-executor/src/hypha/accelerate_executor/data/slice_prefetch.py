@@ -19,6 +19,7 @@ from typing import Final
 from hypha.accelerate_executor.bridge.client import Fetched
 from hypha.accelerate_executor.errors import BridgeRefused, ExecutorError, NoMoreData
 from hypha_proto.bridge_api import ASSIGNED
+from hypha_proto.datasets import MAX_ASSIGNED
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ MAX_SLICES: Final = 32
 """Slices in hand and on their way, more only if two batches need more. Schedulers let a worker hold 256 whatever their
 size, those of batches that it has not reported among them."""
 MAX_PARALLEL: Final = 4
+_REQUEST_SECONDS: Final = 0.25
+"""Seconds of training for whose slices one request asks: a request takes some 5 ms of processor time, in all processes
+together."""
+_REQUEST_BYTES: Final = 1 << 20
+"""Bytes of the slices for which one request asks: they can be used when all have come."""
 _MARGIN: Final = 2.0
 """Samples in hand, as a multiple of those that are trained while a slice is fetched."""
 _KEPT: Final = 15
@@ -91,14 +97,24 @@ class PrefetchDemand:
         return max(self.batch_size, _MARGIN * self.samples_per_fetch)
 
     @property
+    def slices_per_request(self) -> int:
+        """Number of slices for which one request asks: small ones together."""
+        if len(self._sample_seconds) < _LEAST or not self._samples:
+            return 1
+        seconds = statistics.median(self._sample_seconds) * statistics.median(self._samples)
+        most = min(_REQUEST_SECONDS / seconds, _REQUEST_BYTES / max(1.0, statistics.median(self._bytes)), MAX_ASSIGNED)
+        return max(1, int(most))
+
+    @property
     def parallel(self) -> int:
         """Number of fetches at a time that keep up with training."""
         if not self._samples:
             return 1
-        return max(1, min(MAX_PARALLEL, math.ceil(self.samples_per_fetch / statistics.median(self._samples))))
+        samples = statistics.median(self._samples) * self.slices_per_request
+        return max(1, min(MAX_PARALLEL, math.ceil(self.samples_per_fetch / samples)))
 
     def further(self, wanted: float, in_hand: InHand, coming: int) -> int:
-        """Return how many slices to request now.
+        """Return how many slices to request now: as many as are lacking, rounded up to whole requests.
 
         Args:
             wanted: samples to have in hand.
@@ -109,7 +125,8 @@ class PrefetchDemand:
         if not self._samples:
             return int(is_short)
         size, samples = statistics.median(self._bytes), statistics.median(self._samples)
-        lacking = math.ceil((wanted - in_hand.samples) / samples) - coming
+        each = self.slices_per_request
+        lacking = math.ceil((math.ceil((wanted - in_hand.samples) / samples) - coming) / each) * each
         slices = max(MAX_SLICES, math.ceil(2 * self.batch_size / samples)) - in_hand.slices - coming
         stored = (self.max_bytes - in_hand.bytes - coming * size) // max(1.0, size)
         return max(int(min(lacking, slices, stored)), int(is_short))
@@ -117,31 +134,33 @@ class PrefetchDemand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """A slice that was requested."""
+    """Slices that were requested together."""
 
     files: Future[tuple[list[Fetched], float]]
-    """Its files, and how many seconds it took to fetch them."""
+    """Their files, in the order of their assignment, and how many seconds it took to fetch them."""
+    slices: int
+    """Number of slices, at most."""
     is_ahead: bool
-    """Whether training can go on without it."""
+    """Whether training can go on without them."""
 
     @property
     def number(self) -> int:
-        """Number of its assignment; -1 if it was not assigned, or assignments are not numbered."""
-        return -1 if self.files.exception() is not None else _assigned_number(self.files.result()[0])
+        """Number of the first assignment; -1 if there was none, or assignments are not numbered."""
+        return -1 if self.files.exception() is not None else _assigned_number(self.files.result()[0][:1])
 
 
 class SlicePrefetch:
     """Fetches slices in threads; they are taken in the order in which the scheduler has assigned them.
 
-    One at a time, as long as that is enough or assignments are not numbered, as those of local files: then the order
-    of requests is that of assignments.
+    One request at a time, as long as that is enough or assignments are not numbered, as those of local files: then the
+    order of requests is that of assignments.
     """
 
-    def __init__(self, fetch: Callable[[], list[Fetched]], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, fetch: Callable[[int], list[Fetched]], clock: Callable[[], float] = time.perf_counter) -> None:
         """Start without a request.
 
         Args:
-            fetch: fetches the next slice; raises `NoMoreData` if there is none.
+            fetch: fetches as many of the next slices as it is told, or fewer; raises `NoMoreData` if there is none.
             clock: returns seconds.
         """
         self._fetch = fetch
@@ -158,43 +177,47 @@ class SlicePrefetch:
 
     @property
     def coming(self) -> int:
-        """Number of slices that were requested and not taken."""
-        return len(self._coming)
+        """Number of slices that were requested and not taken, at most."""
+        return sum(request.slices for request in self._coming)
 
-    def request(self, count: int, in_hand: int, parallel: int = 1, *, is_ahead: bool = True) -> None:
+    def request(self, count: int, in_hand: int, parallel: int = 1, each: int = 1, *, is_ahead: bool = True) -> None:
         """Request further slices, as long as not so many are held that one more was refused.
 
         Args:
             count: how many.
             in_hand: number of slices that were taken and are not used up.
-            parallel: how many to fetch at a time, where the order of assignments is known.
+            parallel: how many requests are sent at a time, where the order of assignments is known.
+            each: for how many slices one request asks at most.
             is_ahead: whether training can go on without the first of them, if no other is held.
         """
         self._widen(parallel)
-        for _ in range(count):
+        while count > 0 and not self.is_over:
             held = in_hand + self.coming
-            if self.is_over or (held and self._most is not None and held >= self._most):
+            slices = min(count, each, each if self._most is None or not held else self._most - held)
+            if slices <= 0:
                 return
-            self._coming.append(_Request(self._pool.submit(self._timed), is_ahead or held > 0))
+            request = self._pool.submit(self._timed, slices)
+            self._coming.append(_Request(request, slices, is_ahead or held > 0))
+            count -= slices
 
     def take(self, in_hand: int, *, waits: bool) -> tuple[list[Fetched], float] | None:
-        """Take the slice that was assigned next; None if none has come.
+        """Take the slices of the request that was assigned next; None if none has come.
 
         Args:
             in_hand: number of slices that were taken and are not used up.
-            waits: whether to wait for one that is on its way, and raise the error of one that did not come.
+            waits: whether to wait for a request that is being answered, and raise its error if it fails.
 
         Returns:
-            Its files, and the seconds that it took to fetch them.
+            Their files, and the seconds that it took to fetch them.
 
         Raises:
-            ExecutorError: it could not be fetched.
+            ExecutorError: they could not be fetched.
         """
         while (request := self._next(waits)) is not None:
             error = request.files.exception()
             goes_on = error is None or self._goes_on_after(error, request)
             if not goes_on and not waits:
-                return None  # it is raised when training needs the slice
+                return None  # it is raised when training needs the slices
             self._coming.remove(request)
             if error is None:
                 return self._taken(request)
@@ -204,7 +227,7 @@ class SlicePrefetch:
         return None
 
     def drop(self) -> list[Fetched]:
-        """Give up what was requested, and wait for the next slice and what is being fetched; return its files."""
+        """Give up what was requested, and wait for the next slices and what is being fetched; return their files."""
         begun = [*self._coming[:1], *(request for request in self._coming[1:] if not request.files.cancel())]
         self._coming, self.is_over = [], False
         files: list[Fetched] = []
@@ -214,7 +237,7 @@ class SlicePrefetch:
             except ExecutorError as error:
                 logger.info("a slice on its way did not come: %s", error)
             else:
-                self._last = max(self._last, _assigned_number(found))
+                self._last = max(self._last, _assigned_number(found[-1:]))
                 files += found
         return files
 
@@ -227,16 +250,16 @@ class SlicePrefetch:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self._parallel, thread_name_prefix="slices")
 
-    def _timed(self) -> tuple[list[Fetched], float]:
+    def _timed(self, slices: int) -> tuple[list[Fetched], float]:
         began = self._clock()
-        files = self._fetch()
+        files = self._fetch(slices)
         return files, self._clock() - began
 
     def _widen(self, parallel: int) -> None:
-        """Fetch more slices at a time from now on; never fewer, since order and speed vary."""
+        """Send more requests at a time from now on; never fewer, since order and speed vary."""
         if parallel <= self._parallel or self._last < 0:
             return
-        logger.info("training is faster than one fetch of a slice at a time: up to %d from now on", parallel)
+        logger.info("training is faster than one request for slices at a time: up to %d from now on", parallel)
         self._parallel = parallel
         before, self._pool = self._pool, self._threads()
         before.shutdown(wait=False)  # it fetches what was requested before
@@ -264,14 +287,15 @@ class SlicePrefetch:
         return first if all(request.files.done() for request in self._coming) else None
 
     def _taken(self, request: _Request) -> tuple[list[Fetched], float]:
-        self._last = request.number
+        files, seconds = request.files.result()
+        self._last = _assigned_number(files[-1:])
         if self._most is not None:
-            self._most += 1
-        return request.files.result()
+            self._most += len(files)
+        return files, seconds
 
     @staticmethod
     def _goes_on_after(error: BaseException, request: _Request) -> bool:
-        """Return whether training goes on although a slice did not come."""
+        """Return whether training goes on although slices did not come."""
         return isinstance(error, NoMoreData) or (isinstance(error, BridgeRefused) and request.is_ahead)
 
     def _note(self, error: BaseException, in_hand: int) -> None:
@@ -286,6 +310,6 @@ class SlicePrefetch:
 
 
 def _assigned_number(files: Iterable[Fetched]) -> int:
-    """Return the number of a slice's assignment; -1 if it is not numbered."""
+    """Return the number of the first slice's assignment; -1 if it is not numbered."""
     text = next((file.metadata[ASSIGNED] for file in files if ASSIGNED in file.metadata), "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
