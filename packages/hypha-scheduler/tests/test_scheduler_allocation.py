@@ -58,7 +58,7 @@ RENEWED = 10.0
 
 @dataclass
 class Worker:
-    """Worker for one role with room for one lease, whose offers live for 500 ms and two round trips."""
+    """Worker for one role, by default with room for one lease, whose offers live for 500 ms and two round trips."""
 
     endpoint: MemoryEndpoint
     tasks: anyio.abc.TaskGroup
@@ -66,6 +66,8 @@ class Worker:
     price: float = 100.0
     amounts: Resources = field(default_factory=lambda: Resources(cpu=1))
     offers: bool = True
+    is_roomy: bool = False
+    """Whether it has room for any number of leases."""
     grants: Callable[[], Awaitable[bool]] | None = None
     """Whether it grants a renewal; None for all of its own leases."""
     rejections: tuple[Rejection, ...] = (Rejection(code="newer", text="no"),)
@@ -90,7 +92,7 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        return self.lease is None or anyio.current_time() >= self.expires
+        return self.is_roomy or self.lease is None or anyio.current_time() >= self.expires
 
     async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
         await anyio.sleep(BATCH_WINDOW)
@@ -209,6 +211,10 @@ async def deny() -> bool:
     return False
 
 
+async def grant() -> bool:
+    return True
+
+
 def peers(offers: Sequence[AcceptedOffer]) -> set[PeerId]:
     return {offer.peer for offer in offers}
 
@@ -227,6 +233,16 @@ async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: f
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert allocator.seconds < 0.6 + 8 * delay
+
+
+async def test_a_worker_with_room_for_several_leases_offers_them_without_pauses_in_between() -> None:
+    def prepare(workers: list[Worker]) -> None:
+        workers[0].is_roomy, workers[0].grants, workers[1].offers = True, grant, False
+
+    async with open_lab(2, prepare) as lab:
+        allocator = lab.allocator(replace(role_request("train", 4), distinct_peers=False))
+        assert len(await allocator.allocate()) == 4
+        assert allocator.seconds < 4 * 0.5  # the worker collects requests, and the scheduler waits for others' offers
 
 
 # -------------------------------------------------------------------------------------------------- behind a gateway

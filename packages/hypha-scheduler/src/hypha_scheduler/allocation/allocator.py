@@ -317,7 +317,9 @@ class Allocator:
             return
         for offer in self.auction.decide(now):
             self.tasks.start_soon(self._accept, offer)
-        self._next_publish = min(self._next_publish, now + _QUICK_REPUBLISH)
+        # a worker that shares its resources among leases makes its next offer at once
+        is_shared = any(not request.distinct_peers for request in self.auction.open_requests)
+        self._next_publish = min(self._next_publish, now + (_SOON if is_shared else _QUICK_REPUBLISH))
 
     def _decline(self, peer: PeerId, offer: WorkerOffer) -> None:
         """Release an offer that cannot be accepted, one of each peer at a time: a peer may send any number."""
