@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 import uuid
 from pathlib import Path
@@ -468,3 +470,9 @@ def test_init_writes_a_job_file_that_submit_reads_with_every_option(
     assert refused.exit_code == 2
     assert "--name has no effect with --job; leave it out" in refused.output
     assert not (tmp_path / "other.toml").exists()
+
+
+def test_commands_do_not_import_numpy() -> None:
+    code = "import sys, hypha_scheduler.config, hypha_scheduler.submission.client; print('numpy' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert loaded.stdout == "False\n"

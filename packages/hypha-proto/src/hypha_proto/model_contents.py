@@ -13,7 +13,6 @@ from typing import Any, Final
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import CONFIG, INDEX, WEIGHTS, reader_of
-from hypha_proto.safetensors_io import TensorFile
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/"
 _LOW_PRECISION: Final = re.compile(r"has dtype '((?:F8|F6|F4)\w*)'")
@@ -73,6 +72,8 @@ def _find_config_fault(config: Any) -> str | None:
 
 
 def _find_weights_fault(directory: Path, names: list[str]) -> str | None:
+    from hypha_proto.safetensors_io import TensorFile  # imports numpy, a tenth of the time of most commands
+
     held: set[tuple[str, str]] = set()
     for name in names:
         if not name.endswith(".safetensors"):

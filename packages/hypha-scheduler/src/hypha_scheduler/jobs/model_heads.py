@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.safetensors_io import TensorFile
 
 _CLASSIFICATION: Final = re.compile(r"(?!zero-shot-).*-classification")
 """Tasks that classify with a head; zero-shot models compare images with texts instead."""
@@ -71,6 +70,8 @@ def _others(config: dict[str, Any], own: re.Pattern[str]) -> list[str]:
 
 
 def _tensor_names(directory: Path, names: list[str]) -> list[str]:
+    from hypha_proto.safetensors_io import TensorFile  # imports numpy, a tenth of the time of most commands
+
     found: list[str] = []
     for name in names:
         if name.endswith(".safetensors"):
