@@ -430,7 +430,7 @@ async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, run
     def wait_for_end() -> None:
         with pytest.raises(SchedulerEndedError) as caught:
             answers = submit_job(socket_path(runs), {"type": "scripted", "grace": GRACE}, detach=False)
-            heard.extend(json.dumps(answer) for answer in answers)
+            heard.extend(json.dumps(each.answer) for each in answers if each.answer is not None)
         heard.append(str(caught.value))
 
     async with open_jobs(strategy, real_time=True) as lab:

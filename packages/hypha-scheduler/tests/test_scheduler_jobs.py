@@ -48,7 +48,8 @@ class Scheduler(ServedScheduler):
         await self.is_up()
         job = {"type": "scripted"} | ({} if name is None else {"name": name})
         submit = partial(submit_job, socket_path(self.runs), job, detach=True, wait=wait)
-        answer = await anyio.to_thread.run_sync(lambda: next(submit()))
+        answer = (await anyio.to_thread.run_sync(lambda: next(submit()))).answer
+        assert answer is not None
         if "error" in answer:
             raise JobCommandError(answer)
         assert answer["accepted"] is True
@@ -70,8 +71,9 @@ class Scheduler(ServedScheduler):
 
     async def attach(self, wanted: str, answers: list[dict[str, Any]]) -> None:
         def follow() -> None:
-            for answer in attach_job(socket_path(self.runs), wanted):
-                answers.append(answer)  # noqa: PERF402 - others look at it meanwhile
+            for heard in attach_job(socket_path(self.runs), wanted):
+                if heard.answer is not None:
+                    answers.append(heard.answer)  # noqa: PERF401 - others look at it meanwhile
 
         await anyio.to_thread.run_sync(follow)
 

@@ -22,13 +22,10 @@ from rich.console import Console
 from support.process_ready import accept_interrupts
 
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.events import EventFile
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco import events
 from hypha_scheduler.strategies.diloco.rounds import Late, Left
-from hypha_scheduler.submission.event_follower import describe_event, follow_events
-from hypha_scheduler.submission.job_view import JobView
+from hypha_scheduler.submission.job_view import JobView, describe_event
 from hypha_scheduler.submission.live_view import render, sparkline
 
 PEER, OTHER = "12D3KooWworker", "12D3KooWanother"
@@ -294,27 +291,3 @@ SHOWN = f"…{str(WORKER)[-6:]}"
 )
 def test_changes_of_members_are_described_with_their_reason(event: EmitEvent, line: str | None) -> None:
     assert describe_event({"event": event.name, **event.fields}) == line
-
-
-def test_only_what_is_new_is_said_and_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
-    said: list[str] = []
-    with EventFile(tmp_path / EVENTS) as file:
-        write(file, events.paused_event("before"))
-        position = (tmp_path / EVENTS).stat().st_size
-        write(file, events.paused_event("since the job was accepted"))
-        with follow_events(tmp_path / EVENTS, lambda event: said.append(str(describe_event(event))), position):
-            write(file, events.paused_event("the disk is full"))
-            write(file, events.continued_event(2.0, "there is room"))
-    assert said == ["paused: since the job was accepted", "paused: the disk is full", "continued: there is room"]
-
-
-def test_a_file_that_appears_later_is_followed_while_the_job_runs(tmp_path: Path) -> None:
-    heard = threading.Event()
-    with follow_events(tmp_path / EVENTS, lambda _line: heard.set()):
-        with EventFile(tmp_path / EVENTS) as file:
-            write(file, events.paused_event("no parameter server"))
-        assert heard.wait(30)
-
-
-def write(file: EventFile, event: EmitEvent) -> None:
-    file.write(event.name, **event.fields)

@@ -18,7 +18,9 @@ from support.inference_simulation import FakeContext, FakeDataset, Simulation, j
 from hypha_scheduler.audit import NoAuditError, audit
 from hypha_scheduler.cli import main
 from hypha_scheduler.jobs.config import JobTable
+from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
+from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.registry import parse_job
 from hypha_scheduler.submission.client import resume_job
@@ -230,6 +232,8 @@ class Server:
 
     async def resume(self, job: JobTable, job_id: uuid.UUID) -> Path:
         self.resumed.append((job, job_id))
+        with EventFile(self.runs / str(job_id) / EVENTS) as file:
+            file.write("paused", reason="the disk is full")
         return Path("/somewhere/result.json")
 
     def during(self, act: Callable[[], Any]) -> Any:
@@ -273,11 +277,15 @@ resources = { num_workers = 2 }
 
 def test_the_running_scheduler_resumes_a_job(tmp_path: Path) -> None:
     directory = interrupted(tmp_path / "runs", with_token())
+    with EventFile(directory / EVENTS) as events:
+        events.write("paused", reason="before it was interrupted")
     file = configuration(tmp_path, JOB_WITH_SECRET)
     server = Server(tmp_path / "runs")
     done = server.during(lambda: resume(directory, file))
     assert done.exit_code == 0, done.output
-    accepted, result = (json.loads(line) for line in done.output.splitlines())
+    first, event, last = done.output.splitlines()
+    assert event == "paused: the disk is full"
+    accepted, result = json.loads(first), json.loads(last)
     assert accepted == {"accepted": True, "job_id": str(JOB_ID), "directory": str(directory)}
     assert result == {"result": "/somewhere/result.json"}
     [(job, job_id)] = server.resumed
@@ -291,12 +299,12 @@ def test_the_running_scheduler_refuses_before_it_accepts(tmp_path: Path) -> None
     other = revealed(table(dataset="answers"))
     answers = server.during(lambda: list(resume_job(socket_path(tmp_path / "runs"), directory, other, detach=False)))
     assert len(answers) == 1
-    assert "dataset.dataset is 'answers', and was 'questions'" in answers[0]["error"]
+    assert "dataset.dataset is 'answers', and was 'questions'" in answers[0].answer["error"]
     server.can_resume = False
     answers = server.during(
         lambda: list(resume_job(socket_path(tmp_path / "runs"), directory, revealed(table()), detach=False))
     )
-    assert "resume: expected the path of a job's directory" in answers[0]["error"]
+    assert "resume: expected the path of a job's directory" in answers[0].answer["error"]
     assert server.resumed == []
 
 

@@ -18,7 +18,7 @@ from hypha_net.node.cli import (
     load_configuration,
     set_option,
 )
-from hypha_scheduler.cli_jobs import EVENTS, add_job_commands, show_answers
+from hypha_scheduler.cli_jobs import add_job_commands, show_answers
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 
@@ -105,11 +105,10 @@ def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: 
     from hypha_scheduler.submission.resumption import ResumeError, revealed
     from hypha_scheduler.submission.server import socket_path
 
-    socket, events = socket_path(config.runs_dir), found.directory / EVENTS
-    position = events.stat().st_size if events.exists() else 0
+    socket = socket_path(config.runs_dir)
     answers = resume_job(socket, found.directory, revealed(found.job), detach=detach)
     try:
-        show_answers(answers, socket, ResumeError, position=position, detach=detach)
+        show_answers(answers, socket, ResumeError, detach=detach)
     except SchedulerEndedError as error:
         raise UnreachableNetworkError(str(error)) from None
     except NoSchedulerError:

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -23,10 +23,9 @@ from hypha_net.node.cli import BAD_USAGE, UnreachableNetworkError, config_option
 from hypha_net.node.lifecycle import INTERRUPTED
 
 if TYPE_CHECKING:
-    from hypha_scheduler.submission.client import JobCommandError
+    from hypha_scheduler.submission.client import Heard, JobCommandError
     from hypha_scheduler.submission.log_client import LogLine
 
-EVENTS: Final = "metrics.jsonl"
 _LOG_PAUSE: Final = 1.0
 """Seconds between two requests for new lines."""
 _EXIT_CODES: Final = {"finished": 0, "failed": 1, "cancelled": 1, "interrupted": 3}
@@ -107,35 +106,42 @@ def submit(
 
 
 def show_answers(
-    answers: Iterable[Mapping[str, Any]],
+    answers: Iterator[Heard],
     socket: Path,
     refused: Callable[[str], Exception] = click.ClickException,
     *,
-    position: int = 0,
     form: str = "text",
     plain: bool = True,
     detach: bool = False,
 ) -> Mapping[str, Any]:
     """Print a scheduler's answers about a job and, unless detached, what happens meanwhile; return the job.
 
-    `refused` makes the error to raise if the first answer is one. After Ctrl-C the job goes on. See `_follow_job`.
+    After Ctrl-C the job goes on.
+
+    Args:
+        answers: the answers, and the job's events.
+        socket: of the scheduler.
+        refused: makes the error to raise if the first answer is one.
+        form: ``text`` for lines on standard error, ``json`` for an object a line on standard output.
+        plain: whether text is printed as lines on a terminal, too, instead of a live view.
+        detach: whether only the first answer is printed.
     """
     job: Mapping[str, Any] = {}
     try:
-        with ExitStack() as following:
-            for answer in answers:
-                following.close()
-                if "error" in answer:
-                    raise click.ClickException(answer["error"]) if job else refused(answer["error"])
-                job = job or answer.get("job", answer)
-                click.echo(json.dumps(answer))
-                for warning in answer.get("warnings", ()):
-                    click.echo(f"warning: {warning}", err=True)
-                if not detach:
-                    about = answer.get("job", answer)
-                    following.enter_context(_follow_job(about, position, form=form, plain=plain))
+        first = next(answers).answer or {}
+        if "error" in first:
+            raise refused(first["error"])
+        job = first.get("job", first)
+        click.echo(json.dumps(first))
+        for warning in first.get("warnings", ()):
+            click.echo(f"warning: {warning}", err=True)
+        outcome = {} if detach else _show_events(answers, form=form, plain=plain)
     except KeyboardInterrupt:
         _tell_how_to_go_on(job, socket)
+    if "error" in outcome:
+        raise click.ClickException(outcome["error"])
+    if outcome:
+        click.echo(json.dumps(outcome))
     return job
 
 
@@ -152,25 +158,16 @@ def _tell_how_to_go_on(job: Mapping[str, Any], socket: Path) -> NoReturn:
     click.get_current_context().exit(INTERRUPTED)
 
 
-@contextmanager
-def _follow_job(answer: Mapping[str, Any], position: int, *, form: str, plain: bool) -> Iterator[None]:
-    """Show what happens in a job that a scheduler has accepted, until the end of the context.
-
-    Args:
-        answer: what the scheduler has answered; others than the first name no directory, and nothing is shown.
-        position: size of the job's events before it was accepted.
-        form: ``text`` for lines on standard error, ``json`` for an object a line on standard output.
-        plain: whether text is printed as lines on a terminal, too, instead of a live view.
-    """
-    from hypha_scheduler.submission.event_follower import follow_events
-
-    if "directory" not in answer:
-        yield
-        return
+def _show_events(answers: Iterable[Heard], *, form: str, plain: bool) -> Mapping[str, Any]:
+    """Show the events of a job until it has ended; return the scheduler's answer then, if there is one."""
     is_live = form == "text" and not plain and sys.stdout.isatty()
-    shown = _live() if is_live else nullcontext(_display_lines(form))
-    with shown as show, follow_events(Path(answer["directory"]) / EVENTS, show, position):
-        yield
+    outcome: Mapping[str, Any] = {}
+    with _live() if is_live else nullcontext(_display_lines(form)) as show:
+        for heard in answers:
+            for event in heard.events:
+                show(event)
+            outcome = heard.answer or outcome
+    return outcome
 
 
 @contextmanager
@@ -243,7 +240,7 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
     JOB is a job's name, or the beginning of its name or id. Of a job that waits it is said why. Exit codes: 0, 2 no
     job or several are called so, 3 no scheduler is running there.
     """
-    from hypha_scheduler.jobs.record_file import RecordReader
+    from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
     from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.job_view import JobView
 
@@ -304,7 +301,7 @@ def logs(
     Workers keep the logs of jobs that have ended for a while, too. Exit codes: 0, 1 no worker could be asked, 2 no job
     or several are called so or it has no such worker, 3 no scheduler is running there, 130 Ctrl-C.
     """
-    from hypha_scheduler.jobs.record_file import RecordReader
+    from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
     from hypha_scheduler.submission.catalog import ACTIVE
     from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.log_client import JobLogs, last_lines

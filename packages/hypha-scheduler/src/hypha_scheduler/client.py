@@ -12,30 +12,27 @@ from its directory, so that they run on the scheduler's machine and as its user:
 
 from __future__ import annotations
 
-import socket as sockets
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
 
-from hypha_proto.codec import parse_json
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
-from hypha_scheduler.submission.catalog import ACTIVE, JobEntry
+from hypha_scheduler.submission.catalog import JobEntry
 from hypha_scheduler.submission.client import (
     JobCommandError,
     JobFileError,
     NoSchedulerError,
-    connect,
+    SchedulerEndedError,
+    attach_job,
     read_job,
     send_command,
     submit_job,
 )
-from hypha_scheduler.submission.event_follower import INTERVAL
 from hypha_scheduler.submission.log_client import JobLogs, LogLine, last_lines
 
 __all__ = [
@@ -56,7 +53,6 @@ __all__ = [
 Event = Mapping[str, Any]
 """An event of a job: its kind in ``event``, its time in ``time``, and fields by kind."""
 T = TypeVar("T")
-_PART: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class Client:
             NoSchedulerError: no scheduler runs.
         """
         table = read_job(job) if isinstance(job, Path) else dict(job)
-        answer = next(submit_job(self.socket, table, detach=True, wait=wait))
+        answer = next(submit_job(self.socket, table, detach=True, wait=wait)).answer or {}
         if "error" in answer:
             raise JobCommandError(answer)
         return SubmittedJob(answer["job_id"], Path(answer["directory"]), tuple(answer.get("warnings", ())))
@@ -121,16 +117,15 @@ class Client:
             yield from events
 
     def _batches(self, job: str) -> Generator[list[dict[str, Any]]]:
-        """Yield the events of a job as they are added; an empty list every `INTERVAL` seconds without any."""
-        with connect(self.socket, {"command": "attach", "id": job}) as connection:
-            connection.settimeout(INTERVAL)
-            followed = _Followed()
-            while not followed.is_over:
-                with suppress(TimeoutError):
-                    followed.add(_receive(connection))
-                yield from iter(followed.read, [])
-                yield []
-            followed.check_outcome()
+        """Yield the events of a job as they are added; at least an empty list whenever none comes for a while."""
+        answer: Mapping[str, Any] = {}
+        try:
+            for heard in attach_job(self.socket, job):
+                answer = heard.answer or answer
+                yield heard.events
+        except SchedulerEndedError as error:
+            raise JobInterruptedError(str(error)) from None
+        _check_outcome(answer)
 
     def jobs(self, *, ended: bool = False) -> list[JobEntry]:
         """Return the jobs that wait or run, in their order; with `ended` also the others, the newest first.
@@ -216,66 +211,18 @@ async def _in_thread(function: Callable[[], T]) -> T:
     return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
 
 
-@dataclass(slots=True)
-class _Followed:
-    """What a scheduler has answered about a job that is followed."""
-
-    is_over: bool = False
-    """Whether the scheduler has said all about the job; the events that are there then are the last."""
-    _buffer: bytearray = field(default_factory=bytearray)
-    _entry: JobEntry | None = None
-    _outcome: Mapping[str, Any] = field(default_factory=dict)
-    _reader: RecordReader | None = None
-
-    def add(self, data: bytes) -> None:
-        """Take what was received; nothing at the end of the connection.
-
-        Raises:
-            JobCommandError: there is no such job, or several.
-        """
-        self.is_over = not data
-        *lines, rest = (bytes(self._buffer) + data).split(b"\n")
-        self._buffer = bytearray(rest)
-        for line in lines:
-            self._take(parse_json(line))
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        if self._entry is not None:
-            self._outcome = answer
-        elif "error" in answer:
-            raise JobCommandError(answer)
-        else:
-            self._entry = msgspec.convert(answer["job"], JobEntry)
-            self._reader = RecordReader(Path(self._entry.directory) / EVENTS)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return further events."""
-        return [] if self._reader is None else self._reader.read()
-
-    def check_outcome(self) -> None:
-        """Check that the job has succeeded.
-
-        Raises:
-            JobFailedError: it failed or was cancelled.
-            JobInterruptedError: the scheduler ended before it.
-        """
-        entry, outcome = self._entry, self._outcome
-        if "result" in outcome or (entry is not None and entry.state == "finished"):
-            return
-        if "error" in outcome:
-            raise JobFailedError(outcome["error"])
-        if entry is not None and entry.state not in (*ACTIVE, "interrupted"):
-            raise JobFailedError(entry.reason or entry.state)
-        raise JobInterruptedError(str(outcome.get("interrupted", "the scheduler ended before the job did")))
-
-
-def _receive(connection: sockets.socket) -> bytes:
-    """Return what has arrived; nothing at the end, also if the scheduler was killed.
+def _check_outcome(answer: Mapping[str, Any]) -> None:
+    """Check that a job has succeeded: by its entry if it had ended before, or else by the scheduler's last answer.
 
     Raises:
-        TimeoutError: nothing has arrived in time.
+        JobFailedError: it failed or was cancelled.
+        JobInterruptedError: a scheduler ended before it.
     """
-    try:
-        return connection.recv(_PART)
-    except ConnectionError:
-        return b""
+    if "error" in answer:
+        raise JobFailedError(answer["error"])
+    entry = answer.get("job", {})
+    state = entry.get("state", "finished")
+    if state == "interrupted":
+        raise JobInterruptedError("the scheduler ended before the job did")
+    if state != "finished":
+        raise JobFailedError(entry.get("reason") or state)

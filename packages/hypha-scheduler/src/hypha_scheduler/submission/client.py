@@ -1,4 +1,8 @@
-"""Submission client: reads a job's TOML or JSON file and submits it to a running scheduler."""
+"""Submission client: reads a job's TOML or JSON file, submits it to a running scheduler and follows the job.
+
+The client runs on the scheduler's machine, since it speaks to a Unix socket, and reads the events from the job's
+directory.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, NamedTuple
 
 from hypha_net.local_socket import send_request
 from hypha_proto.codec import check_depth, parse_json
+from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.catalog import ACTIVE
 
 _ANSWER_TIMEOUT: Final = 60.0
 """Seconds for the first answer: the look for datasets takes 8, and the end of a cancelled job 10."""
+_INTERVAL: Final = 0.5
+"""Seconds between two looks at a job's events."""
+_PART: Final = 1 << 16
 TASKS: Final = "tasks"
 """Type of the jobs that may be given as a list of tasks."""
 _TABLES_WITH_PATHS: Final = ("model", "preprocessor", "dataset")
@@ -41,6 +49,13 @@ class JobCommandError(Exception):
 
 class SchedulerEndedError(NoSchedulerError):
     """The scheduler ended before the job did."""
+
+
+class Heard(NamedTuple):
+    """What is new of a job: an answer of its scheduler, or events; neither if nothing has happened for a while."""
+
+    answer: dict[str, Any] | None
+    events: list[dict[str, Any]]
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -115,13 +130,13 @@ def configured_socket(config: Path | None) -> Path:
     return socket_path(config.parent / str(runs))
 
 
-def submit_job(path: Path, job: dict[str, Any], *, detach: bool, wait: bool = False) -> Iterator[dict[str, Any]]:
-    """Submit a job and yield the scheduler's responses, the last one when the job has ended.
+def submit_job(path: Path, job: dict[str, Any], *, detach: bool, wait: bool = False) -> Iterator[Heard]:
+    """Submit a job and yield the scheduler's answers, the last one when the job has ended, and its events between them.
 
     Args:
         path: socket of the scheduler.
         job: the job's table.
-        detach: stop after the first response.
+        detach: stop after the first answer.
         wait: whether the job waits for its turn and for workers.
 
     Raises:
@@ -130,17 +145,17 @@ def submit_job(path: Path, job: dict[str, Any], *, detach: bool, wait: bool = Fa
     return _converse(path, {"job": job} | ({"wait": True} if wait else {}), detach=detach)
 
 
-def attach_job(path: Path, wanted: str) -> Iterator[dict[str, Any]]:
-    """Yield ``{"job": …}`` for the job of a name or id, then how it ended if it had not.
+def attach_job(path: Path, wanted: str) -> Iterator[Heard]:
+    """Yield ``{"job": …}`` for the job of a name or id, its events, and how it ended if it had not.
 
     Raises:
         JobCommandError: there is no such job, or several.
         NoSchedulerError: no scheduler listens at `path`.
         SchedulerEndedError: it ended before the job did.
     """
-    answers = _converse(path, {"command": "attach", "id": wanted}, detach=False, ends_early=True)
-    yield _checked(next(answers))
-    yield from answers
+    heard = _converse(path, {"command": "attach", "id": wanted}, detach=False)
+    yield Heard(_checked(next(heard)), [])
+    yield from heard
 
 
 def send_command(path: Path, command: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,39 +168,66 @@ def send_command(path: Path, command: Mapping[str, Any]) -> dict[str, Any]:
     return _checked(next(_converse(path, command, detach=True)))
 
 
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+def _checked(heard: Heard) -> dict[str, Any]:
+    answer = heard.answer or {}
     if "error" in answer:
         raise JobCommandError(answer)
     return answer
 
 
-def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool) -> Iterator[dict[str, Any]]:
+def resume_job(path: Path, directory: Path, job: dict[str, Any], *, detach: bool) -> Iterator[Heard]:
     """Let a running scheduler resume the job in `directory`; see `submit_job`. `job` is its table with all secrets.
 
     Raises:
         NoSchedulerError: no scheduler listens at `path`.
         SchedulerEndedError: it ended before the job did.
     """
-    return _converse(path, {"resume": str(directory), "job": job}, detach=detach)
+    events = directory / EVENTS
+    position = events.stat().st_size if events.exists() else 0
+    return _converse(path, {"resume": str(directory), "job": job}, detach=detach, position=position)
 
 
-def _converse(
-    path: Path, request: Mapping[str, Any], *, detach: bool, ends_early: bool = False
-) -> Iterator[dict[str, Any]]:
+def _converse(path: Path, request: Mapping[str, Any], *, detach: bool, position: int = 0) -> Iterator[Heard]:
+    """Send a request; yield the answers, and the events after `position` of the job that the first one names."""
     with connect(path, request) as connection:
         connection.settimeout(_ANSWER_TIMEOUT)
-        accepted: dict[str, Any] = {}
-        for answer in _answers(connection):
-            connection.settimeout(None)  # a job lasts as long as it does
-            if "interrupted" in answer:
-                raise SchedulerEndedError(f"job {accepted.get('job_id')} was interrupted: {answer['interrupted']}")
-            yield answer
-            if detach or "error" in answer or "result" in answer:
-                return
-            accepted = answer.get("job", answer)
-            if ends_early and accepted.get("state") not in ACTIVE:
-                return
-    raise SchedulerEndedError(_ended_early(accepted))
+        answers = _answers(connection)
+        accepted = next(answers, {})
+        if accepted is None:
+            raise NoSchedulerError(f"the scheduler does not answer within {_ANSWER_TIMEOUT:g} s; look at its log")
+        if not accepted:
+            text = "the scheduler ended before it accepted the job; start it and submit the job again"
+            raise SchedulerEndedError(text)
+        yield Heard(accepted, [])
+        if detach or "error" in accepted:
+            return
+        yield from _follow(connection, answers, accepted.get("job", accepted), position)
+
+
+def _follow(
+    connection: socket.socket, answers: Iterator[dict[str, Any] | None], job: Mapping[str, Any], position: int
+) -> Iterator[Heard]:
+    """Yield the events of a job until it has ended, and how it ended if it had not before."""
+    reader = RecordReader(Path(job["directory"]) / EVENTS, position)
+    connection.settimeout(_INTERVAL)
+    for answer in answers:
+        yield from _read_all(reader)
+        if answer is not None and "interrupted" in answer:
+            raise SchedulerEndedError(f"job {job['job_id']} was interrupted: {answer['interrupted']}")
+        yield Heard(answer, [])
+        if answer is not None:
+            return
+    yield from _read_all(reader)
+    if job.get("state", "running") in ACTIVE:
+        raise SchedulerEndedError(
+            f"the scheduler ended before job {job['job_id']} did; continue it with `hypha-scheduler resume "
+            f"{job['directory']} --config FILE`, or start the scheduler and submit the job again"
+        )
+
+
+def _read_all(reader: RecordReader) -> Iterator[Heard]:
+    while events := reader.read():
+        yield Heard(None, events)
 
 
 def connect(path: Path, request: Mapping[str, Any]) -> socket.socket:
@@ -201,31 +243,17 @@ def connect(path: Path, request: Mapping[str, Any]) -> socket.socket:
         raise NoSchedulerError(f"no scheduler takes jobs at {path}: {error.strerror or error}; {remedy}") from None
 
 
-def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the scheduler's responses until it closes the connection or is killed.
-
-    Raises:
-        NoSchedulerError: it does not answer in time.
-    """
-    with connection.makefile("rb") as lines, suppress(ConnectionError):
-        while line := _next_line(lines, connection):
-            answer: dict[str, Any] = parse_json(line)
-            yield answer
-
-
-def _next_line(lines: BinaryIO, connection: socket.socket) -> bytes:
-    try:
-        return lines.readline()
-    except TimeoutError:
-        raise NoSchedulerError(
-            f"the scheduler does not answer within {connection.gettimeout():g} s; look at its log"
-        ) from None
-
-
-def _ended_early(accepted: dict[str, Any]) -> str:
-    if not accepted:
-        return "the scheduler ended before it accepted the job; start it and submit the job again"
-    return (
-        f"the scheduler ended before job {accepted.get('job_id')} did; continue it with `hypha-scheduler resume "
-        f"{accepted.get('directory')} --config FILE`, or start the scheduler and submit the job again"
-    )
+def _answers(connection: socket.socket) -> Iterator[dict[str, Any] | None]:
+    """Yield the scheduler's answers until it closes the connection or is killed; None after each timeout."""
+    rest = b""
+    with suppress(ConnectionError):
+        while True:
+            try:
+                data = connection.recv(_PART)
+            except TimeoutError:
+                yield None
+                continue
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from map(parse_json, lines)

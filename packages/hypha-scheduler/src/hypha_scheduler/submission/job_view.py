@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hypha_proto import job_events
 from hypha_proto.ids import describe_peer
-from hypha_scheduler.submission.event_follower import describe_event
 
 _HOUR: Final = 3600.0
 _STEPS: Final = 8
@@ -44,6 +44,13 @@ _MAX_ROWS: Final = 256
 _MAX_TEXT: Final = 200
 DETAILS: Final = frozenset({"metric", "task_started", "task_progress"})
 """Events that are too many to be shown."""
+_SHOWN: Final = {**job_events.MEMBER_CHANGES, "shortage": "waiting for workers", "warning": "warning"}
+"""Events that are shown, and how."""
+
+
+def describe_event(event: Mapping[str, Any]) -> str | None:
+    """Return the line for an event that changes who works on a job, or None for another one."""
+    return job_events.describe_event(event, _SHOWN)
 
 
 @dataclass(slots=True)
