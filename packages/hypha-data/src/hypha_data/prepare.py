@@ -50,6 +50,22 @@ SLICE_BYTES: Final = 64 << 20
 _PLAN_VERSION: Final = 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What decides the slices: only a preparation with the same plan continues an interrupted one."""
+
+    version: int
+    sources: Sequence[str]
+    format: str
+    options: ReadOptions
+    name: str
+    slices: int | None
+    seed: int
+    test: float
+    state: str
+    """State of the source's files."""
+
+
 def prepare_dataset(
     source: Path | Sequence[Path],
     out: Path,
@@ -91,42 +107,61 @@ def prepare_dataset(
             already contains slices.
         OSError: a file cannot be read or written.
     """
-    options = options or ReadOptions()
-    sources = find_sources([source] if isinstance(source, Path) else source)
-    form = find_format(sources, source_format)
+    _check_counts(slices, test)
+    read = _find_source(source, source_format, options or ReadOptions())
+    outs = {name: out, f"{name}-test": test_folder(out)} if test else {name: out}
+    for each in read.paths:
+        _check_folders(each, outs.values())
+    places = [str(each.absolute()) for each in read.paths]
+    plan = _Plan(_PLAN_VERSION, places, read.form, read.options, name, slices, seed, test, read.state)
+    encoded = json.dumps(asdict(plan)).encode()
+    with _named_full_disk(out), ExitStack() as stack:
+        parts = {part: stack.enter_context(Workspace(folder, encoded)) for part, folder in outs.items()}
+        manifests = {part: made for part, workspace in parts.items() if (made := workspace.manifest()) is not None}
+        if len(manifests) < len(parts):
+            for folder in outs.values():
+                _check_old_slices(folder, force)
+            manifests = _write_all(read, parts, plan, on_notice, on_progress)
+        for part, workspace in reversed(parts.items()):
+            workspace.publish(manifests[part], _find_slices(outs[part]))
+    return manifests[name]
+
+
+def _find_source(source: Path | Sequence[Path], source_format: str | None, options: ReadOptions) -> _Source:
+    paths = find_sources([source] if isinstance(source, Path) else source)
+    form = find_format(paths, source_format)
     check_options(form, options)
-    for each in sources:
+    for each in paths:
         if form != HF and not each.exists():
             raise DatasetError(f"{each}: no such file or folder; name an existing one")
         check_content(each, form)
+    return _Source(paths, form, options)
+
+
+def _check_counts(slices: int | None, test: float) -> None:
+    """Check what can be checked before anything is read."""
     if not 0 <= test < 1:
         raise DatasetError(f"--test {test:g}: a part of the samples, from 0 up to less than 1, such as 0.1")
-    if slices is not None and not 1 <= slices <= MAX_SLICES:  # before anything is read
+    if slices is not None and not 1 <= slices <= MAX_SLICES:
         raise DatasetError(f"--slices {slices}: a dataset has 1 to {MAX_SLICES} slices")
-    outs = {name: out, f"{name}-test": test_folder(out)} if test else {name: out}
-    for each in sources:
-        _check_folders(each, outs.values())
-    source_samples = _Source(sources, form, options)
-    places = [str(each.absolute()) for each in sources]
-    request = {"version": _PLAN_VERSION, "sources": places, "format": form, "options": asdict(options)}
-    request |= {"name": name, "slices": slices, "seed": seed, "test": test, "state": source_samples.state}
-    plan = json.dumps(request).encode()
-    with _named_full_disk(out), ExitStack() as stack:
-        parts = {part: stack.enter_context(Workspace(folder, plan)) for part, folder in outs.items()}
-        manifests = {part: made for part, workspace in parts.items() if (made := workspace.manifest()) is not None}
-        old: dict[str, list[Path]] = {}
-        if len(manifests) < len(parts):
-            old = {part: _find_old_slices(outs[part], force) for part in parts}
-            with source_samples.open(parts[name].folder, on_progress) as samples:
-                manifests = _write_parts(samples, parts, slices, seed, test, on_progress)
-                source_samples.check_unchanged()
-                for notice in samples.notices():
-                    on_notice(notice)
-            for part, workspace in reversed(parts.items()):
-                workspace.finish(manifests[part])
-        for part, workspace in reversed(parts.items()):
-            workspace.publish(manifests[part], old.get(part) or _find_slices(outs[part]))
-    return manifests[name]
+
+
+def _write_all(
+    read: _Source,
+    parts: dict[str, Workspace],
+    plan: _Plan,
+    on_notice: Callable[[str], None],
+    on_progress: OnProgress,
+) -> dict[str, Manifest]:
+    """Write all slices to the folders of `parts`, which then keep their manifests too; return these."""
+    with read.open(parts[plan.name].folder, on_progress) as samples:
+        manifests = _write_parts(samples, parts, plan, on_progress)
+        read.check_unchanged()
+        for notice in samples.notices():
+            on_notice(notice)
+    for part, workspace in reversed(parts.items()):
+        workspace.finish(manifests[part])
+    return manifests
 
 
 @contextmanager
@@ -150,26 +185,21 @@ def test_folder(out: Path) -> Path:
 
 
 def _write_parts(
-    samples: _Samples,
-    parts: Mapping[str, Workspace],
-    slices: int | None,
-    seed: int,
-    test: float,
-    on_progress: OnProgress,
+    samples: _Samples, parts: Mapping[str, Workspace], plan: _Plan, on_progress: OnProgress
 ) -> dict[str, Manifest]:
     """Write the slices of each part, those for testing the first ones of the shuffled samples."""
     (name, main), *others = parts.items()
-    tested = max(1, round(len(samples) * test)) if others else 0
+    tested = max(1, round(len(samples) * plan.test)) if others else 0
     rest = len(samples) - tested
     if rest < 1:
         raise DatasetError(
-            f"--test {test:g}: {len(samples)} samples are too few to keep some for testing; leave it out"
+            f"--test {plan.test:g}: {len(samples)} samples are too few to keep some for testing; leave it out"
         )
     most = min(rest, MAX_SLICES)
-    wanted = slices or min(most, max(DEFAULT_SLICES, math.ceil(samples.size / SLICE_BYTES)))
+    wanted = plan.slices or min(most, max(DEFAULT_SLICES, math.ceil(samples.size / SLICE_BYTES)))
     if not 1 <= wanted <= most:
         raise DatasetError(f"--slices {wanted}: {samples.source} holds {rest} samples, so 1 to {most}")
-    order = _shuffle(main.folder / "order", len(samples), seed)
+    order = _shuffle(main.folder / "order", len(samples), plan.seed)
     made: dict[str, Manifest] = {}
     for part, workspace in others:
         count = min(tested, max(1, round(wanted * tested / rest)))
@@ -226,11 +256,11 @@ def _find_slices(out: Path) -> list[Path]:
     return sorted(path for suffix in SLICE_SUFFIXES.values() for path in out.glob(f"*{suffix}"))
 
 
-def _find_old_slices(out: Path, force: bool) -> list[Path]:
-    """Return the slices that are in `out` already.
+def _check_old_slices(out: Path, force: bool) -> None:
+    """Check that there are no slices in `out` already that are not to be replaced.
 
     Raises:
-        DatasetError: there are some and they are not to be replaced.
+        DatasetError: there are some.
     """
     old = _find_slices(out)
     if old and not force:
@@ -238,22 +268,21 @@ def _find_old_slices(out: Path, force: bool) -> list[Path]:
             f"{out} holds {len(old)} slices already, such as {old[0].name}; choose another folder, or --force to "
             "replace all of them"
         )
-    return old
 
 
 class _Source:
     """Sources of one format, whose files are not to change meanwhile."""
 
-    def __init__(self, sources: Sequence[Path], form: str, options: ReadOptions) -> None:
-        self._sources, self._form = sources, form
+    def __init__(self, paths: Sequence[Path], form: str, options: ReadOptions) -> None:
+        self.paths, self.form, self.options = paths, form, options
         is_stored = form == SAFETENSORS or makes_rows(form, options)
-        if is_stored and (folder := next((each for each in sources if each.is_dir()), None)):
+        if is_stored and (folder := next((each for each in paths if each.is_dir()), None)):
             raise DatasetError(f"{folder}: a folder; {form} needs files, such as {folder}/*.{form}")
-        self._reader = None if is_stored else open_reader(sources, form, options)
+        self._reader = None if is_stored else open_reader(paths, form, options)
         self.state = self._find_state()
 
     def _find_state(self) -> str:
-        return files_state(self._sources) if self._reader is None else self._reader.state()
+        return files_state(self.paths) if self._reader is None else self._reader.state()
 
     def check_unchanged(self) -> None:
         """Check that no file was written to.
@@ -262,9 +291,7 @@ class _Source:
             DatasetError: one was.
         """
         if self._find_state() != self.state:
-            raise DatasetError(
-                f"{self._sources[0]}: changed while it was read; run the command again when it is complete"
-            )
+            raise DatasetError(f"{self.paths[0]}: changed while it was read; run the command again when it is complete")
 
     @contextmanager
     def open(self, work: Path, on_progress: OnProgress) -> Iterator[_Samples]:
@@ -273,20 +300,20 @@ class _Source:
             folder = work / "staged"
             folder.mkdir(exist_ok=True)
             layout, staged = stage(self._reader, folder, self.check_unchanged, on_progress)
-            yield _TensorSamples(self._sources[0], staged, staged.length, layout.labels, layout.notices or ())
+            yield _TensorSamples(self.paths[0], staged, staged.length, layout.labels, layout.notices or ())
             return
         columns = ColumnTable()
         with ExitStack() as stack:
-            if self._form == JSONL:
+            if self.form == JSONL:
                 rows = (
                     RowFile(path, columns, ignore_progress, unpack(path, work / f"rows-{number:05d}"))
-                    for number, path in enumerate(self._sources)
+                    for number, path in enumerate(self.paths)
                 )
                 yield _RowSamples([stack.enter_context(each) for each in rows], columns)
                 return
-            lengths = [_count_tensor_samples(path) for path in self._sources]
-            files = [stack.enter_context(TensorFile(path)) for path in self._sources]
-            yield _TensorSamples(self._sources[0], _JoinedTensors(files, lengths), sum(lengths))
+            lengths = [_count_tensor_samples(path) for path in self.paths]
+            files = [stack.enter_context(TensorFile(path)) for path in self.paths]
+            yield _TensorSamples(self.paths[0], _JoinedTensors(files, lengths), sum(lengths))
 
 
 def _count_tensor_samples(source: Path) -> int:
