@@ -195,21 +195,13 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
         CacheError: the folder of the cache cannot be used.
         IsolationError: a required layer of isolation does not work.
     """
-    await anyio.to_thread.run_sync(prepare_work_dir, config.work_dir)
     with ExitStack() as stack:
-        isolation = await anyio.to_thread.run_sync(make_isolation, config)
-        end_processes = partial(_end_left, config.work_dir, isolation)
-        await anyio.to_thread.run_sync(clear_work_dir, config.work_dir, stack, end_processes)
-        sockets = stack.enter_context(open_socket_folder(config.work_dir))
-        logs = config.log_folder()
-        await anyio.to_thread.run_sync(logs.open)
+        settings = await anyio.to_thread.run_sync(_open_work_dir, config, stack)
+        settings = replace(settings, fork_server=stack.enter_context(closing(ForkServer())))
         cache = await anyio.to_thread.run_sync(_open_cache, config, stack)
         book = AccountBook(config.work_dir)
         await anyio.to_thread.run_sync(book.open)
         stack.callback(book.close)
-        fork_server = stack.enter_context(closing(ForkServer()))
-        has_devices = bool(config.resources.devices) or config.resources.gpu > 0
-        settings = HostSettings(sockets, has_devices, logs, isolation, fork_server)
         async with anyio.create_task_group() as tasks:
             capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
             lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
@@ -238,7 +230,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             )
             await worker.check_executors()
             worker.listen()
-            _serve_logs(config, endpoint, logs)
+            _serve_logs(config, endpoint, settings.logs)
             await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep, worker.history).run)
             tasks.start_soon(worker.sweep_loop)
             tasks.start_soon(worker.repeat_failed_checks)
@@ -249,6 +241,23 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 tasks.cancel_scope.cancel()
                 with anyio.move_on_after(GOODBYE_TIMEOUT, shield=True):  # while the jobs' processes are ended
                     await worker.say_goodbye("the worker is shutting down")
+
+
+def _open_work_dir(config: WorkerConfig, stack: ExitStack) -> HostSettings:
+    """Take the work directory until `stack` is closed, and end what a killed worker has left running.
+
+    Raises:
+        OSError: the work directory cannot be used.
+        IsolationError: a required layer of isolation does not work.
+    """
+    prepare_work_dir(config.work_dir)
+    isolation = make_isolation(config)
+    clear_work_dir(config.work_dir, stack, partial(_end_left, config.work_dir, isolation))
+    sockets = stack.enter_context(open_socket_folder(config.work_dir))
+    logs = config.log_folder()
+    logs.open()
+    has_devices = bool(config.resources.devices) or config.resources.gpu > 0
+    return HostSettings(sockets, has_devices, logs, isolation)
 
 
 def _serve_logs(config: WorkerConfig, endpoint: Endpoint, logs: LogFolder) -> None:
