@@ -29,9 +29,8 @@ from hypha_proto.training_reports import (
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
-from hypha_worker.executors.process.environment import make_environment, substitute
+from hypha_worker.executors.process.environment import base_environment, substitute
 from hypha_worker.leasing import retention
-from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.tasks.execution import Execution, TaskContext
 
 InLab = Callable[..., Any]
@@ -317,7 +316,7 @@ def test_a_worker_of_a_user_without_a_home_runs_processes(tmp_path: Path, monkey
 
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    made = make_environment({}, {}, Allocation(Resources()), "token", tmp_path, writable=[tmp_path])
+    made = base_environment(tmp_path, Resources(), [tmp_path])
     assert made["HOME"] == str(tmp_path)
 
 

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from hypha_proto.bridge_api import MEMORY_VARIABLE
-from hypha_proto.resources import GIGABYTE
+from hypha_proto.resources import GIGABYTE, Resources
 from hypha_worker.executors.process.output_log import HIDDEN
-from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE
-from hypha_worker.hardware.devices import visibility_variables
-from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.logs.redaction import SECRET_NAME
 from hypha_worker.task_files import TaskFiles
 
@@ -51,45 +48,30 @@ _SECRET_VALUE: Final = re.compile(r"://[^/\s]*@")
 _USER: Final = "hypha"
 
 
-def make_environment(
-    configured: Mapping[str, str],
-    values: Mapping[str, str],
-    allocation: Allocation,
-    token: str,
-    work_dir: Path,
-    *,
-    traceparent: str | None = None,
-    writable: Sequence[Path] = (),
-    has_devices: bool = False,
-) -> dict[str, str]:
-    """Return the environment of a process.
+_UV_FOLDERS: Final = {"UV_CACHE_DIR": "~/.cache/uv", "UV_PYTHON_INSTALL_DIR": "~/.local/share/uv/python"}
+"""Folders of uv with their defaults. A process has the owner's only if it may change them."""
+
+
+def base_environment(work_dir: Path, resources: Resources, writable: Sequence[Path]) -> dict[str, str]:
+    """Return the variables of a process that its executor's own ones may replace.
 
     Args:
-        configured: the executor's own variables.
-        values: the value of each placeholder in them.
-        allocation: what the lease has allocated: the number of threads, main memory, and the devices.
-        token: marks the processes of one run.
-        work_dir: the process's folder, which is also its home.
-        traceparent: span that the process's own spans belong to.
-        writable: folders that the process may change; uv's cache is the owner's if it lies in one of them.
-        has_devices: whether the worker offers GPUs, so that a job sees only those of its lease.
+        work_dir: the process's folder, which is also its home; some libraries fail without a user's name.
+        resources: what its lease has: the number of its threads, and main memory.
+        writable: folders that it may change; uv's cache is the owner's if it lies in one of them.
     """
-    own = {name: substitute(value, values) for name, value in configured.items()}
-    amounts = {"OMP_NUM_THREADS": str(max(1, int(allocation.resources.cpu)))}
-    if memory := int(allocation.resources.memory * GIGABYTE):
+    amounts = {"OMP_NUM_THREADS": str(max(1, int(resources.cpu)))}
+    if memory := int(resources.memory * GIGABYTE):
         amounts[MEMORY_VARIABLE] = str(memory)
-    devices = visibility_variables(allocation.visible_devices) if has_devices else {}
-    trace = {"TRACEPARENT": traceparent} if traceparent else {}
-    passed = _passed(os.environ)
-    own_files = _own_files(work_dir) | _uv_folders(os.environ, writable)
-    return {**amounts, **passed, **own_files, **own, **devices, **trace, TOKEN_VARIABLE: token}
+    files = {"HOME": str(work_dir), "TMPDIR": str(work_dir / TEMPORARY_FOLDER), "USER": _USER, "LOGNAME": _USER}
+    return {**amounts, **_passed(), **files, **_uv_folders(writable)}
 
 
-def _passed(environment: Mapping[str, str]) -> dict[str, str]:
+def _passed() -> dict[str, str]:
     """Return what a process gets of the worker's environment: neither secrets nor the owner's folders of uv."""
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if _PASSED_NAME.match(name)
         and not SECRET_NAME.search(name)
         and not _SECRET_VALUE.search(value)
@@ -97,25 +79,11 @@ def _passed(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _own_files(work_dir: Path) -> dict[str, str]:
-    """Return the variables that keep a process's files in its own folder; some libraries fail without a user's name."""
-    return {
-        "HOME": str(work_dir),
-        "TMPDIR": str(work_dir / TEMPORARY_FOLDER),
-        "USER": _USER,
-        "LOGNAME": _USER,
-    }
-
-
-_UV_FOLDERS: Final = {"UV_CACHE_DIR": "~/.cache/uv", "UV_PYTHON_INSTALL_DIR": "~/.local/share/uv/python"}
-"""Folders of uv with their defaults. A process has the owner's only if it may change them."""
-
-
-def _uv_folders(environment: Mapping[str, str], writable: Sequence[Path]) -> dict[str, str]:
+def _uv_folders(writable: Sequence[Path]) -> dict[str, str]:
     found = {}
     for name, default in _UV_FOLDERS.items():
         with suppress(RuntimeError):  # there is no home, and so none of its folders
-            folder = Path(environment.get(name, default)).expanduser()
+            folder = Path(os.environ.get(name, default)).expanduser()
             if any(folder.is_relative_to(allowed) for allowed in writable):
                 found[name] = str(folder)
     return found

@@ -34,7 +34,7 @@ from hypha_worker.executors.process.environment import (
     JOB_JSON,
     SOCKET_PATH,
     TEMPORARY_FOLDER,
-    make_environment,
+    base_environment,
     substitute,
 )
 from hypha_worker.executors.process.output_log import OutputLog
@@ -42,12 +42,14 @@ from hypha_worker.executors.process.process_tree import (
     KILL_GRACE,
     SHUTDOWN_GRACE,
     TERM_GRACE,
+    TOKEN_VARIABLE,
     is_in_run,
     make_token,
     terminate_tree,
 )
 from hypha_worker.executors.process.spawn import SpawnedProcess, signal_status, spawn
 from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
+from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.leasing.retention import FindProcesses
@@ -217,16 +219,12 @@ class ProcessRunner:
         return command
 
     def _environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        return make_environment(
-            self._settings.env,
-            values,
-            self._place.allocation,
-            self._token,
-            self._place.work_dir,
-            traceparent=self._place.traceparent,
-            writable=self._settings.writable,
-            has_devices=self._host.has_devices,
-        )
+        settings, place = self._settings, self._place
+        own = {name: substitute(value, values) for name, value in settings.env.items()}
+        devices = visibility_variables(place.allocation.visible_devices) if self._host.has_devices else {}
+        trace = {"TRACEPARENT": place.traceparent} if place.traceparent else {}
+        base = base_environment(place.work_dir, place.allocation.resources, settings.writable)
+        return {**base, **own, **devices, **trace, TOKEN_VARIABLE: self._token}
 
     def _confinement(self, values: Mapping[str, str]) -> Confinement:
         """Return what the process may use; create its folder for temporary files, and missing writable folders."""
