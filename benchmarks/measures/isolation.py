@@ -17,7 +17,7 @@ from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.layers import Confinement, Launch
 from hypha_worker.executors.isolation.stack import IsolationStack, make_stack
 from hypha_worker.executors.isolation.visible_paths import program_paths
-from hypha_worker.executors.process.environment import make_environment
+from hypha_worker.executors.process.environment import base_environment
 from hypha_worker.executors.process.spawn import spawn
 from hypha_worker.leasing.capacity import Allocation
 
@@ -104,7 +104,7 @@ async def _confined(stack: IsolationStack, folder: Path, command: list[str]) -> 
     confinement = Confinement(folder.name, folder, folder / "socket", allocation, 10**9, readable=shown)
     began = time.perf_counter()
     async with stack.confine(confinement) as confined:
-        launch = Launch(list(command), _environment(folder, allocation))
+        launch = Launch(list(command), base_environment(folder, allocation.resources, ()))
         confined.apply(launch)
         process = spawn(launch, folder)
         output = await process.stdout.receive()
@@ -118,7 +118,3 @@ async def _confined(stack: IsolationStack, folder: Path, command: list[str]) -> 
     if code != 0:
         raise RuntimeError(f"{json.dumps(command)[:80]} exited with {code}: {output.decode()}")
     return took, output.decode()
-
-
-def _environment(folder: Path, allocation: Allocation) -> dict[str, str]:
-    return make_environment({}, {}, allocation, "benchmark", folder)
