@@ -97,6 +97,14 @@ def test_worker_that_has_become_five_times_slower_is_noticed_after_three_batches
     assert estimate.seconds_per_sample == pytest.approx(0.1)
 
 
+def test_of_short_batches_those_of_a_second_count() -> None:
+    estimate = ThroughputEstimate()
+    for number in range(600):  # a machine that does other things for 60 ms at a time
+        estimate.observe(10, 0.0016 if number // 30 % 2 else 0.0024)
+        if number > 500:
+            assert estimate.seconds_per_sample == pytest.approx(0.0002, rel=0.05)
+
+
 def test_batches_reported_at_one_moment_share_its_interval() -> None:
     apart, together = ThroughputEstimate(), ThroughputEstimate()
     for _ in range(8):

@@ -17,7 +17,11 @@ from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.silence import low_median
 
 _RECENT: Final = 16
-"""Number of last measurements that count."""
+"""Number of last measurements that count, at least."""
+_RECENT_SECONDS: Final = 1.0
+"""Seconds of training that count, at least: of 16 batches of 2 ms the mean is that of a moment."""
+_MOST: Final = 512
+"""Largest number of measurements that are kept."""
 _NEWEST: Final = 5
 """Number of last measurements of which the median decides which others count: a change is noticed after three."""
 _SPREAD: Final = 2.0
@@ -59,7 +63,7 @@ class ThroughputEstimate:
 
     seconds_per_sample: float | None = None
     observations: int = 0
-    _batches: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _batches: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MOST))
     """Samples and seconds of the last batches."""
     _gaps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Samples of the last reports, and seconds that passed before each beyond the stated durations of its batches."""
@@ -68,13 +72,16 @@ class ThroughputEstimate:
 
     def observe(self, samples: int, seconds: float) -> None:
         """Add a measurement. The first is warm-up, replaced by the second; invalid measurements are ignored."""
+        self._add(samples, seconds)
+        self._update()
+
+    def _add(self, samples: int, seconds: float) -> None:
         if samples <= 0 or not 0.0 <= seconds < _MAX_SECONDS:
             return
         if self.observations == 1:
             self._batches.clear()
         self._batches.append((samples, max(seconds, 1e-9)))
         self.observations += 1
-        self._update()
 
     def observe_report(self, batches: Sequence[MeasuredBatch], interval: float | None, *, begins_round: bool) -> None:
         """Add the batches of one report, by the durations that the executor states, else by the time since the last.
@@ -89,7 +96,8 @@ class ThroughputEstimate:
         self._is_stated = len(stated) == len(batches)
         if self._is_stated:
             for batch, seconds in zip(batches, stated, strict=True):
-                self.observe(batch.samples, seconds)
+                self._add(batch.samples, seconds)
+            self._update()
             if interval is not None and not begins_round:
                 self._observe_gap(samples, interval, sum(stated))
         elif interval:
@@ -120,13 +128,25 @@ class ThroughputEstimate:
     def _update(self) -> None:
         if not self._batches:
             return
-        measured = [seconds / samples for samples, seconds in self._batches]
-        usual = low_median(measured[-_NEWEST:])
+        recent = self._recent()
+        measured = [seconds / samples for samples, seconds in recent]
+        usual = low_median(measured[:_NEWEST])
         near = usual / _SPREAD, usual * _SPREAD
-        counted = [of for of, each in zip(self._batches, measured, strict=True) if near[0] <= each <= near[1]]
+        counted = [of for of, each in zip(recent, measured, strict=True) if near[0] <= each <= near[1]]
         mean = sum(seconds for _, seconds in counted) / sum(samples for samples, _ in counted)
         gaps = [seconds / samples for samples, seconds in self._gaps]
         self.seconds_per_sample = mean + max(0.0, low_median(gaps) if gaps else 0.0)
+
+    def _recent(self) -> list[tuple[int, float]]:
+        """Return the batches that count, the last one first."""
+        found: list[tuple[int, float]] = []
+        left = _RECENT_SECONDS
+        for samples, seconds in reversed(self._batches):
+            if len(found) >= _RECENT and left <= 0.0:
+                break
+            found.append((samples, seconds))
+            left -= seconds
+        return found
 
 
 def _extend_last(measured: deque[tuple[int, float]], samples: int, seconds: float) -> None:
