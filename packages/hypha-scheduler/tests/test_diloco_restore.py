@@ -27,8 +27,15 @@ from hypha_scheduler.jobs.config import ArtifactTable, StartModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.strategies.base import DatasetView, Lease, WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
-from hypha_scheduler.strategies.diloco.records import announced_record, contributed_record, round_record, term_record
-from hypha_scheduler.strategies.diloco.restore import BeganRecord, RestoredTraining, restore
+from hypha_scheduler.strategies.diloco.records import (
+    AnnouncedRecord,
+    BeganRecord,
+    TermRecord,
+    contributed_record,
+    round_record,
+    write_record,
+)
+from hypha_scheduler.strategies.diloco.restore import RestoredTraining, restore
 from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
 from hypha_scheduler.strategies.diloco.sample_ledger import LedgerFullError, SampleLedger, SampleSpan
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, outer_optimizer
@@ -66,8 +73,8 @@ class Run:
         self.unused: list[UnusedUpdate] = []
         self.lost: set[PeerId] = set()
         self.journal.record("accepted", job={"type": "diloco"})
-        self.journal.append("began", **BEGAN.record())
-        self.write(term_record(1, SERVER, WORKERS))
+        self.write(write_record(BEGAN))
+        self.write(write_record(TermRecord(term=1, server=SERVER, workers=WORKERS)))
 
     def write(self, record: WriteJournal) -> None:
         self.journal.append(record.kind, **record.fields)
@@ -140,7 +147,7 @@ class Run:
 
     def announce(self) -> None:
         members = [(peer, update.samples) for peer, update in self.open.items()]
-        self.write(announced_record(self.closed + 1, 1, members))
+        self.write(write_record(AnnouncedRecord(round=self.closed + 1, term=1, members=tuple(members))))
 
     def commit(self) -> None:
         number = self.closed + 1
@@ -323,7 +330,7 @@ def test_records_of_another_job_are_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "journal", HISTORY)
     records = read_journal(tmp_path / "journal")
     with pytest.raises(JobFailedError, match=r"line \d+: .* of another job than the first one: seed is 6, and was 5"):
-        restore([*records, {"record": "began", **(BEGAN.record() | {"seed": 6})}])
+        restore([*records, {"record": "began", **write_record(BEGAN).fields, "seed": 6}])
 
 
 Records = list[dict[str, Any]]

@@ -24,9 +24,10 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskState,
 )
-from hypha_scheduler.strategies.diloco import records, training_state
+from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event
+from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, write_record
 from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
 from hypha_scheduler.strategies.diloco.rounds import Joined, Left
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
@@ -86,7 +87,7 @@ class Membership:
             return ()
         member = running.add_worker(lease)
         added = self.translate(running.training.worker_added(peer, now))
-        effects: Effects = (records.joined_record(peer, member), *added)
+        effects: Effects = (write_record(JoinedRecord(worker=peer, member=member)), *added)
         return (*effects, *running.worker_list.set(running.workers), *self.start_ready())
 
     def join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
@@ -111,7 +112,7 @@ class Membership:
         event = joined_event(peer, number, slot.member, "its executor is ready")
         if not self.running.training.rounds.joins(peer):
             return (event,)
-        return (records.joined_record(peer, slot.member, number), event)
+        return (write_record(JoinedRecord(worker=peer, member=slot.member, round=number)), event)
 
     # -------------------------------------------------------------------------------------------------- workers that go
 
@@ -130,7 +131,7 @@ class Membership:
     def _remove(self, peer: PeerId, why: str) -> Effects:
         running = self.running
         running.remove_worker(peer)
-        return (records.left_record(peer, why), *running.worker_list.set(running.workers))
+        return (write_record(LeftRecord(worker=peer, reason=why)), *running.worker_list.set(running.workers))
 
     def lost_before(self, workers: Iterable[PeerId], why: str) -> Effects:
         """Report workers of an earlier run of the scheduler that do not train any more."""
@@ -138,7 +139,12 @@ class Membership:
         for peer in workers:
             if peer not in self.running.workers:
                 event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
-                effects = (*effects, event, replaced_event(peer, TRAIN, why), records.left_record(peer, why))
+                effects = (
+                    *effects,
+                    event,
+                    replaced_event(peer, TRAIN, why),
+                    write_record(LeftRecord(worker=peer, reason=why)),
+                )
         return effects
 
     def release(self, peer: PeerId, why: str, now: float, *, exclude: bool = False) -> Effects:
@@ -190,4 +196,4 @@ class Membership:
         running.restart_worker(task)
         slot = running.slots.add(peer)
         event = restarted_event(peer, self.commits.last + 1, restart.micro_batch, why)
-        return (*effects, records.joined_record(peer, slot.member), event, *self.start_ready())
+        return (*effects, write_record(JoinedRecord(worker=peer, member=slot.member)), event, *self.start_ready())

@@ -46,7 +46,7 @@ from hypha_scheduler.strategies.base import (
     TaskUpdate,
     TrafficCounts,
 )
-from hypha_scheduler.strategies.diloco import records, training_state
+from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, CommittedRound, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
@@ -62,6 +62,13 @@ from hypha_scheduler.strategies.diloco.events import (
 )
 from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
+from hypha_scheduler.strategies.diloco.records import (
+    AnnouncedRecord,
+    RefusedRecord,
+    contributed_record,
+    round_record,
+    write_record,
+)
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe, end_of_process
 from hypha_scheduler.strategies.diloco.rounds import (
@@ -539,7 +546,7 @@ class DilocoOperator(Operator):
         self._data.result.note_good(self._restored.losses.good)
         updates, unused = running.training.commit(number, members)
         self._update_bytes = self._data.result.update_bytes
-        record = records.round_record(number, running.term, updates, unused, advance, loss)
+        record = round_record(number, running.term, updates, unused, advance, loss)
         states_term = header.term is not None
         closing = running.training.step_committed(number, now) if states_term else ()
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
@@ -638,15 +645,15 @@ class DilocoOperator(Operator):
             case Continued(seconds):
                 return (continued_event(seconds, "what it waited for is there"),)
             case Contributed(update):  # without terms, a worker may be ahead of the records
-                return (records.contributed_record(update),) if update.round == self._commits.last + 1 else ()
+                return (contributed_record(update),) if update.round == self._commits.last + 1 else ()
             case Refused(peer, number):
                 dropped = self._running.training.rounds.is_dropped(peer, number)
-                record = records.refused_record(effect, dropped=dropped)
-                return (record, refused_event(effect), *self._exclude_if_due(self._running, effect))
+                record = RefusedRecord(worker=peer, round=number, reason=effect.reason, dropped=dropped)
+                return (write_record(record), refused_event(effect), *self._exclude_if_due(self._running, effect))
             case AnnounceRound(number, members):
                 self._running.gone_members.get(number, set()).difference_update(peer for peer, _ in members)
-                record = records.announced_record(number, self._running.term, members)
-                recorded = (record,) if number == self._commits.last + 1 else ()
+                announced = AnnouncedRecord(round=number, term=self._running.term, members=members)
+                recorded = (write_record(announced),) if number == self._commits.last + 1 else ()
                 return (*recorded, *self._running.announcer.announce(effect))
 
     def _exclude_if_due(self, running: RunningJob, refused: Refused) -> Effects:

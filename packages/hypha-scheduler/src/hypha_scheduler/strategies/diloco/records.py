@@ -1,78 +1,242 @@
-"""Journal records that a DiLoCo job writes, read by `restore`, the audit and the replay. Pure."""
+"""Journal records of a DiLoCo job: what each holds, and how it is written and read. Pure.
+
+    began        what the job works with
+    term         a parameter server was appointed; unless it continues the run of the one before, in whose term no slice
+                 of an earlier one is assigned
+    joined       a worker has its member number, or begins with a round; what it was assigned before goes back
+    left         a worker is none any more
+    assigned     samples were handed out to a worker
+    contributed  a worker has stated its update of a round, or is known to send one
+    refused      an update does not count, of which there may be a few for each worker
+    announced    the parameter server is told the members of a round
+    round        a round is committed; the samples of its members are used
+
+The job runner writes those of what was handed out. Positions in a slice are those of its order (`slices.SampleSpan`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Final, TypeVar
 
-from msgspec import to_builtins
+import msgspec
 
 from hypha_proto.contributions import Contribution
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, check_digest
 from hypha_scheduler.strategies.base import WriteJournal
-from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, Refused, UnusedUpdate
-from hypha_scheduler.strategies.diloco.restore import ANNOUNCED, CONTRIBUTED, JOINED, LEFT, REFUSED, ROUND, TERM
+from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.sample_ledger import SampleSpan
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleSpan
+
+BEGAN: Final = "began"
+TERM: Final = "term"
+JOINED: Final = "joined"
+LEFT: Final = "left"
+ASSIGNED: Final = "assigned"
+CONTRIBUTED: Final = "contributed"
+REFUSED: Final = "refused"
+ANNOUNCED: Final = "announced"
+ROUND: Final = "round"
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Position = Annotated[int, msgspec.Meta(ge=0, le=ALL)]
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+_Range = tuple[_Count, _Count, _Position, _Position]
+"""Epoch, slice, first position and position after the last."""
 
 
-def term_record(
-    term: int,
-    server: PeerId,
-    workers: Iterable[PeerId] = (),
-    members: Mapping[PeerId, int] | None = None,
-    *,
-    scheduled_for: int | None = None,
-    continues: bool = False,
-) -> WriteJournal:
-    """Record the appointment of a parameter server, and the workers with which it begins.
+class BeganRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of what a job works with, which a later run must find unchanged but for the workers."""
 
-    Args:
-        term: its term.
-        server: the parameter server.
-        workers: the workers.
-        members: member number of each worker; None for their positions.
-        scheduled_for: number of workers that the learning-rate schedule is made for; None for that of `workers`.
-        continues: whether it takes the place of another one while the workers train on.
-    """
-    listed = list(workers)
-    fields: dict[str, object] = {"term": term, "server": str(server), "workers": [str(peer) for peer in listed]}
-    if members is not None:
-        fields["members"] = [members[peer] for peer in listed]
-    if scheduled_for is not None:
-        fields["scheduled_for"] = scheduled_for
-    return WriteJournal(TERM, {**fields, "continues": True} if continues else fields)
+    dataset: str
+    manifest: str | None
+    """Digest of the dataset's manifest; None if the data nodes have none."""
+    model: str
+    """Digest over the files of the start model."""
+    seed: int
+    batch_size: _Number
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further settings that decide the weights, such as those of the optimizers."""
+    workers: tuple[PeerId, ...] = ()
+    """Training workers, in the order that numbers them from 0."""
+
+    def differences(self, found: BeganRecord) -> list[str]:
+        """Return how what is `found` differs from it, one line for each setting; workers may differ."""
+        names = ("dataset", "manifest", "model", "seed", "batch_size")
+        pairs = [(name, getattr(self, name), getattr(found, name)) for name in names]
+        settings = sorted({*self.settings, *found.settings})
+        pairs += [(name, self.settings.get(name), found.settings.get(name)) for name in settings]
+        return [f"{name} is {new!r:.200}, and was {old!r:.200}" for name, old, new in pairs if old != new]
 
 
-def joined_record(worker: PeerId, member: int, number: int | None = None) -> WriteJournal:
-    """Record the member number of a worker whose executor is to be started, or the round with which that begins."""
-    return WriteJournal(JOINED, {"worker": str(worker), "member": member, "round": number})
+class TermRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Record of a parameter server's appointment."""
+
+    term: _Number
+    server: PeerId
+    workers: tuple[PeerId, ...] | None = None
+    """Training workers of this run, in their order; None for those of `BeganRecord`."""
+    members: tuple[_Count, ...] | None = None
+    """Member numbers of `workers`; None for their positions."""
+    scheduled_for: _Number | None = None
+    """Number of workers that the learning-rate schedule is made for; None for that of `workers`."""
+    continues: bool = False
+    """Whether it takes the place of another parameter server while the workers train on."""
+
+    @property
+    def numbers(self) -> dict[PeerId, int]:
+        """Return the member number of each worker; empty if the record names no workers."""
+        workers = self.workers or ()
+        return dict(zip(workers, range(len(workers)) if self.members is None else self.members, strict=False))
 
 
-def left_record(worker: PeerId, reason: str) -> WriteJournal:
-    """Record that a worker was lost or released, or has left."""
-    return WriteJournal(LEFT, {"worker": str(worker), "reason": reason})
+class JoinedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a worker whose executor is started, or begins with a round."""
+
+    worker: PeerId
+    member: _Count
+    round: _Number | None = None
+    """Round with which its executor begins; None while it is only being started."""
+
+
+class LeftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a worker that was lost, released or drained."""
+
+    worker: PeerId
+    reason: str = ""
+
+
+class AssignedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of samples that were handed out."""
+
+    worker: PeerId
+    dataset: str
+    epoch: _Count
+    slice: _Count
+    first: _Position | None = None
+    end: _Position | None = None
+
+    @property
+    def span(self) -> SampleSpan:
+        """Return the samples."""
+        return SampleSpan(self.epoch, self.slice, self.first or 0, ALL if self.end is None else self.end)
+
+
+class ContributedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of an update that a worker may send."""
+
+    worker: PeerId
+    round: _Number
+    samples: _Count
+    batches: _Count = 0
+    update: str | None
+    """Digest of the file; None if nobody has stated it."""
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+    """What the executor states; None if it states nothing."""
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of an update, or statement of one, that the scheduler or the parameter server has refused."""
+
+    worker: PeerId
+    round: _Number
+    reason: str
+    dropped: bool
+    """Whether the round goes on without the worker."""
+
+
+class AnnouncedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of the members of a round as they were announced to the parameter server."""
+
+    round: _Number
+    term: _Number
+    members: tuple[tuple[PeerId, _Count], ...]
+    """Peer and number of samples of each."""
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A member of a committed round."""
+
+    peer: PeerId
+    samples: _Count
+    batches: _Count
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+    update: str | None
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class UnusedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that is part of no round."""
+
+    peer: PeerId
+    why: str
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return _spans(self.ranges)
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a committed round."""
+
+    round: _Number
+    term: _Number
+    members: tuple[MemberRecord, ...]
+    unused: tuple[UnusedRecord, ...]
+    update: str
+    """Digest of the file of the outer update."""
+    weights_before: str
+    weights: str
+    loss: float | None
+
+
+def _spans(ranges: Iterable[tuple[int, int, int, int]]) -> tuple[SampleSpan, ...]:
+    return tuple(SampleSpan(*each) for each in ranges)
+
+
+KINDS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    BEGAN: BeganRecord,
+    TERM: TermRecord,
+    JOINED: JoinedRecord,
+    LEFT: LeftRecord,
+    ASSIGNED: AssignedRecord,
+    CONTRIBUTED: ContributedRecord,
+    REFUSED: RefusedRecord,
+    ANNOUNCED: AnnouncedRecord,
+    ROUND: RoundRecord,
+}
+_NAMES: Final = {kind: name for name, kind in KINDS.items()}
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_record(record: msgspec.Struct) -> WriteJournal:
+    """Return the effect that writes a record."""
+    return WriteJournal(_NAMES[type(record)], msgspec.to_builtins(record, enc_hook=str))
 
 
 def contributed_record(update: MemberUpdate) -> WriteJournal:
     """Record the update of a worker, before it is told that it may send it."""
-    fields = {"worker": str(update.peer), "round": update.round, "samples": update.samples, "batches": update.batches}
-    return WriteJournal(
-        CONTRIBUTED,
-        {**fields, "update": update.update, "ranges": _ranges(update.spans), "contribution": _stated(update.stated)},
-    )
-
-
-def refused_record(refused: Refused, *, dropped: bool) -> WriteJournal:
-    """Record a refused update; with `dropped` its round goes on without the worker."""
-    fields = {"worker": str(refused.peer), "round": refused.round, "reason": refused.reason}
-    return WriteJournal(REFUSED, {**fields, "dropped": dropped})
-
-
-def announced_record(number: int, term: int, members: Iterable[tuple[PeerId, int]]) -> WriteJournal:
-    """Record the members of a round, before the parameter server is told."""
-    listed = [[str(peer), samples] for peer, samples in members]
-    return WriteJournal(ANNOUNCED, {"round": number, "term": term, "members": listed})
+    return write_record(ContributedRecord(worker=update.peer, round=update.round, **_content(update)))
 
 
 def round_record(
@@ -84,43 +248,103 @@ def round_record(
     loss: float | None,
 ) -> WriteJournal:
     """Record a round: which updates made it, and the weights before and after it."""
-    return WriteJournal(
-        ROUND,
-        {
-            "round": number,
-            "term": term,
-            "members": [_member(update) for update in updates],
-            "unused": [
-                {
-                    "peer": str(update.peer),
-                    "why": update.why,
-                    "ranges": _ranges(update.spans),
-                    "contribution": _stated(update.stated),
-                }
-                for update in unused
-            ],
-            "update": advance.update,
-            "weights_before": advance.before,
-            "weights": advance.weights,
-            "loss": loss,
-        },
+    record = RoundRecord(
+        round=number,
+        term=term,
+        members=tuple(MemberRecord(peer=each.peer, **_content(each)) for each in updates),
+        unused=tuple(
+            UnusedRecord(peer=each.peer, why=each.why, ranges=_ranges(each.spans), contribution=each.stated)
+            for each in unused
+        ),
+        update=advance.update,
+        weights_before=advance.before,
+        weights=advance.weights,
+        loss=loss,
     )
+    return write_record(record)
 
 
-def _member(update: MemberUpdate) -> Mapping[str, object]:
-    return {
-        "peer": str(update.peer),
-        "samples": update.samples,
-        "batches": update.batches,
-        "ranges": _ranges(update.spans),
-        "contribution": _stated(update.stated),
-        "update": update.update,
-    }
+def _content(update: MemberUpdate) -> dict[str, Any]:
+    ranges = _ranges(update.spans)
+    stated = {"update": update.update, "contribution": update.stated}
+    return {"samples": update.samples, "batches": update.batches, "ranges": ranges, **stated}
 
 
-def _ranges(spans: Iterable[SampleSpan]) -> list[list[int]]:
-    return [[span.epoch, span.index, span.first, span.end] for span in spans]
+def _ranges(spans: Iterable[SampleSpan]) -> tuple[_Range, ...]:
+    return tuple((span.epoch, span.index, span.first, span.end) for span in spans)
 
 
-def _stated(contribution: Contribution | None) -> Any:
-    return None if contribution is None else to_builtins(contribution)
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def parse_record(record: Mapping[str, Any], kind: type[_Record]) -> _Record:
+    """Return a record of the journal as a value of `kind`.
+
+    Raises:
+        ValueError: it is malformed; the field and its value are named.
+    """
+    try:
+        parsed = msgspec.convert(dict(record), kind, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise ValueError(_with_value(str(error), record)) from None
+    for place, ranges in _all_ranges(parsed):
+        for number, each in enumerate(ranges):
+            if each[2] >= each[3]:
+                raise ValueError(f"{place}[{number}]: {list(each)} has no samples")
+    for place, digest in _all_digests(parsed):
+        try:
+            check_digest(digest)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return parsed
+
+
+@lru_cache(4096)
+def _parse_peer(text: str) -> PeerId:
+    return PeerId.parse(text)
+
+
+def _decode(kind: type, value: object) -> PeerId:
+    if kind is not PeerId or not isinstance(value, str):
+        raise ValueError("Expected a peer id")
+    return _parse_peer(value)
+
+
+def _with_value(message: str, record: Mapping[str, Any]) -> str:
+    """Return the message of an error with the value that it is about."""
+    text, _, path = message.rpartition(" - at `$")
+    if not text:
+        return message
+    value: Any = record
+    for name, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            value = value[name] if name else value[int(position)]
+        except (KeyError, IndexError, TypeError):
+            break
+    return f"{path.removesuffix('`').lstrip('.')} is {value!r:.200}: {text}"
+
+
+def _all_ranges(record: object) -> Iterator[tuple[str, Iterable[tuple[int, int, int, int]]]]:
+    """Yield the ranges of a record, each list with its place."""
+    if isinstance(record, ContributedRecord | MemberRecord | UnusedRecord):
+        yield "ranges", record.ranges
+    if isinstance(record, AssignedRecord):
+        span = record.span
+        yield "range", [(span.epoch, span.index, span.first, span.end)]
+    if isinstance(record, RoundRecord):
+        for number, member in enumerate(record.members):
+            yield f"members[{number}].ranges", member.ranges
+        for number, unused in enumerate(record.unused):
+            yield f"unused[{number}].ranges", unused.ranges
+
+
+def _all_digests(record: object) -> Iterator[tuple[str, str]]:
+    if isinstance(record, ContributedRecord) and record.update is not None:
+        yield "update", record.update
+    if isinstance(record, RoundRecord):
+        yield "update", record.update
+        yield "weights_before", record.weights_before
+        yield "weights", record.weights
+        for number, member in enumerate(record.members):
+            if member.update is not None:
+                yield f"members[{number}].update", member.update

@@ -25,7 +25,7 @@ from hypha_proto.replay_plan import FORMAT, RecordedRound, RecordedUpdate, Repla
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.restore import (
+from hypha_scheduler.strategies.diloco.records import (
     BEGAN,
     CONTRIBUTED,
     JOINED,
@@ -38,8 +38,8 @@ from hypha_scheduler.strategies.diloco.restore import (
     RoundRecord,
     TermRecord,
     parse_record,
-    restore,
 )
+from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions

@@ -14,8 +14,8 @@ from hypha_proto.job_spec import Reference
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, TaskState, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
-from hypha_scheduler.strategies.diloco.records import term_record
-from hypha_scheduler.strategies.diloco.restore import BEGAN, BeganRecord, RestoredTraining
+from hypha_scheduler.strategies.diloco.records import BeganRecord, TermRecord, write_record
+from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.retries import ExecutorRetries
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
@@ -320,15 +320,21 @@ class JobBuilder:
 
     def term_record(self, running: RunningJob, *, continues: bool = False) -> WriteJournal:
         """Return the record of the parameter server's appointment."""
-        placed = running.placed
-        return term_record(
-            placed.term, placed.server, running.workers, running.members,
-            scheduled_for=placed.scheduled_for, continues=continues,
-        )  # fmt: skip
+        placed, members = running.placed, running.members
+        return write_record(
+            TermRecord(
+                term=placed.term,
+                server=placed.server,
+                workers=tuple(running.workers),
+                members=tuple(members[peer] for peer in running.workers),
+                scheduled_for=placed.scheduled_for,
+                continues=continues,
+            )
+        )
 
     def begin_records(self, workers: Sequence[PeerId]) -> tuple[WriteJournal, ...]:
         """Return the record of the job's begin, unless an earlier run has written it."""
-        return () if self.restored.began is not None else (WriteJournal(BEGAN, self.began(workers).record()),)
+        return () if self.restored.began is not None else (write_record(self.began(workers)),)
 
     def began(self, workers: Sequence[PeerId]) -> BeganRecord:
         """Return what the job works with, which must not change when it is resumed."""
