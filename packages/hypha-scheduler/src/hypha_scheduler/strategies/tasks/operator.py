@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,7 +128,8 @@ class TasksOperator(base.Operator):
     """How often an output was lost."""
     _copies_missing: int = 0
     """Outputs that are kept and not yet here."""
-    _deadlines: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _deadlines: list[tuple[float, int, Callable[[float], object]]] = field(default_factory=list)
+    """When something is due, and what is called with the time then."""
     _count: int = 0
     """Deadlines so far."""
     _releases: int = 0
@@ -275,7 +277,7 @@ class TasksOperator(base.Operator):
         """Set the deadline of an attempt whose executor has started."""
         timeout = run.instance.task.table.timeout
         if timeout is not None and not run.is_ready:
-            self._set_deadline(now + timeout + BACKSTOP, "late", run)
+            self._set_deadline(now + timeout + BACKSTOP, lambda _now: self._stop_late(run))
         run.is_ready = True
 
     def _progress_events(self, run: RunningAttempt) -> tuple[EmitEvent, ...]:
@@ -299,15 +301,8 @@ class TasksOperator(base.Operator):
     def on_deadline(self, now: float) -> Effects:
         """Go on with what was to wait."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, kind, what = heapq.heappop(self._deadlines)
-            if kind == "pause" and isinstance(what, Instance):
-                self.instances.end_pause(what)
-            elif kind == "late" and isinstance(what, RunningAttempt):
-                self._stop_late(what)
-            elif kind == "unready" and isinstance(what, RunningAttempt):
-                self._stop_unready(what, now)
-            elif kind == "fetch" and isinstance(what, tuple):
-                self.collection.add(what)
+            _, _, act = heapq.heappop(self._deadlines)
+            act(now)
         if self._ends_at is not None and self._ends_at <= now:
             self._releases = 0
         return self._settle(now)
@@ -396,7 +391,7 @@ class TasksOperator(base.Operator):
         elif end.state is base.TaskState.CANCELLED:
             if held is not None:
                 held.rests_until = now + RETRY
-                self._set_deadline(held.rests_until, "rest", None)
+                self._set_deadline(held.rests_until)
             self._retry_lost(run, f"its worker gave it back: {end.reason}", now)
         elif end.resource is not None and (table := instance.task.resource(end.resource)) is not None and table.result:
             self._retry_lacking(run, (table.result.task, table.result.output), end.reason, now)
@@ -457,7 +452,7 @@ class TasksOperator(base.Operator):
 
     def _run_again_later(self, instance: Instance, losses: int, now: float) -> None:
         self.instances.run_again(instance, after_pause=True)
-        self._set_deadline(now + retries.pause_after(losses), "pause", instance)
+        self._set_deadline(now + retries.pause_after(losses), lambda _now: self.instances.end_pause(instance))
 
     def _stop_late(self, run: RunningAttempt) -> None:
         self._stop_for_good(
@@ -472,7 +467,7 @@ class TasksOperator(base.Operator):
         if all(self.instances.is_complete(result) for result in run.instance.task.inputs):
             self._stop_for_good(run, f"its executor did not start within its fetch_timeout of {seconds:g} s")
         else:
-            self._set_deadline(now + seconds, "unready", run)
+            self._set_deadline(now + seconds, partial(self._stop_unready, run))
 
     def _stop_for_good(self, run: RunningAttempt, reason: str) -> None:
         """Stop an attempt, with its lease; it has failed."""
@@ -481,9 +476,10 @@ class TasksOperator(base.Operator):
             run.counts = True
             self._others.append(StopTask(run.task, reason))
 
-    def _set_deadline(self, at: float, kind: str, what: object) -> None:
+    def _set_deadline(self, at: float, act: Callable[[float], object] = lambda _now: None) -> None:
+        """Call `act` with the time when it is due, and settle."""
         self._count += 1
-        heapq.heappush(self._deadlines, (at, self._count, kind, what))
+        heapq.heappush(self._deadlines, (at, self._count, act))
 
     def _fields(self, run: RunningAttempt) -> dict[str, object]:
         return {"task": run.instance.name, "attempt": run.task.attempt, "worker": str(run.task.lease.peer)}
@@ -580,7 +576,7 @@ class TasksOperator(base.Operator):
             stored.reporters.clear()
             self._take_copy(key, path)
         elif not stored.is_suspect and not is_check and self._may_fetch_again(stored, outcome):
-            self._set_deadline(now + RETRY, "fetch", key)
+            self._set_deadline(now + RETRY, lambda _now: self.collection.add(key))
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
 
@@ -710,7 +706,7 @@ class TasksOperator(base.Operator):
         run = self._running[held.lease.id] = RunningAttempt(task, instance, now)
         if self.avoidance.is_excluded(held.lease.role, held.lease.peer, now):
             self._records.append(EmitEvent("excluded_worker_used", {**self._fields(run), "role": held.lease.role}))
-        self._set_deadline(now + instance.task.table.fetch_timeout, "unready", run)
+        self._set_deadline(now + instance.task.table.fetch_timeout, partial(self._stop_unready, run))
         self._starts.append(StartTask(task, self._with_locations(run)))
 
     def _with_locations(self, run: RunningAttempt) -> TaskSpec:
@@ -740,7 +736,7 @@ class TasksOperator(base.Operator):
             self._release()
         elif count and self._release_at is None:
             self._release_at = now + _RELEASE_DELAY
-            self._set_deadline(self._release_at, _RELEASE, None)
+            self._set_deadline(self._release_at)
 
     def _is_release_due(self, now: float) -> bool:
         return self._release_at is not None and self._release_at <= now
