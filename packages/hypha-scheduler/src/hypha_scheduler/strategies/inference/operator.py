@@ -52,7 +52,7 @@ from hypha_scheduler.strategies.inference.part_check import largest_part
 from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, part_name, slice_of
 from hypha_scheduler.strategies.inference.restore import BEGIN, PART, JobIdentity, RestoredInference, part_record
 from hypha_scheduler.strategies.inference.retries import SliceRetries
-from hypha_scheduler.strategies.inference.slice_assignments import SliceAssignments, SliceState
+from hypha_scheduler.strategies.inference.slice_assignments import SliceAssignments
 from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
 from hypha_scheduler.strategies.inference.workers import InferenceWorker, InferenceWorkers
@@ -452,7 +452,7 @@ class InferenceOperator(Operator):
 
     def _drop(self, task: TaskRef, index: int | None, path: Path) -> Effects:
         self._tally.dropped += 1
-        committed = index is not None and self._slices.state_of(index) is SliceState.COMMITTED
+        committed = index is not None and self._slices.is_committed(index)
         why = "its slice was committed before" if committed else "its slice is not assigned to this attempt"
         event = EmitEvent("part_dropped", {"slice": index, "worker": str(task.lease.peer), "reason": why})
         return (event, RunInBackground(partial(self._data.files.discard, path), _DISCARDED))

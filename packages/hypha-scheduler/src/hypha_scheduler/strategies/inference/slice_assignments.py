@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from hypha_scheduler.strategies.base import TaskRef
-
-
-class SliceState(Enum):
-    """State of a slice."""
-
-    AVAILABLE = "available"
-    ASSIGNED = "assigned"
-    COMMITTED = "committed"
 
 
 @dataclass(slots=True)
@@ -60,13 +51,9 @@ class SliceAssignments:
         """Return whether a slice is assigned to any attempt."""
         return bool(self._held)
 
-    def state_of(self, index: int) -> SliceState:
-        """Return the state of a slice."""
-        if index in self._committed:
-            return SliceState.COMMITTED
-        if any(index in held for held in self._held.values()):
-            return SliceState.ASSIGNED
-        return SliceState.AVAILABLE
+    def is_committed(self, index: int) -> bool:
+        """Return whether a slice is committed."""
+        return index in self._committed
 
     def held_by(self, task: TaskRef) -> tuple[int, ...]:
         """Return the slices that are assigned to an attempt, the one assigned first at the front."""
