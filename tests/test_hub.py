@@ -385,7 +385,7 @@ def test_a_scheduler_takes_no_more_of_a_file_than_the_hub_stated(hub: Hub, tmp_p
 def test_a_scheduler_downloads_nothing_that_its_disk_has_no_room_for(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_scheduler.jobs.hub_download.RESERVE", 1 << 60)
+    monkeypatch.setattr("hypha_scheduler.jobs.source_download.RESERVE", 1 << 60)
     with pytest.raises(JobFailedError, match=r"org/model has \d+ bytes, and the disk has room for 0"):
         by_scheduler(tmp_path / "model")
     assert not hub.seen_elsewhere

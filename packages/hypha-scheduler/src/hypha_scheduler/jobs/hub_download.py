@@ -24,12 +24,11 @@ from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.model_contents import find_fault
 from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model, reader_of
 from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.jobs.source_download import room_for_downloads
 from hypha_scheduler.jobs.source_tables import Content
 
 MAX_UNSTATED: Final = 10 * 10**9
 """Bytes that all files of a repository together may have whose size the hub does not state."""
-RESERVE: Final = 256 * 10**6
-"""Bytes of the disk that no download uses."""
 
 
 class TooLargeError(Exception):
@@ -176,7 +175,7 @@ def _copy_cached(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]
 
 
 def _check_room(source: RepositoryFiles, size: int, target: Path) -> None:
-    if size > (room := _room(target)):
+    if size > (room := room_for_downloads(target)):
         raise JobFailedError(
             f"{source.key}.repository: {source.repository} has {size} bytes, and the disk has room for {room}: free "
             f"space for {target}"
@@ -229,15 +228,11 @@ def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFi
     return commit, [look_up(name) for name in _choose(source, names, read)]
 
 
-def _room(folder: Path) -> int:
-    return max(0, shutil.disk_usage(folder).free - RESERVE)
-
-
 def _download_all(files: Sequence[_HubFile], token: str | None, target: Path) -> None:
     unstated = MAX_UNSTATED
     for file in files:
         if file.size is None:
-            limit = min(unstated, _room(target))
+            limit = min(unstated, room_for_downloads(target))
             reason = f"{file.name}: the hub states no size, and it has more than {limit} bytes"
         else:
             limit, reason = file.size, f"{file.name}: the hub stated {file.size} bytes, and sends more"

@@ -92,10 +92,10 @@ class _DiskStorage(ContentStorage):
     def reserve(self, path: Path, size: int) -> None:
         """See `ContentStorage.reserve`."""
         present = path.stat().st_size if path.exists() else 0
-        room = _room(path.parent)
+        room = room_for_downloads(path.parent)
         if size - present > room:
             raise JobFailedError(
-                f"a file of {size} bytes is to be downloaded, and the disk has room for {max(0, present + room)}: free "
+                f"a file of {size} bytes is to be downloaded, and the disk has room for {present + room}: free "
                 f"space for {path.parent}"
             )
 
@@ -174,7 +174,7 @@ class SourceDownloads:
         for number, holder in enumerate(holders):
             request = content_directory.content_request(digits)
             seconds = (ends - anyio.current_time()) / (len(holders) - number)  # a slow one leaves time for the others
-            room = max(0, _room(part.parent))
+            room = room_for_downloads(part.parent)
             try:
                 await transfer.pull(
                     self.endpoint, holder.peer, request, part, digest=digest, timeout=seconds, max_bytes=room
@@ -213,9 +213,9 @@ async def presign(access: SourceAccess, table: S3Table) -> str:
     return await access.s3.run(lambda: access.s3.presign(table.bucket, table.key, PRESIGNED_LIFE))
 
 
-def _room(folder: Path) -> int:
+def room_for_downloads(folder: Path) -> int:
     """Return how many bytes downloads may store on a folder's disk."""
-    return shutil.disk_usage(folder).free - RESERVE
+    return max(0, shutil.disk_usage(folder).free - RESERVE)
 
 
 def _copy(source: Path, target: Path) -> None:
