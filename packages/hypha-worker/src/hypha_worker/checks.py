@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
 from hypha_worker.executors.isolation.assessment import assess
 from hypha_worker.executors.isolation.stack import make_stack
 from hypha_worker.executors.runtimes import HostSettings, find_runtime
+from hypha_worker.hardware.detection import free_bytes
 from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.hardware.nvml import read_gpus
 
@@ -39,9 +39,7 @@ def check_worker(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
 
 def check_storage(config: WorkerConfig) -> Iterator[Check]:
     """Warn of more storage than the disk of the work directory has free: a job that uses it would fail."""
-    place = config.work_dir.absolute()
-    nearest = next(path for path in (place, *place.parents) if path.exists())
-    storage, free = config.resources.storage, shutil.disk_usage(nearest).free / 1e9
+    storage, free = config.resources.storage, free_bytes(config.work_dir) / 1e9
     if storage > free:
         yield warning(
             f"resources.storage = {storage:g}: {free:.1f} GB of the disk of work_dir {config.work_dir} are free; offer "

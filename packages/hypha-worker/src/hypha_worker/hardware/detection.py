@@ -33,7 +33,7 @@ def detect(work_dir: Path) -> DetectedResources:
     return DetectedResources(
         cpu=_cores(),
         memory=_to_gigabytes(min(psutil.virtual_memory().total, memory_quota())),
-        storage=_to_gigabytes(shutil.disk_usage(_nearest_existing(work_dir)).free),
+        storage=_to_gigabytes(free_bytes(work_dir)),
         devices=tuple((gpu.index, _to_gigabytes(gpu.memory)) for gpu in read_gpus()),
     )
 
@@ -47,6 +47,7 @@ def _to_gigabytes(size: float) -> float:
     return int(size / GIGABYTE * 10) / 10
 
 
-def _nearest_existing(folder: Path) -> Path:
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of the disk with a folder, which need not exist."""
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
