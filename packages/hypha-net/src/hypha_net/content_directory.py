@@ -57,13 +57,13 @@ async def announce_content(endpoint: Endpoint, sha256: str, size: int) -> None:
     await endpoint.put_record(content_key(sha256), record, ttl=RECORD_TTL)
 
 
-async def find_holders(endpoint: Endpoint, sha256: str, *, timeout: float = 5.0) -> list[ContentHolder]:
+async def find_holders(endpoint: Endpoint, sha256: str) -> list[ContentHolder]:
     """Find the holders of some content; empty when none is known.
 
     Raises:
         UnreachableError: no gateway answered.
     """
-    records = await endpoint.find_records(content_key(sha256), timeout=timeout)
+    records = await endpoint.find_records(content_key(sha256))
     found: dict[PeerId, ContentHolder] = {}
     for peer, record in read_records(ContentRecord, records, MAX_RECORD, f"content {sha256}"):
         found.setdefault(peer, ContentHolder(peer, record.size))

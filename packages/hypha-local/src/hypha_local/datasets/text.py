@@ -22,12 +22,12 @@ _MAX_FILE_BYTES: Final = 100_000
 _EXCLUDED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def library_files(root: Path | None = None) -> list[Path]:
+def library_files() -> list[Path]:
     """Return the source files of the standard library, sorted by a digest of their names.
 
     The order mixes all kinds of files and is the same on every machine.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     found = (path for path in root.rglob("*.py") if not _EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts))
     return sorted(
         (path for path in found if 0 < path.stat().st_size <= _MAX_FILE_BYTES), key=lambda path: _sort_key(path, root)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -37,20 +36,12 @@ class GlobalWeights:
         fetched: whether they were fetched since `take_fetched` was called.
     """
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        replica: Replica,
-        group: ProcessGroup,
-        config: TrainConfig,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, bridge: Bridge, replica: Replica, group: ProcessGroup, config: TrainConfig) -> None:
         """Begin with the values of the model's files."""
         self._bridge = bridge
         self._replica = replica
         self._group = group
         self._config = config
-        self._sleep = sleep
         self._digest: str | None = None
         self.round = 0
         self.fetched = False
@@ -144,7 +135,7 @@ class GlobalWeights:
             if pause is None:
                 raise ModelError(f"the global weights of round {number} cannot be fetched: {fault}")
             logger.info("fetching the weights again in %g s: %s", pause, fault)
-            self._sleep(pause)
+            time.sleep(pause)
         if expected is not None and self.round == number and self.digest != expected:
             raise ModelError(
                 f"the fetched weights of round {number} have the digest {self.digest}, and the scheduler has committed "

@@ -88,7 +88,6 @@ class TrainingLoop:
         outer_updates: OuterUpdates | None,
         timing: LoopTiming,
         spans: Spans,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Store the parts; nothing is trained before `run`.
 
@@ -108,7 +107,6 @@ class TrainingLoop:
         self._outer_updates = outer_updates
         self._timing = timing
         self._spans = spans
-        self._clock = clock
         self._weights = GlobalWeights(bridge, setup.replica, setup.group, config)
         self._evaluation = RoundEvaluation(
             bridge, config.evaluation, setup.subject, config.micro_batch or config.batch_size, spans
@@ -222,14 +220,14 @@ class TrainingLoop:
         self._group.scatter_commands([BeginRound(current.number)] * self._group.size)
         self._begin_round(current.number)
         self._reporter.begin(current.number)
-        now = self._clock()
+        now = time.perf_counter()
         current.tally.sync = None if self._mark is None else now - self._mark
         self._mark = now
         following = NextStep.TRAIN
         while following is NextStep.TRAIN:
-            before = self._clock()
+            before = time.perf_counter()
             batch = next(self._batches, None)
-            waited = self._clock() - before
+            waited = time.perf_counter() - before
             if batch is None:
                 logger.info("no data left in round %d: training is over", current.number)
                 return self._without_data(current)
@@ -237,14 +235,14 @@ class TrainingLoop:
             loss = self._step(batch)
             if self._timing.delay:
                 time.sleep(self._timing.delay)
-            seconds = self._clock() - self._mark - waited
+            seconds = time.perf_counter() - self._mark - waited
             current.tally.add(loss, batch.samples, seconds, waited)
             current.samples.add(batch)
             trained = trained_batch(batch.samples, batch.slices, seconds, waited)
             following = self._countdown.after_batch(self._reporter.report(trained))
             if following is NextStep.SYNCHRONISE:  # unless the round lacks batches that others have not trained
                 following = self._countdown.after_batch(self._reporter.confirm_end())
-            self._mark = self._clock()
+            self._mark = time.perf_counter()
         return following
 
     def _without_data(self, current: _Round) -> NextStep:
@@ -259,7 +257,7 @@ class TrainingLoop:
         sizer, self._sizer = self._sizer, None
         if sizer is None:
             return
-        before, limit = self._clock(), self._at_once
+        before, limit = time.perf_counter(), self._at_once
         with self._spans.span("choose micro-batch") as span:
             found = sizer.find(batch, limit)
             span["hypha.samples"] = found
@@ -270,7 +268,7 @@ class TrainingLoop:
             if self._config.term is not None:  # should memory end all the same, the scheduler knows with how many
                 self._bridge.report(RoundMetrics(round=number, metrics={MICRO_BATCH: float(found)}))
         if self._mark is not None:
-            self._mark += self._clock() - before
+            self._mark += time.perf_counter() - before
 
     @property
     def _at_once(self) -> int:
