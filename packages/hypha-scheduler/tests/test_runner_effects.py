@@ -31,7 +31,7 @@ from hypha_scheduler.strategies.base import EmitEvent, Lease, PushTarget, StartT
 
 pytestmark = pytest.mark.virtual_clock
 
-ON_FSYNC = "hypha_scheduler.jobs.record_file.os.fsync"
+ON_FSYNC = "hypha_proto.record_file.os.fsync"
 
 
 class Disk:

@@ -24,9 +24,9 @@ from support.scripted_jobs import (
 
 from hypha_net.testing import simulate
 from hypha_proto.datasets import SliceAssigned
+from hypha_proto.record_file import EVENTS
 from hypha_proto.training_reports import Acknowledged
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import (
     EndJob,
     StartTask,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.scripted_jobs import OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy
 
+from hypha_proto.record_file import EVENTS
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.base import EndJob, JobContext, WriteJournal
 
 pytestmark = pytest.mark.virtual_clock

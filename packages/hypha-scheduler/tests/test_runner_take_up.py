@@ -26,12 +26,12 @@ from support.scripted_jobs import (
 
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
+from hypha_proto.record_file import EVENTS
 from hypha_proto.tasks import TaskFinished
 from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal, read_journal
 from hypha_scheduler.jobs.orphaned_tasks import read_orphaned
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.service import SchedulerService
 from hypha_scheduler.strategies.base import (
     EndJob,

@@ -19,11 +19,11 @@ from hypha_proto.codec import to_json
 from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset
 from hypha_proto.datasets import DatasetRecord, Manifest, SliceEntry
 from hypha_proto.ids import PeerId, printable_name
+from hypha_proto.record_file import EVENTS
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.cli import main
 from hypha_scheduler.jobs.config import Requirement
 from hypha_scheduler.jobs.events import EventFile
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.catalog import find_jobs, list_jobs
 from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, UnusableDatasetError, check_datasets

@@ -17,9 +17,9 @@ import pytest
 from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, ServedScheduler, role
 
 from hypha_proto.codec import parse_json
+from hypha_proto.record_file import EVENTS
 from hypha_scheduler.client import AsyncClient, Client, Event, NoSchedulerError
 from hypha_scheduler.errors import JobCancelledError, JobFailedError
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.jobs.runner import CANCELLED
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.strategies.base import Effects, EndJob, JobContext

@@ -108,7 +108,7 @@ def test_failure_of_a_sync_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.
             raise error
 
     with Journal(tmp_path / "journal.jsonl") as journal:
-        monkeypatch.setattr("hypha_scheduler.jobs.record_file.os.fsync", sync)
+        monkeypatch.setattr("hypha_proto.record_file.os.fsync", sync)
         journal.append("round", round=1)
         for _ in range(2):
             with pytest.raises(OSError, match="Input/output"):

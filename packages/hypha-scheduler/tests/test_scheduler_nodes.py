@@ -21,11 +21,11 @@ from hypha_proto.ids import PeerId, describe_peer
 from hypha_proto.job_logs import LIST_LOGS, READ_LOG, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import WORKER_REQUESTS
+from hypha_proto.record_file import EVENTS, RecordReader
 from hypha_proto.resources import Resources
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor, WorkerStatus
 from hypha_scheduler.cli import main
 from hypha_scheduler.client import AsyncClient, Client, JobCommandError, LogLine
-from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.log_client import MAX_BYTES, JobLogs, split_lines
 from hypha_scheduler.submission.log_relay import LogRelay
 from hypha_scheduler.submission.node_directory import NodeDirectory

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 from support.inference_simulation import FakeContext, FakeDataset, Simulation, job_table
 
+from hypha_proto.record_file import EVENTS
 from hypha_scheduler.audit import NoAuditError, audit
 from hypha_scheduler.cli import main
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.registry import parse_job
 from hypha_scheduler.submission.client import resume_job

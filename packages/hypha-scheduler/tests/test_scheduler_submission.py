@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from support.stored_model import write_model
 from support.waiting import run
 
+from hypha_proto.record_file import EVENTS
 from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.events import EventFile
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.client import configured_socket, read_job
 from hypha_scheduler.submission.server import SubmissionServer, parse_job, socket_path

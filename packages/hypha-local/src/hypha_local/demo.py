@@ -28,6 +28,7 @@ from hypha_local.plot import plot_loss
 from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_local.summary import Summary, summarize
 from hypha_proto.codec import parse_json
+from hypha_proto.record_file import EVENTS
 
 KILL_DELAY: Final = 0.1
 """Seconds that workers add to each batch where one of them is killed."""
@@ -154,7 +155,7 @@ async def _collect_results(
     """Copy and evaluate the trained model, and audit the job and stop the network meanwhile."""
     [result_path] = folders.runs.glob("*/result.json")
     shutil.copytree(result_path.parent / "model", folders.model)
-    shutil.copyfile(result_path.parent / "metrics.jsonl", folders.metrics)
+    shutil.copyfile(result_path.parent / EVENTS, folders.metrics)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(processes.stop, [node.name for node in nodes])
         tasks.start_soon(audit_job, processes, folders)

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.ids import describe_peer
 from hypha_proto.job_events import describe_event
+from hypha_proto.record_file import EVENTS, RecordReader
 
 PARTS_SHOWN: Final = 12
 """Most lines for the parts of an inference job, where there is no progress bar."""
@@ -28,26 +28,13 @@ class EventLog:
     """Reader of the scheduler's ``metrics.jsonl``, which appears in a subdirectory of `runs`."""
 
     runs: Path
-    _path: Path | None = None
-    _position: int = 0
-
-    @property
-    def path(self) -> Path | None:
-        """The file, or None if it does not exist yet."""
-        if self._path is None:
-            self._path = next(iter(sorted(self.runs.glob("*/metrics.jsonl"))), None)
-        return self._path
+    _reader: RecordReader | None = None
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the events written since the last call, without a last line that is still being written."""
-        if self.path is None:
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
-        return [parse_json(line) for line in split_json_lines(whole) if line]
+        """Return the events written since the last call."""
+        if self._reader is None and (found := sorted(self.runs.glob(f"*/{EVENTS}"))):
+            self._reader = RecordReader(found[0])
+        return [] if self._reader is None else self._reader.read()
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from hypha_local.network_layout import DemoTraining, Folders, NodePlan, plan_nod
 from hypha_local.nodes import start_network
 from hypha_local.processes import LocalProcess, Processes, local_processes, script
 from hypha_proto.codec import parse_json
+from hypha_proto.record_file import EVENTS
 
 KILL_DELAY: Final = 0.25
 """Seconds that executors add to each batch with `--kill`; without it the job could be over before."""
@@ -155,6 +156,6 @@ def _summarize(folders: Folders, inference: Inference, options: InferenceOptions
     wall = time.monotonic() - display.started
     task, audit = inference.task.name, folders.audit.read_text().strip()
     summary = summarize_inference(result, task=task, wall_seconds=wall, killed=options.kill, audit=audit)
-    shutil.copyfile(directory / "metrics.jsonl", folders.metrics)
+    shutil.copyfile(directory / EVENTS, folders.metrics)
     (folders.root / "summary.json").write_text(summary.as_json() + "\n")
     return summary

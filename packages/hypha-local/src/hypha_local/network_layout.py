@@ -17,6 +17,7 @@ from typing import Final
 
 from hypha_local.demo_tasks import DIGITS, DemoTask
 from hypha_local.errors import NoFreePortError, RunDirectoryError
+from hypha_proto.record_file import EVENTS
 
 MARKER: Final = ".hypha-local"
 PARAMETER_SERVER: Final = "parameter-server"
@@ -58,7 +59,7 @@ class Folders:
         """The trained model."""
         self.audit = self.logs / "audit.txt"
         """What ``hypha-scheduler audit`` says."""
-        self.metrics = root / "metrics.jsonl"
+        self.metrics = root / EVENTS
         """The scheduler's events as JSON lines."""
 
     def make(self) -> None:

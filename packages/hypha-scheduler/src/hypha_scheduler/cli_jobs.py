@@ -240,7 +240,7 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
     JOB is a job's name, or the beginning of its name or id. Of a job that waits it is said why. Exit codes: 0, 2 no
     job or several are called so, 3 no scheduler is running there.
     """
-    from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
+    from hypha_proto.record_file import EVENTS, RecordReader
     from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.job_view import JobView
 
@@ -301,7 +301,7 @@ def logs(
     Workers keep the logs of jobs that have ended for a while, too. Exit codes: 0, 1 no worker could be asked, 2 no job
     or several are called so or it has no such worker, 3 no scheduler is running there, 130 Ctrl-C.
     """
-    from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
+    from hypha_proto.record_file import EVENTS, RecordReader
     from hypha_scheduler.submission.catalog import ACTIVE
     from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.log_client import JobLogs, last_lines

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import msgspec
 
+from hypha_proto.record_file import EVENTS, RecordReader
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
-from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.catalog import JobEntry
 from hypha_scheduler.submission.client import (
     JobCommandError,

@@ -22,10 +22,10 @@ import anyio
 from hypha_net.peer_names import name_peers
 from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId, printable_name
+from hypha_proto.record_file import EVENTS, RecordFile
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
-from hypha_scheduler.jobs.record_file import EVENTS, RecordFile
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRef
 

@@ -20,8 +20,8 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 
+from hypha_proto.record_file import RecordFile, whole_lines
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.record_file import RecordFile, whole_lines
 
 _log = logging.getLogger(__name__)
 

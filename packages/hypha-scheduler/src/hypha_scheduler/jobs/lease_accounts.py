@@ -19,8 +19,8 @@ from msgspec import convert
 
 from hypha_proto.codec import parse_json
 from hypha_proto.ids import PeerId
+from hypha_proto.record_file import RecordFile, whole_lines
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.record_file import RecordFile, whole_lines
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_proto.record_file import EVENTS, read_ends
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, RUNNER_KINDS, read_journal
-from hypha_scheduler.jobs.record_file import EVENTS, read_ends
 
 _log = logging.getLogger(__name__)
 

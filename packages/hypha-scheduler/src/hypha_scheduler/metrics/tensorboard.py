@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.ids import PeerId
-from hypha_scheduler.jobs.record_file import whole_lines
+from hypha_proto.record_file import EVENTS, whole_lines
 
 JOB: Final = "job"
 """Directory of the metrics of the whole job."""
@@ -40,7 +40,7 @@ def export_metrics(run: Path, out: Path) -> int:
     from tensorboardX.record_writer import RecordWriter
 
     count = 0
-    for curve, scalars in _read_scalars(run / "metrics.jsonl").items():
+    for curve, scalars in _read_scalars(run / EVENTS).items():
         folder = out / curve
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "events.out.tfevents.hypha"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_scheduler.jobs.record_file import EVENTS, read_ends
+from hypha_proto.record_file import EVENTS, read_ends
 
 MAX_JOBS: Final = 1000
 """Jobs that are listed, the newest first."""

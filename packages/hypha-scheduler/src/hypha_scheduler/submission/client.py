@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from hypha_net.local_socket import send_request
 from hypha_proto.codec import check_depth, parse_json
-from hypha_scheduler.jobs.record_file import EVENTS, RecordReader
+from hypha_proto.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.catalog import ACTIVE
 
 _ANSWER_TIMEOUT: Final = 60.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_proto.ids import describe_peer
-from hypha_scheduler.jobs.record_file import RecordReader
+from hypha_proto.record_file import RecordReader
 from hypha_scheduler.submission.client import JobCommandError, send_command
 
 MAX_BYTES: Final = 1 << 20

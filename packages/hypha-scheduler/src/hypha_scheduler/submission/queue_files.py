@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from hypha_proto.codec import parse_json
+from hypha_proto.record_file import EVENTS
 from hypha_proto.whole_directory import replace_file
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL
-from hypha_scheduler.jobs.record_file import EVENTS
 from hypha_scheduler.jobs.unfinished import QUEUED, is_running
 from hypha_scheduler.submission.resumption import revealed
 

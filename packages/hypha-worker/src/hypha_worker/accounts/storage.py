@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from hypha_proto.codec import split_json_lines
+from hypha_proto.record_file import RecordFile, whole_lines
 from hypha_proto.whole_directory import replace_file, sync
 from hypha_worker.work_dir import control_folder, prepare_control_folder
 
@@ -92,13 +92,10 @@ class AccountFiles:
         path = self._folder / _ENDED
         if path.exists() and path.stat().st_size >= MAX_SIZE:
             os.replace(path, self._folder / _PREVIOUS)
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as file:
-            size = os.fstat(file.fileno()).st_size
-            is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # the writer was killed
-            lines = b"".join(msgspec.json.encode(account) + b"\n" for account in accounts)
-            file.write(b"\n" + lines if is_torn else lines)
-            file.flush()
-            os.fsync(file.fileno())
+        with closing(RecordFile(path, 0o600)) as file:
+            for account in accounts:
+                file.append(msgspec.structs.asdict(account))
+            file.sync()
         sync(self._folder)
 
     def store_held(self, accounts: Sequence[LeaseAccount]) -> None:
@@ -151,11 +148,11 @@ def _interrupted(account: LeaseAccount) -> LeaseAccount:
 def _read_ended(folder: Path) -> Iterable[LeaseAccount]:
     for name in (_PREVIOUS, _ENDED):
         path = folder / name
-        for line in split_json_lines(path.read_bytes()) if path.exists() else ():
+        for line in whole_lines(path.read_bytes()) if path.exists() else ():
             try:
                 yield _line_decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # a line that a killed worker has not written to its end
+                continue  # a part of a line to which an earlier version has added a line feed
 
 
 def _read_held(folder: Path) -> list[LeaseAccount]:

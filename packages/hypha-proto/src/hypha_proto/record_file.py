@@ -1,4 +1,4 @@
-"""Append-only files of records, one JSON object a line: the journal, the events and the accounts of a job.
+"""Append-only files of records, one JSON object a line, such as the journal and the events of a job.
 
 A line is written whole or not at all. What follows the last line feed is a line that is still being written, or that a
 crash has cut short: readers leave it, and it is removed when the file is opened to append.
