@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, One, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.model_listing import CONFIG
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_proto.whole_directory import remove_tree, replace_directory, replace_file
+from hypha_proto.whole_directory import remove_tree, replace_directory, replace_file, sync
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.config import (
     MODEL_COMMAND,
@@ -288,8 +287,4 @@ def write_result(path: Path, result: Mapping[str, object]) -> None:
 def sync_to_disk(*paths: Path) -> None:
     """Sync files and their directory entries to disk."""
     for path in (*paths, *sorted({path.parent for path in paths})):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +25,7 @@ from hypha_net.node.accounts import time_text
 from hypha_net.node.descriptors import descriptor_limit
 from hypha_net.peer_names import known_name
 from hypha_proto.resources import Resources
+from hypha_proto.whole_directory import sync
 from hypha_worker.accounts.storage import earned_since, read_accounts
 from hypha_worker.bidding.rejection import MAX_EXECUTORS
 from hypha_worker.bidding.request_history import DecidedRequest, RequestHistory
@@ -174,13 +173,8 @@ def store_pause(work_dir: Path, *, is_paused: bool) -> None:
     if is_paused:
         path.touch(mode=0o600)
     else:
-        with suppress(FileNotFoundError):
-            path.unlink()
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        path.unlink(missing_ok=True)
+    sync(folder)
 
 
 @dataclass(frozen=True, slots=True)
