@@ -16,7 +16,8 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Continue, Done, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Effect, Rounds, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, Effect, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 
 BATCH: Final = 16
 """Samples per batch."""

@@ -14,7 +14,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import BatchDone, Continue, ScheduleUpdate, SendingUpdate, TrainedBatch
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
-from hypha_scheduler.strategies.diloco.rounds import Late, Rounds, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.round_effects import Late, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 
 A, B, C = PEERS[:3]
 

@@ -11,7 +11,7 @@ from hypha_proto.contributions import Contribution, SampleRange, StateContributi
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import BatchDone, Continue, Done, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.contributions import Contributed
-from hypha_scheduler.strategies.diloco.rounds import (
+from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Continued,
     Effect,
@@ -19,10 +19,10 @@ from hypha_scheduler.strategies.diloco.rounds import (
     Late,
     Overdue,
     Paused,
-    Rounds,
     RoundSettings,
     Suspected,
 )
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 from hypha_scheduler.strategies.diloco.training_state import NotJoinedError, TrainingState

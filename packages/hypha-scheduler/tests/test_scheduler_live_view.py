@@ -24,7 +24,7 @@ from support.process_ready import accept_interrupts
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco import events
-from hypha_scheduler.strategies.diloco.rounds import Late, Left
+from hypha_scheduler.strategies.diloco.round_effects import Late, Left
 from hypha_scheduler.submission.job_view import JobView, describe_event
 from hypha_scheduler.submission.live_view import render, sparkline
 

@@ -15,7 +15,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.base import Lease, TaskRef
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import (
+from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Continued,
     Effect,
@@ -23,11 +23,11 @@ from hypha_scheduler.strategies.diloco.rounds import (
     Late,
     Paused,
     RoundClosed,
-    Rounds,
     RoundSettings,
     StepOverdue,
     Suspected,
 )
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]

@@ -33,7 +33,7 @@ from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.metrics.tensorboard import MetricsFileError, export_metrics
 from hypha_scheduler.strategies.base import PostMetric
 from hypha_scheduler.strategies.diloco.events import measured_effects, round_closed_effects
-from hypha_scheduler.strategies.diloco.rounds import Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.round_effects import Measured, RoundClosed
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric
 from hypha_scheduler.strategies.diloco.contributions import Refused
-from hypha_scheduler.strategies.diloco.rounds import Late, Left, Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.round_effects import Late, Left, Measured, RoundClosed
 from hypha_scheduler.strategies.diloco.training_state import WEIGHTS_FETCHED
 
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})

@@ -29,7 +29,7 @@ from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event
 from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, write_record
 from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
-from hypha_scheduler.strategies.diloco.rounds import Joined, Left
+from hypha_scheduler.strategies.diloco.round_effects import Joined, Left
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
 from hypha_scheduler.strategies.diloco.specs import TRAIN
 

@@ -71,7 +71,7 @@ from hypha_scheduler.strategies.diloco.records import (
 )
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe, end_of_process
-from hypha_scheduler.strategies.diloco.rounds import (
+from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Continued,
     Fail,

@@ -14,7 +14,7 @@ from hypha_proto.commands import CommandAnswer, SetMembers
 from hypha_proto.ids import PeerId
 from hypha_proto.round_membership import Member
 from hypha_scheduler.strategies.base import SendCommand, TaskRef
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound
+from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound
 
 _log = logging.getLogger(__name__)
 

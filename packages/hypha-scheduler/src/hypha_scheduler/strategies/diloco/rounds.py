@@ -28,34 +28,10 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     Fail,
     Joined,
     Late,
-    Left,
-    Measured,
-    Overdue,
-    Paused,
-    RoundClosed,
     RoundSettings,
     StepOverdue,
-    Suspected,
 )
 from hypha_scheduler.strategies.diloco.round_pause import RoundPause
-
-__all__ = [
-    "AnnounceRound",
-    "Continued",
-    "Effect",
-    "Fail",
-    "Joined",
-    "Late",
-    "Left",
-    "Measured",
-    "Overdue",
-    "Paused",
-    "RoundClosed",
-    "RoundSettings",
-    "Rounds",
-    "StepOverdue",
-    "Suspected",
-]
 
 _HURRY: Final = 5.0
 """Least time in seconds that the parameter server waits for updates of which the sender is gone."""

@@ -19,7 +19,8 @@ from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.retries import ExecutorRetries
 from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
-from hypha_scheduler.strategies.diloco.rounds import AnnounceRound, Rounds, RoundSettings
+from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, RoundSettings
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 from hypha_scheduler.strategies.diloco.slots import Slot, Slots
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings

@@ -33,7 +33,7 @@ from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
 from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.base import DatasetView
 from hypha_scheduler.strategies.diloco.config import TRAIN_KIND, DilocoJobConfig
-from hypha_scheduler.strategies.diloco.rounds import RoundSettings
+from hypha_scheduler.strategies.diloco.round_effects import RoundSettings
 from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 

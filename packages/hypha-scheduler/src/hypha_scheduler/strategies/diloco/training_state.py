@@ -32,7 +32,7 @@ from hypha_proto.training_reports import (
     TrainedBatch,
     TrainingReport,
 )
-from hypha_scheduler.strategies.diloco import rounds
+from hypha_scheduler.strategies.diloco import round_effects
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.contributions import (
     Contributed,
@@ -44,7 +44,8 @@ from hypha_scheduler.strategies.diloco.contributions import (
     find_fault,
     spans_of,
 )
-from hypha_scheduler.strategies.diloco.rounds import Left, Measured, RoundClosed, Rounds
+from hypha_scheduler.strategies.diloco.round_effects import Left, Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
 
 _METRICS: Final = 64
@@ -57,7 +58,7 @@ _OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BAT
 _TRAINED: Final = frozenset({"loss", "samples"})
 """Metrics of the round's training; without labels there is no loss."""
 
-Effect = rounds.Effect | Contributed | Refused
+Effect = round_effects.Effect | Contributed | Refused
 
 
 class NotJoinedError(Exception):
