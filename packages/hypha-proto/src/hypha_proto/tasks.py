@@ -86,7 +86,7 @@ class FileSource(Message, frozen=True):
 
 
 class UriSource(Message, frozen=True):
-    """A file at an ``https:``, ``http:`` or ``file:`` URL."""
+    """A file at an ``https:``, ``http:``, ``file:`` or ``s3:`` URL, or one that is named ``sha256:`` and its digest."""
 
     value: str
 
