@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -235,14 +236,17 @@ async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: f
         assert allocator.seconds < 0.6 + 8 * delay
 
 
-async def test_a_worker_with_room_for_several_leases_offers_them_without_pauses_in_between() -> None:
+async def test_leases_that_may_share_workers_are_offered_together() -> None:
     def prepare(workers: list[Worker]) -> None:
-        workers[0].is_roomy, workers[0].grants, workers[1].offers = True, grant, False
+        for worker in workers[:2]:
+            worker.is_roomy, worker.grants = True, grant
+        workers[2].offers = False
 
-    async with open_lab(2, prepare) as lab:
-        allocator = lab.allocator(replace(role_request("train", 4), distinct_peers=False))
-        assert len(await allocator.allocate()) == 4
-        assert allocator.seconds < 4 * 0.5  # the worker collects requests, and the scheduler waits for others' offers
+    async with open_lab(3, prepare) as lab:
+        allocator = lab.allocator(replace(role_request("train", 6), distinct_peers=False))
+        found = await allocator.allocate()
+        assert [*Counter(lease.peer for lease in found).values()] == [3, 3]
+        assert allocator.seconds < 2 * 0.5  # two of each, then one: the third worker is silent
 
 
 # -------------------------------------------------------------------------------------------------- behind a gateway

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -291,6 +292,22 @@ def test_only_the_newest_offer_of_a_peer_and_role_counts() -> None:
     for number, price in enumerate([50.0, 90.0]):
         made.add_offer(PEERS[0], offer(number, price), 1.0)
     assert [(bid.peer, bid.price) for bid in made.decide(1.0)] == [(PEERS[0], 90.0)]
+
+
+def test_a_peer_has_an_offer_for_each_request_of_a_role_whose_leases_may_share_it() -> None:
+    shared = replace(auction(train=3).role_requests[0], distinct_peers=False)
+    made = Auction((shared,), random=Random(0))
+    requests = [TRAIN, uuid.UUID(int=3), uuid.UUID(int=4)]
+    for request in requests:
+        made.register_request(request, "train")
+    for number, request in enumerate([*requests, TRAIN]):  # the last one takes the place of the first
+        made.add_offer(PEERS[0], offer(number, 50.0 + number, request), 1.0)
+    made.add_offer(PEERS[1], offer(9, 51.5), 1.0)
+    assert [(bid.peer, bid.price) for bid in made.decide(1.0)] == [
+        (PEERS[0], 51.0), (PEERS[1], 51.5), (PEERS[0], 52.0),
+    ]  # fmt: skip
+    made.deny(uuid.UUID(int=1001), 1.1)  # a peer that does not grant one lease is left out for all of them
+    assert made.decide(1.1) == ()
 
 
 def test_the_next_best_offer_is_due_at_once_after_a_denial_or_a_late_answer() -> None:

@@ -183,9 +183,10 @@ def chain(
 # --------------------------------------------------------------------------------------------------------------- leases
 
 
-def test_a_job_begins_with_the_first_lease_and_then_wants_one_for_each_task_that_can_run() -> None:
+def test_a_job_begins_with_the_first_lease_and_wants_one_for_each_task_that_can_run() -> None:
     op = operator(a_task("a"), a_task("b", driver={"y": {}}), a_task("c", "a"), a_task("d"), workers=3)
-    assert demand(op) == {"x": 1}
+    assert demand(op) == {"x": 2}  # leases of another role are sought when it has begun
+    assert all(request.starts_at_minimum and request.minimum == 1 for request in op.role_requests())
     op.on_leases_acquired([a_lease()], 0.0)
     assert demand(op) == {"x": 2, "y": 1}
 

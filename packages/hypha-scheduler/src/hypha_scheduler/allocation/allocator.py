@@ -28,7 +28,7 @@ from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSe
 from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_scheduler.allocation.search_pacing import SearchPacing
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.allocation.shortage_report import ShortageReport, all_candidates
+from hypha_scheduler.allocation.shortage_report import ShortageReport, all_candidates, candidates
 from hypha_scheduler.errors import AllocationError
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ _WINDOW_WITHOUT_SET: Final = 0.4
 """Seconds in which workers may answer the request of a search that gave up a set and holds nothing. They do not keep it
 until somebody releases a lease: that belongs to those who hold an incomplete set, or none would ever be complete."""
 _QUICK_REPUBLISH: Final = 0.25
+_MOST_AT_ONCE: Final = 16
+"""Requests for one role that are published together: a worker decides about 100 at a time, of all schedulers."""
 _REPUBLISH_FOR_GROWTH: Final = 3.0
 """Seconds after which a request is published again that was unmet for `_GROWTH_AFTER` seconds, if the job goes on
 without it."""
@@ -303,12 +305,23 @@ class Allocator:
     async def _publish(self) -> None:
         window = _WINDOW if self._attempts.is_first or self.auction.held else _WINDOW_WITHOUT_SET
         for role_request in self.auction.open_requests:
-            request = make_request(role_request, window)
-            self._requests[role_request.role] = request
-            self.auction.register_request(request.id, role_request.role)
-            about: instrumentation.Attributes = {"hypha.role": role_request.role, "hypha.bid": role_request.bid}
-            with instrumentation.span("advertise", about, kind=instrumentation.SpanKind.PRODUCER):
-                await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
+            for _ in range(self._requests_at_once(role_request)):
+                request = make_request(role_request, window)
+                self._requests[role_request.role] = request
+                self.auction.register_request(request.id, role_request.role)
+                about: instrumentation.Attributes = {"hypha.role": role_request.role, "hypha.bid": role_request.bid}
+                with instrumentation.span("advertise", about, kind=instrumentation.SpanKind.PRODUCER):
+                    await pubsub.publish(self.endpoint, WORKER_REQUESTS, request)
+
+    def _requests_at_once(self, role_request: RoleRequest) -> int:
+        """Return how many requests to publish for a role: each worker makes one offer for each of them.
+
+        As many as each worker has to take of what is missing, if its leases may share workers.
+        """
+        if role_request.distinct_peers:
+            return 1
+        each = math.ceil(self.auction.missing()[role_request.role] / max(1, len(candidates(self.endpoint))))
+        return min(_MOST_AT_ONCE, each)
 
     def _accept_offers(self, now: float) -> None:
         """Select offers and begin to accept them if it is time to."""

@@ -79,6 +79,8 @@ class ResourceWeights:
 
 
 _DEFAULT_WEIGHTS: Final = ResourceWeights()
+_OfferKey = tuple[PeerId, str, uuid.UUID | None]
+"""Peer, role, and request if the peer may have several offers for the role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,13 @@ class AcceptedOffer:
     """Seconds to the peer and back."""
     waiting_since: float = 0.0
     """When the first of an unbroken sequence of offers of this peer and role was received."""
+    request: uuid.UUID | None = None
+    """Request that it answers, if its role may have several leases of a peer; None if its newest offer alone counts."""
+
+    @property
+    def key(self) -> _OfferKey:
+        """What another offer has that takes its place."""
+        return self.peer, self.role, self.request
 
     @property
     def accept_by(self) -> float:
@@ -181,7 +190,8 @@ def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEI
 class Auction:
     """State of one job's search for workers.
 
-    Leases of roles with `distinct_peers` are on different peers. A peer has at most one live offer for each role.
+    Leases of roles with `distinct_peers` are on different peers, and a peer has at most one live offer for such a role.
+    For the others it has one for each request.
     """
 
     role_requests: tuple[RoleRequest, ...]
@@ -195,7 +205,7 @@ class Auction:
     """Reason for which the last offer of a peer for a role was rejected or came to nothing."""
     _requests: dict[str, RoleRequest] = field(init=False)
     _request_roles: dict[uuid.UUID, str] = field(default_factory=dict)
-    _offers: dict[tuple[PeerId, str], AcceptedOffer] = field(default_factory=dict)
+    _offers: dict[_OfferKey, AcceptedOffer] = field(default_factory=dict)
     _renewals: dict[uuid.UUID, _Renewal] = field(default_factory=dict)
     _held: dict[uuid.UUID, AcceptedOffer] = field(default_factory=dict)
     _backoff: PeerBackoff = field(init=False)
@@ -216,20 +226,21 @@ class Auction:
         role = self._request_roles.get(offer.request_id)
         if role is None or self._backoff.is_left_out(peer, now):
             return False
+        key = peer, role, None if self._requests[role].distinct_peers else offer.request_id
         if reasons := self._reasons_against(peer, offer, self._requests[role]):
-            self._offers.pop((peer, role), None)
+            self._offers.pop(key, None)
             self._record_rejection(peer, role, reasons)
             return False
         life = min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
         score = resource_score(offer.resources, self.settings.weights)
-        older = self._offers.get((peer, role))
+        older = self._offers.get(key)
         since = older.waiting_since if older is not None and older.accept_by >= now else now
         accepted = AcceptedOffer(
-            role, offer.id, peer, offer.price, offer.resources, now, now + life, score, round_trip, since
+            role, offer.id, peer, offer.price, offer.resources, now, now + life, score, round_trip, since, key[2]
         )
-        if accepted.accept_by < now or not self._has_room_for(peer, role, now):
+        if accepted.accept_by < now or not self._has_room_for(key, now):
             return False
-        self._offers[peer, role] = accepted
+        self._offers[key] = accepted
         self.rejections.pop((peer, role), None)
         return True
 
@@ -257,11 +268,11 @@ class Auction:
         if (peer, role) in self.rejections or len(self.rejections) < _MAX_PEERS * len(self._requests):
             self.rejections[peer, role] = reasons
 
-    def _has_room_for(self, peer: PeerId, role: str, now: float) -> bool:
+    def _has_room_for(self, key: _OfferKey, now: float) -> bool:
         limit = _MAX_PEERS * len(self._requests)
-        if (peer, role) not in self._offers and len(self._offers) >= limit:
+        if key not in self._offers and len(self._offers) >= limit:
             self._offers = {key: offer for key, offer in self._offers.items() if offer.accept_by >= now}
-        return (peer, role) in self._offers or len(self._offers) < limit
+        return key in self._offers or len(self._offers) < limit
 
     def _taken_peers(self) -> set[PeerId]:
         return {*self.excluded, *self.exclusive, *(offer.peer for offer in self._accepted())}
@@ -355,7 +366,7 @@ class Auction:
 
     def decide(self, now: float) -> tuple[AcceptedOffer, ...]:
         """Select the best offers; the caller renews each and passes it to `confirm` or `deny`."""
-        self._offers = {(offer.peer, offer.role): offer for offer in self._usable(now)}
+        self._offers = {offer.key: offer for offer in self._usable(now)}
         missing = self.missing()
         chosen: dict[uuid.UUID, AcceptedOffer] = {}
         for role in sorted(self._requests, key=lambda role: self._requests[role].count):
@@ -368,7 +379,7 @@ class Auction:
         for offer in chosen.values():
             late_at = now + _LATE_ROUND_TRIPS * offer.round_trip + _LATE_MARGIN
             self._renewals[offer.lease] = _Renewal(offer, now, late_at)
-            del self._offers[offer.peer, offer.role]
+            del self._offers[offer.key]
         return tuple(chosen.values())
 
     def take_unneeded(self, now: float) -> tuple[AcceptedOffer, ...]:
@@ -383,7 +394,7 @@ class Auction:
             return ()
         unneeded = tuple(offer for offer in self._usable(now) if offer.role in full)
         for offer in unneeded:
-            del self._offers[offer.peer, offer.role]
+            del self._offers[offer.key]
         return unneeded
 
     def _preference(self, offer: AcceptedOffer) -> tuple[bool, int, tuple[float, float, float]]:

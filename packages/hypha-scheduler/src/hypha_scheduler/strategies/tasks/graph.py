@@ -51,7 +51,9 @@ class Role:
     def request(self, job: TasksJob, count: int) -> RoleRequest:
         """Ask for leases; without at least one of them the job cannot go on."""
         price = job.worker_price
-        return RoleRequest(self.name, self.spec, price.bid, price.max, count, minimum=1, distinct_peers=False)
+        return RoleRequest(
+            self.name, self.spec, price.bid, price.max, count, minimum=1, distinct_peers=False, starts_at_minimum=True
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -104,8 +104,8 @@ class Placement:
         A lease that drains without a task does not count: its worker ends.
         """
         counts = self._counts()
-        if not self._began:  # begin with the first that is found
-            counts = dict.fromkeys(list(counts)[:1], 1)
+        if not self._began:  # begin with the first lease that is found
+            counts = dict(list(counts.items())[:1])
         requests = (role.request(self.graph.job, count) for role, count in counts.items())
         return [replace(request, excluded=self._unwanted(request.role)) for request in requests]
 
