@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from hypha_data.catalog import Dataset, open_dataset
 from hypha_data.digest_cache import DigestCache, ignore_progress
+from hypha_data.errors import quote
 from hypha_data.jsonl import RowFormatError, parse_row
-from hypha_data.sources.reader import LABELS, MAX_CLASSES, quote
+from hypha_data.sources.reader import LABELS, MAX_CLASSES
 from hypha_proto.datasets import JSONL, SAFETENSORS, SliceEntry
 from hypha_proto.errors import TensorFileError
 from hypha_proto.file_kinds import is_text

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from hypha_data.digest_cache import Fingerprint, OnRead
-from hypha_data.errors import DatasetError
+from hypha_data.errors import DatasetError, quote
 from hypha_proto.codec import MAX_JSON_DEPTH, check_depth
 from hypha_proto.errors import DecodeError
 
@@ -103,7 +103,7 @@ class ColumnTable:
             return
         if column.kind != "null" and {column.kind, kind} != _NUMBERS:
             raise RowFormatError(
-                f"column {_quote(name)} is of kind {kind} here ({_quote(value)}) and of kind {column.kind} in "
+                f"column {quote(name)} is of kind {kind} here ({quote(value)}) and of kind {column.kind} in "
                 f"{column.place}; give it values of one kind"
             )
         column.kind, column.place = kind, str(place)
@@ -111,11 +111,11 @@ class ColumnTable:
     def _check_name(self, name: str) -> None:
         if not 0 < len(name) <= MAX_COLUMN_NAME:
             raise RowFormatError(
-                f"the key {_quote(name)} has {len(name)} characters; a column's name has 1 to {MAX_COLUMN_NAME}"
+                f"the key {quote(name)} has {len(name)} characters; a column's name has 1 to {MAX_COLUMN_NAME}"
             )
         if len(self.columns) == MAX_COLUMNS:
             raise RowFormatError(
-                f"the key {_quote(name)} is column {MAX_COLUMNS + 1}, and a dataset has at most {MAX_COLUMNS}; put "
+                f"the key {quote(name)} is column {MAX_COLUMNS + 1}, and a dataset has at most {MAX_COLUMNS}; put "
                 "keys that vary into an object, which is one column"
             )
 
@@ -127,7 +127,7 @@ class ColumnTable:
         gaps = [(name, column) for name, column in self.columns.items() if column.values < self.rows]
         for name, column in gaps[:limit]:
             missing = f"{self.rows - column.values} of {self.rows} rows"
-            yield f"column {_quote(name)} has no value in {missing}; the first is in {column.first_gap}"
+            yield f"column {quote(name)} has no value in {missing}; the first is in {column.first_gap}"
         if len(gaps) > limit:
             yield f"{len(gaps) - limit} further columns have no value in some rows"
 
@@ -237,16 +237,15 @@ def parse_row(line: bytes) -> dict[str, Any]:
     """
     text = line.strip()
     if len(line) > MAX_LINE and len(line.rstrip(b"\r\n")) > MAX_LINE:
-        raise RowFormatError(
-            f"longer than {MAX_LINE} bytes: {_quote(line[:40])}; divide the row, or refer to large content by URI"
-        )
+        start = quote(line[:40].decode(errors="replace"))
+        raise RowFormatError(f"longer than {MAX_LINE} bytes: {start}; divide the row, or refer to large content by URI")
     if not text:
         raise RowFormatError("is empty; remove it")
     if line.startswith(b"\xef\xbb\xbf"):
         raise RowFormatError("begins with a byte order mark; save the file as UTF-8 without one")
     row = _decode(line.rstrip())
     if not isinstance(row, dict):
-        raise RowFormatError(f"is of kind {_KINDS[type(row)]} ({_quote(row)}), and a row is an object; {_REMEDY}")
+        raise RowFormatError(f"is of kind {_KINDS[type(row)]} ({quote(row)}), and a row is an object; {_REMEDY}")
     if b"\r" in text:
         raise RowFormatError("has a carriage return within the row, where some programs end a line; remove it")
     if _SURROGATE.search(text):
@@ -263,9 +262,7 @@ def _decode(text: bytes) -> Any:
         raise
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 20) : error.pos + 20]
-        raise RowFormatError(
-            f"not JSON at column {error.colno} ({error.msg}), near {_quote(near)}; {_REMEDY}"
-        ) from None
+        raise RowFormatError(f"not JSON at column {error.colno} ({error.msg}), near {quote(near)}; {_REMEDY}") from None
     except UnicodeDecodeError as error:
         bad = f"byte 0x{error.object[error.start]:02x} at {error.start + 1}"
         raise RowFormatError(f"not UTF-8: {bad}; save the file as UTF-8") from None
@@ -301,7 +298,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
-            raise RowFormatError(f"the key {_quote(key)} occurs twice; remove one of them")
+            raise RowFormatError(f"the key {quote(key)} occurs twice; remove one of them")
         seen.add(key)
     return made
 
@@ -309,7 +306,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(number: str) -> float:
     value = float(number)
     if math.isinf(value):
-        raise RowFormatError(f"{_quote(number)} is beyond the range of a number; write a smaller one, or text")
+        raise RowFormatError(f"{quote(number)} is beyond the range of a number; write a smaller one, or text")
     return value
 
 
@@ -318,9 +315,3 @@ def _refuse_constant(name: str) -> float:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant)
-
-
-def _quote(value: object) -> str:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else value
-    shown = repr(text)
-    return shown if len(shown) <= 60 else f"{shown[:60]}…"

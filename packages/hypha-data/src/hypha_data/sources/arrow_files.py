@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_data.errors import DatasetError
-from hypha_data.sources.reader import import_extra, quote
+from hypha_data.errors import DatasetError, quote
+from hypha_data.sources.reader import import_extra
 from hypha_data.sources.table import RowBlock
 
 _ROWS: Final = 8192

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_data.errors import DatasetError
+from hypha_data.errors import DatasetError, quote
 from hypha_data.sources.plain_bytes import COMPRESSED, is_compressed
-from hypha_data.sources.reader import import_extra, quote
+from hypha_data.sources.reader import import_extra
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 

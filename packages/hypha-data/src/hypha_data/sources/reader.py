@@ -125,9 +125,3 @@ def in_blocks(
             block, total = [], 0
     if block:
         yield block
-
-
-def quote(value: object) -> str:
-    """Return a value for a message, in quotes if it is text, at most about 60 characters."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:60]}…"
