@@ -60,6 +60,20 @@ def _raise_if_link(folder: int, name: str, path: str) -> None:
 
 
 @contextmanager
+def open_root(folder: Path, access: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a folder by its path while the context is open, to open what is beneath it.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be opened.
+    """
+    descriptor = os.open(folder, access | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def open_folder(root: int, path: str, access: int = _SEARCH) -> Iterator[int]:
     """Open the folder at `path` beneath `root` while the context is open; the empty path is `root` itself.
 
@@ -151,7 +165,7 @@ def open_regular(root: int, path: PurePosixPath, *, links: int | None = 1) -> Fi
         IrregularFileError: it is no regular file, or has more names.
         OSError: there is none, or it cannot be opened.
     """
-    with open_folder(root, _parent_text(path)) as parent:
+    with open_folder(root, str(path.parent)) as parent:
         about = os.stat(path.name or ".", dir_fd=parent, follow_symlinks=False)
         _check_regular(about, path, links)  # before it is opened: to open a device may have an effect
         return _open_checked(parent, path, links)
@@ -174,15 +188,8 @@ def _open_checked(parent: int, path: PurePosixPath, links: int | None) -> FileIO
 
 def open_regular_path(path: Path) -> FileIO:
     """Open a regular file of this process's own folders, as `open_regular` does with any number of names."""
-    folder = os.open(path.parent, _SEARCH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_root(path.parent, _SEARCH) as folder:
         return open_regular(folder, PurePosixPath(path.name), links=None)
-    finally:
-        os.close(folder)
-
-
-def _parent_text(path: PurePosixPath) -> str:
-    return "" if len(path.parts) < 2 else str(path.parent)
 
 
 def _check_regular(about: os.stat_result, path: PurePosixPath, links: int | None) -> None:

@@ -208,7 +208,7 @@ class TaskFiles:
         """Return whether there is anything at a relative path, a dangling link included."""
         with self._opened() as root:
             try:
-                with open_folder(root, _folder_of(path)) as parent:
+                with open_folder(root, str(path.parent)) as parent:
                     os.stat(path.name, dir_fd=parent, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError, LinkInPathError):
                 return False
@@ -235,7 +235,7 @@ class TaskFiles:
 
     def stat(self, path: PurePosixPath) -> os.stat_result:
         """Return the status of what is at a relative path; a link is not followed. Raises `OSError`."""
-        with self._opened() as root, open_folder(root, _folder_of(path)) as parent:
+        with self._opened() as root, open_folder(root, str(path.parent)) as parent:
             return os.stat(path.name or ".", dir_fd=parent, follow_symlinks=False)
 
     def walk(
@@ -252,16 +252,11 @@ class TaskFiles:
             IrregularFileError: it is something else, and is gone.
             OSError: it cannot be moved.
         """
-        with self._opened() as root, open_folder(root, _folder_of(path)) as parent:
+        with self._opened() as root, open_folder(root, str(path.parent)) as parent:
             os.rename(path.name, target, src_dir_fd=parent)
         about = target.lstat()
         if (kind := irregular_kind(about)) is not None:
             raise IrregularFileError(str(path), kind)
-
-
-def _folder_of(path: PurePosixPath | str) -> str:
-    parent = str(PurePosixPath(path).parent)
-    return "" if parent == "." else parent
 
 
 @contextmanager

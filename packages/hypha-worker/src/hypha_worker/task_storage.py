@@ -23,7 +23,7 @@ from hypha_net.connectors.content import CachedVersion, ContentStorage
 from hypha_net.transfer import FilePushTarget
 from hypha_worker.content_cache import SchedulerCache
 from hypha_worker.errors import ExecutionError, StorageExceededError
-from hypha_worker.openat import walk
+from hypha_worker.openat import open_root, walk
 from hypha_worker.task_files import TaskFiles
 
 DEFAULT_STORAGE: Final = 10.0
@@ -222,20 +222,12 @@ class TaskStorage(ContentStorage):
     def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
         """Yield everything in the staging folder, then in the task's, but for what is reserved."""
         staging = os.path.realpath(self.files.staging)
-        for path, about in _walk_staging(staging, lambda path: f"{staging}/{path}" in reserved):
-            yield True, path, about
+        with suppress(FileNotFoundError), open_root(Path(staging)) as folder:
+            for path, about in walk(folder, "", lambda path: f"{staging}/{path}" in reserved):
+                yield True, path, about
         with suppress(FileNotFoundError):  # the task has not begun
             for path, about in self.files.walk("", lambda path: f"{self._root}/{path}" in reserved):
                 yield False, path, about
-
-
-def _walk_staging(folder: str, skip: Callable[[str], bool]) -> Iterator[tuple[str, os.stat_result]]:
-    with suppress(FileNotFoundError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield from walk(descriptor, "", skip)
-        finally:
-            os.close(descriptor)
 
 
 def _size(path: str, about: os.stat_result, *, space: bool) -> int:

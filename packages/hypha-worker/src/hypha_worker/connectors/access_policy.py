@@ -5,9 +5,7 @@ Pure apart from resolving paths and opening files.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from io import FileIO
@@ -19,7 +17,7 @@ from hypha_net.connectors.s3_client import S3Client, S3Settings
 from hypha_net.redaction import shown_url
 from hypha_worker.connectors.content_holders import HolderFaults
 from hypha_worker.errors import bad_request, not_allowed, not_found
-from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular
+from hypha_worker.openat import IrregularFileError, LinkInPathError, open_regular, open_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +139,9 @@ class AccessPolicy:
         """
         for root in (root.resolve() for root in self.roots):
             if root in path.parents:
-                with _open(root) as folder:
+                with open_root(root) as folder:
                     return _open_beneath(folder, path.relative_to(root))
         raise not_allowed(f"path: {str(path)[:120]!r} is under none of the worker's connectors.roots")
-
-
-@contextmanager
-def _open(folder: Path) -> Iterator[int]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _open_beneath(folder: int, path: Path) -> FileIO:
