@@ -121,7 +121,7 @@ class InferenceOperator(Operator):
         self._data = data
         self._is_resumed = restored.identity is not None
         self._parts = dict(restored.parts)
-        self._slices = SliceAssignments.restored(data.files.rows, restored.parts)
+        self._slices = SliceAssignments(data.files.rows, set(restored.parts))
         self._workers = InferenceWorkers(context.first_attempt)
         self._tally = Tally(began=0.0)
         for index, part in restored.parts.items():

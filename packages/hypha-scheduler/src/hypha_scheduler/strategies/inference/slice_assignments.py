@@ -6,7 +6,7 @@ Work may be done twice, but a slice is committed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hypha_scheduler.strategies.base import TaskRef
@@ -18,7 +18,7 @@ class SliceAssignments:
 
     rows: Sequence[int]
     """Number of rows of each slice."""
-    _committed: set[int] = field(default_factory=set)
+    _committed: set[int]
     _queue: deque[int] = field(init=False)
     """Slices that are available, in the order in which they are assigned."""
     _delayed: dict[int, float] = field(default_factory=dict)
@@ -30,11 +30,6 @@ class SliceAssignments:
 
     def __post_init__(self) -> None:
         self._queue = deque(index for index in range(len(self.rows)) if index not in self._committed)
-
-    @classmethod
-    def restored(cls, rows: Sequence[int], committed: Iterable[int]) -> SliceAssignments:
-        """Return the slices of a job that has committed some."""
-        return cls(rows, set(committed))
 
     @property
     def unfinished(self) -> int:

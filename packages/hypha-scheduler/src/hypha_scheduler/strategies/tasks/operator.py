@@ -144,15 +144,14 @@ class TasksOperator(base.Operator):
     _others: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.instances = Instances(self.graph, self._on_ready, self.context.first_attempt + 1)
+        self.instances = Instances(
+            self.graph, lambda ready: self.placement.enqueue(ready), self.context.first_attempt + 1
+        )
         self.placement = Placement(self.graph, self.instances, self._input_holders, self.avoidance)
         self.collection = OutputCollection(self.context, self.holders)
         self._copies_missing = sum(len(task.keep) * len(task.names) for task in self.graph.tasks.values())
         self.instances.begin()
         self._replay()
-
-    def _on_ready(self, instance: Instance) -> None:
-        self.placement.enqueue(instance)
 
     def _input_holders(self, instance: Instance) -> list[PeerId]:
         """Return the workers that hold inputs of an instance; results of several instances are everywhere."""
