@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from hypha_net.node.accounts import parse_since
 from hypha_net.node.cli import BAD_USAGE, UnreachableNetworkError, config_option, since_option, table_format_option
 from hypha_net.node.lifecycle import INTERRUPTED
 
@@ -368,23 +367,19 @@ def cancel(job: str, file: Path | None, socket: Path | None) -> None:
 @_socket_option
 @since_option
 @table_format_option
-def accounts(file: Path | None, socket: Path | None, since: str | None, form: str) -> None:
+def accounts(file: Path | None, socket: Path | None, since: float, form: str) -> None:
     """Print what each lease of the scheduler's jobs has cost: job, worker, seconds, price and tokens.
 
     Also while no scheduler runs. The earliest lease comes first; one that the scheduler has taken back when it was
     started again has a line for each run. Exit codes: 0 printed, 1 the accounts cannot be read, 2 wrong usage.
     """
     from hypha_scheduler.jobs.lease_accounts import AccountsFileError
-    from hypha_scheduler.submission.account_list import list_accounts, render_accounts
+    from hypha_scheduler.submission.account_list import show_accounts
 
-    try:
-        begin = 0.0 if since is None else parse_since(since, time.time())
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--since") from None
     with _exit_codes():
         runs = _find_socket(socket, file).parent
     try:
-        click.echo(render_accounts(list_accounts(runs, begin), form), nl=False)
+        click.echo(show_accounts(runs, since, form), nl=False)
     except (OSError, AccountsFileError) as error:
         raise click.ClickException(f"the accounts cannot be read: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Shared parts of the commands ``accounts`` of workers and schedulers: the option ``--since``, JSON and CSV."""
+"""Shared parts of the commands ``accounts`` of workers and schedulers: periods of ``--since``, and the output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -39,15 +39,25 @@ def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as an array of objects."""
-    return json.dumps(rows) + "\n"
+def render_accounts(
+    rows: Sequence[Mapping[str, Any]], fields: Sequence[str], form: str, describe: Callable[[Mapping[str, Any]], str]
+) -> str:
+    """Return accounts as ``text``, ``json`` (an array of objects) or ``csv``.
 
-
-def render_csv(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> str:
-    """Return rows with these columns, after a line with their names."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fields, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    Args:
+        rows: accounts, each with ``seconds`` and ``tokens``.
+        fields: columns of the CSV.
+        form: ``text``, ``json`` or ``csv``.
+        describe: returns the line of an account in the text, which ends with the sums.
+    """
+    if form == "json":
+        return json.dumps(rows) + "\n"
+    if form == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+    seconds, tokens = (sum(row[name] for row in rows) for name in ("seconds", "tokens"))
+    sums = f"{len(rows)} leases, {seconds:.1f} s, {tokens:.4f} tokens"
+    return "".join(f"{line}\n" for line in [*map(describe, rows), sums])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any, Final, Generic, TypeVar
 import click
 from click.core import ParameterSource
 
+from hypha_net.node.accounts import parse_since
 from hypha_net.node.checks import Check, check_gateways, check_node
 from hypha_net.node.config.errors import ConfigError
 from hypha_net.node.config.loader import Loaded, load_config
@@ -65,8 +67,21 @@ set_option = click.option(
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", help="How to print the result."
 )
+
+
+def _parse_since(_context: click.Context, _option: click.Parameter, text: str | None) -> float:
+    try:
+        return 0.0 if text is None else parse_since(text, time.time())
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--since") from None
+
+
 since_option = click.option(
-    "--since", default=None, metavar="D", help="Only leases held since then: 12h, 7d or 4w ago, or a date: 2026-12-31."
+    "--since",
+    callback=_parse_since,
+    default=None,
+    metavar="D",
+    help="Only leases held since then: 12h, 7d or 4w ago, or a date: 2026-12-31.",
 )
 table_format_option = click.option(
     "--format",

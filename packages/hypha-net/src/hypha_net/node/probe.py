@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
+from hypha_net.node.accounts import time_text
 from hypha_net.node.config.models import NodeConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ async def probe(config: NodeConfig, address: str, timeout: float) -> Probed:
         role=(about.role if about else None) or health.role,
         agent=agent,
         version=health.version,
-        certificate_end=None if end is None else datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        certificate_end=None if end is None else time_text(end),
         bytes_sent=health.bytes_sent,
         bytes_received=health.bytes_received,
         clock_offset=None if health.time_ms is None else round(health.time_ms / 1000 - middle, 1),

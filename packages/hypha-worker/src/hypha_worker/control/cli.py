@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import click
 
-from hypha_net.node.accounts import parse_since
 from hypha_net.node.cli import (
     ConfigurationError,
     UnreachableNetworkError,
@@ -108,7 +107,7 @@ def drain(file: Path | None, socket: Path | None, timeout: float | None) -> None
 @config_option
 @since_option
 @table_format_option
-def accounts(file: Path | None, since: str | None, form: str) -> None:
+def accounts(file: Path | None, since: float, form: str) -> None:
     """Print what each lease has earned: job, scheduler, seconds, price, tokens and outcome.
 
     Also while no worker runs. The earliest lease comes first. Exit codes: 0 printed, 1 the accounts cannot be read, 2
@@ -117,17 +116,13 @@ def accounts(file: Path | None, since: str | None, form: str) -> None:
     import time
 
     from hypha_worker.accounts.storage import read_accounts
-    from hypha_worker.control.display import render_accounts
+    from hypha_worker.control.display import show_accounts
 
-    now = time.time()
     try:
-        begin = 0.0 if since is None else parse_since(since, now)
-        found = read_accounts(load_worker(file).work_dir, now)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--since") from None
+        found = read_accounts(load_worker(file).work_dir, time.time())
     except OSError as error:
         raise click.ClickException(f"the accounts cannot be read: {error}; run this as the worker's user") from None
-    click.echo(render_accounts([account for account in found if account.updated >= begin], form), nl=False)
+    click.echo(show_accounts([account for account in found if account.updated >= since], form), nl=False)
 
 
 def _ask(path: Path, command: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hypha_net.node.accounts import render_csv, render_json, time_text
+from hypha_net.node.accounts import render_accounts, time_text
 from hypha_net.node.descriptors import FEW
 from hypha_net.peer_names import name_peers
 from hypha_proto.ids import describe_peer
@@ -75,12 +75,9 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
-def render_accounts(accounts: Sequence[LeaseAccount], form: str) -> str:
+def show_accounts(accounts: Sequence[LeaseAccount], form: str) -> str:
     """Return accounts as ``text``, ``json`` (an array of objects) or ``csv``; times are UTC."""
-    rows = [_account(account) for account in accounts]
-    if form == "json":
-        return render_json(rows)
-    return render_csv(rows, FIELDS) if form == "csv" else _render_accounts(accounts, rows)
+    return render_accounts([_account(account) for account in accounts], FIELDS, form, _describe)
 
 
 def _account(account: LeaseAccount) -> dict[str, Any]:
@@ -90,13 +87,9 @@ def _account(account: LeaseAccount) -> dict[str, Any]:
     }
 
 
-def _render_accounts(accounts: Sequence[LeaseAccount], rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
+def _describe(row: Mapping[str, Any]) -> str:
+    return (
         f"{row['began']}  lease {row['lease']}  job {row['job'] or 'none'}  "
         f"scheduler {describe_peer(row['scheduler'], row['name'])}  "
         f"{row['seconds']:.1f} s at {row['price']:g} an hour = {row['tokens']:.4f} tokens  {row['outcome']}"
-        for row in rows
-    ]
-    seconds, tokens = sum(account.seconds for account in accounts), sum(account.tokens for account in accounts)
-    total = f"{len(accounts)} leases, {seconds:.1f} s, {tokens:.4f} tokens"
-    return "".join(f"{line}\n" for line in [*lines, total])
+    )
