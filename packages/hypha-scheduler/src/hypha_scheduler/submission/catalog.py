@@ -16,7 +16,7 @@ from hypha_proto.record_file import EVENTS, read_ends
 
 MAX_JOBS: Final = 1000
 """Jobs that are listed, the newest first."""
-_STATES: Final = {"finished": "finished", "failed": "failed", "interrupted": "interrupted"}
+_ENDS: Final = frozenset({"finished", "failed", "interrupted"})
 ACTIVE: Final = frozenset({"waiting", "running"})
 """States of a job that has not ended."""
 _BEGINS: Final = frozenset({"accepted", "resumed", "queued"})
@@ -45,11 +45,10 @@ def read_entry(directory: Path) -> JobEntry | None:
     except OSError:
         return None
     first: dict[str, Any] = next((event for event in begin if event.get("event") in _BEGINS), {})
-    kinds = {*_STATES, *_BEGINS}
-    last: dict[str, Any] = next((event for event in reversed(end) if event.get("event") in kinds), {})
+    last: dict[str, Any] = next((event for event in reversed(end) if event.get("event") in _BEGINS | _ENDS), {})
     kind = str(last.get("event"))
-    has_end = kind in _STATES
-    state = "cancelled" if last.get("cancelled") is True else _STATES.get(kind, "interrupted")
+    has_end = kind in _ENDS
+    state = "cancelled" if last.get("cancelled") is True else kind if has_end else "interrupted"
     return JobEntry(
         directory.name,
         state,
