@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from collections.abc import Callable
+from typing import Final
 
 import anyio
 
 from hypha_data.verification import SliceVerifier
 from hypha_net import dataset_directory, retries
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError, UnreachableError
 from hypha_proto.datasets import DatasetRecord
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 INTERVAL: Final = 900.0
 """Seconds between announcements; in between the endpoint renews the last one repeatedly."""
@@ -78,18 +75,7 @@ async def _announce(endpoint: Endpoint, verifier: SliceVerifier) -> frozenset[in
         await dataset_directory.announce_dataset(endpoint, dataset.name, record)
         return withheld
 
-    withheld = await until_accepted(f"dataset {dataset.name}", announce)
+    withheld = await retries.ANNOUNCEMENT.retry_unreachable(f"dataset {dataset.name} is not announced yet", announce)
     but = f", {len(withheld)} of them not served" if withheld else ""
     _log.info("dataset %s announced: %d slices%s", dataset.name, len(dataset.manifest.slices), but)
     return withheld
-
-
-async def until_accepted(what: str, announce: Callable[[], Awaitable[T]]) -> T:
-    """Call `announce` until a directory server accepts the record; return what it returns."""
-
-    def on_failure(error: NetError, pause: float) -> None:
-        if not isinstance(error, UnreachableError):
-            raise error
-        _log.warning("%s is not announced yet, trying again in %.1f s: %s", what, pause, error)
-
-    return await retries.ANNOUNCEMENT.retry(announce, on_failure)

@@ -15,10 +15,10 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from hypha_data.announcer import INTERVAL, until_accepted
+from hypha_data.announcer import INTERVAL
 from hypha_data.digest_cache import Fingerprint, OnRead, read_digest
 from hypha_data.errors import DatasetError
-from hypha_net import content_directory, instrumentation
+from hypha_net import content_directory, instrumentation, retries
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource, TransferError
 from hypha_proto.ids import PeerId
@@ -98,8 +98,9 @@ async def keep_provided(
     files.add(file)
     _log.info("%s is %s%s, %d bytes", path, DIGEST_PREFIX, file.sha256, file.fingerprint.size)
     while file.is_unchanged:
-        await until_accepted(
-            str(path), lambda: content_directory.announce_content(endpoint, file.sha256, file.fingerprint.size)
+        await retries.ANNOUNCEMENT.retry_unreachable(
+            f"{path} is not announced yet",
+            lambda: content_directory.announce_content(endpoint, file.sha256, file.fingerprint.size),
         )
         announced()
         await anyio.sleep(INTERVAL)

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import anyio
 
 from hypha_net.backoff import jittered
-from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import NetError, TransferRefusedError, UnreachableError, UnsupportedProtocolError
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,20 @@ class RetryPolicy:
             if isinstance(error, (TransferRefusedError, UnsupportedProtocolError, *final)):
                 raise error
             _log.info("%s failed (%s), again in %.1f s", what, error, pause)
+
+        return await self.retry(attempt, on_failure)
+
+    async def retry_unreachable(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Call `attempt` as `retry` does, and log that `what`; only that nobody can be reached is tried again.
+
+        Raises:
+            NetError: the error of the last attempt.
+        """
+
+        def on_failure(error: NetError, pause: float) -> None:
+            if not isinstance(error, UnreachableError):
+                raise error
+            _log.warning("%s, trying again in %.1f s: %s", what, pause, error)
 
         return await self.retry(attempt, on_failure)
 

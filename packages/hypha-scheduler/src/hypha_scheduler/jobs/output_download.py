@@ -20,11 +20,9 @@ from hypha_net import instrumentation, retries, transfer
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
-    NetError,
     NoSpaceError,
     TransferError,
     TransferRefusedError,
-    UnreachableError,
     first_leaf_error,
 )
 from hypha_proto.ids import PeerId
@@ -110,13 +108,9 @@ async def _pull_one(
     file = output.files[index]
     what = f"file {file.path or output.name!r} of output {output.name!r} at {holder}"
 
-    def on_failure(error: NetError, pause: float) -> None:
-        if not isinstance(error, UnreachableError):
-            raise error
-        _log.warning("%s cannot be fetched, trying again in %.1f s: %s", what, pause, error)
-
+    pull = partial(_pull, endpoint, output, index, holder, path)
     try:
-        await retries.OUTPUT.retry(partial(_pull, endpoint, output, index, holder, path), on_failure)
+        await retries.OUTPUT.retry_unreachable(f"{what} cannot be fetched", pull)
     except ContentMismatchError as error:
         _FALSE.add()
         raise ContentMismatchError(f"{what} is not what its worker reported: {error}") from error
