@@ -425,6 +425,20 @@ def make_task_worker(tmp_path: Path, serve: Callable[[Any], Any]) -> Iterator[Ca
         yield make
 
 
+@pytest.fixture
+def fails(caplog: pytest.LogCaptureFixture) -> Callable[[Callable[[list[str]], int], list[str], int], str]:
+    """Return a function that runs a program, which ends with an exit code and one line; it returns the line."""
+
+    def run(main: Callable[[list[str]], int], arguments: list[str], code: int) -> str:
+        caplog.clear()
+        assert main(arguments) == code
+        [error] = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert error.exc_info is None
+        return error.getMessage()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def words() -> Any:
     """Create a tokenizer whose tokens are small letters, digits, punctuation and five special ones."""

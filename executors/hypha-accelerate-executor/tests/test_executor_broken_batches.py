@@ -166,7 +166,7 @@ def test_gradients_whose_norm_alone_is_too_large_are_steps_as_before(max_norm: f
 
 
 def test_a_gradient_that_is_not_finite_ends_the_job_at_once(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., Any], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss = Trainer.loss
 
@@ -176,8 +176,7 @@ def test_a_gradient_that_is_not_finite_ends_the_job_at_once(
 
     monkeypatch.setattr(Trainer, "loss", square_root_of_nothing)
     worker = make_worker(rounds=2, batches=5)
-    assert training.main(worker.arguments()) == 1
-    [message] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    message = fails(training.main, worker.arguments(), 1)
     assert "the gradient of 'resnet." in message
     assert "slice 0, rows " in message
     assert worker.reports == []
@@ -194,31 +193,25 @@ class FakeModel(torch.nn.Module):
         self.config = type("Config", (), config)()
 
 
-def error(caplog: pytest.LogCaptureFixture, arguments: list[str]) -> str:
-    assert training.main(arguments) == 1
-    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    return record.getMessage()
-
-
 @pytest.mark.parametrize("value", [10, -1, 2**62])
 def test_a_label_out_of_range_is_named_with_dataset_slice_row_and_column(
     make_worker: Callable[..., Any],
     digit_slices: list[Path],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
     value: int,
 ) -> None:
     rows = {name: array.copy() for name, array in safetensors.numpy.load_file(digit_slices[1]).items()}
     rows["labels"][17] = value
     safetensors.numpy.save_file(rows, tmp_path / "wrong.safetensors")
     worker = make_worker(batches=100, slices=[digit_slices[0], tmp_path / "wrong.safetensors"])
-    message = error(caplog, worker.arguments())
+    message = fails(training.main, worker.arguments(), 1)
     assert message.startswith(f"dataset 'digits', slice 1, row 17, column 'labels': {value} is not a label ")
     assert "takes 0 to 9, or -100 for none" in message
 
 
 def test_a_token_out_of_range_is_named_with_its_position(
-    make_worker: Callable[..., Any], llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., Any], llama: Path, tmp_path: Path, fails: Callable[..., str]
 ) -> None:
     tokens = np.arange(32, dtype=np.int64).reshape(4, 8)
     tokens[2, 5] = 64
@@ -229,7 +222,7 @@ def test_a_token_out_of_range_is_named_with_its_position(
         "artifact": {"type": "uri", "value": "file:///model"},
         "input-names": ["tokens"],
     }
-    message = error(caplog, worker.arguments(model=model, batch_size=4))
+    message = fails(training.main, worker.arguments(model=model, batch_size=4), 1)
     assert message.startswith("dataset 'digits', slice 0, row 2, column 'tokens', position 5: 64 is not a token ")
     assert "takes 0 to 63;" in message
 

@@ -30,12 +30,11 @@ from hypha_proto.job_spec import UriReference
 
 pytestmark = pytest.mark.timeout(120)
 
+LOSS = "hypha.accelerate_executor.train.trainer.loss_of"
 MODEL = {"task": "image-classification", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 
 
-def test_a_worker_that_does_not_answer_times_out(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_does_not_answer_times_out(make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
     worker = make_worker()
     enough = threading.Event()
 
@@ -44,40 +43,29 @@ def test_a_worker_that_does_not_answer_times_out(
         return 0, None
 
     worker.answers["/status/batches"] = never
-    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "2"], 1)
+    message = fails(training.main, [*worker.arguments(), "--timeout", "2"], 1)
     enough.set()
     assert message == "/status/batches: the worker did not answer within 2 s"
 
 
-def _ends_with(caplog: pytest.LogCaptureFixture, arguments: list[str], code: int) -> str:
-    caplog.clear()
-    assert training.main(arguments) == code
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 1
-    assert errors[0].exc_info is None
-    return errors[0].getMessage()
-
-
 def test_an_outer_update_that_never_arrives_times_out(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., Any], fails: Callable[..., str]
 ) -> None:
     worker = make_worker(batches=3, silent=True)
-    message = _ends_with(caplog, [*worker.arguments(), "--timeout", "2"], 1)
+    message = fails(training.main, [*worker.arguments(), "--timeout", "2"], 1)
     assert message == "no outer update of round 1 came within 2 s"
 
 
-def test_a_stream_that_ends_early_fails(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_ends_early_fails(make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
     worker = make_worker(batches=3, silent=True)
     worker.events.put(None)
-    assert "closed the stream" in _ends_with(caplog, worker.arguments(), 1)
+    assert "closed the stream" in fails(training.main, worker.arguments(), 1)
 
 
-def test_a_missing_socket_fails(
-    tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_socket_fails(tmp_path: Path, make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
     arguments = make_worker().arguments()
     arguments[1] = str(tmp_path / "nothing.sock")
-    assert "closed the bridge" in _ends_with(caplog, arguments, 1)
+    assert "closed the bridge" in fails(training.main, arguments, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +94,7 @@ def test_a_missing_socket_fails(
 )
 def test_a_worker_with_error_or_malformed_answers(
     make_worker: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
     route: str,
     status: int,
     answer: Any,
@@ -115,7 +103,7 @@ def test_a_worker_with_error_or_malformed_answers(
 ) -> None:
     worker = make_worker(batches=3)
     worker.answers[route] = lambda _: (status, answer)
-    assert words in _ends_with(caplog, worker.arguments(), code)
+    assert words in fails(training.main, worker.arguments(), code)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +206,13 @@ def test_done_ends_the_run_after_any_report(make_worker: Callable[..., Any], kin
     ],
 )
 def test_an_unsupported_job_is_refused(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, config: Any, code: int, words: str
+    make_worker: Callable[..., Any], fails: Callable[..., str], config: Any, code: int, words: str
 ) -> None:
-    assert words in _ends_with(caplog, make_worker().arguments(**config), code)
+    assert words in fails(training.main, make_worker().arguments(**config), code)
 
 
 def test_a_slice_that_does_not_fit_the_model(
-    make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., Any], tmp_path: Path, fails: Callable[..., str]
 ) -> None:
     path = tmp_path / "wide.safetensors"
     images = np.zeros((16, 3, 8, 8), "f4")
@@ -235,15 +223,13 @@ def test_a_slice_that_does_not_fit_the_model(
         ({"pixel_values": images}, "lacks the tensor 'labels'"),
     ):
         safetensors.numpy.save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, path)
-        assert words in _ends_with(caplog, make_worker(slices=[path]).arguments(), 1)
+        assert words in fails(training.main, make_worker(slices=[path]).arguments(), 1)
 
 
-def test_a_work_directory_that_cannot_be_written(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_work_directory_that_cannot_be_written(make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
     worker = make_worker(batches=3)
     (worker.work_dir / "update-1.safetensors").mkdir()
-    assert "update-1.safetensors" in _ends_with(caplog, worker.arguments(), 1)
+    assert "update-1.safetensors" in fails(training.main, worker.arguments(), 1)
 
 
 @pytest.mark.parametrize(
@@ -259,19 +245,19 @@ def test_a_work_directory_that_cannot_be_written(
     ],
 )
 def test_what_is_no_task_that_trains_is_refused(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, task: str | dict[str, int], words: str
+    make_worker: Callable[..., Any], fails: Callable[..., str], task: str | dict[str, int], words: str
 ) -> None:
     worker = make_worker()
     text = task if isinstance(task, str) else worker.job(**task)
-    assert words in _ends_with(caplog, [*worker.arguments()[:-1], text], 2)
+    assert words in fails(training.main, [*worker.arguments()[:-1], text], 2)
 
 
-def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_from_a_file(tmp_path: Path, make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
     worker = make_worker(rounds=1, batches=3)
     arguments = worker.arguments()
     (tmp_path / "job.json").write_text(arguments[-1])
     assert training.main([*arguments[:-1], f"@{tmp_path / 'job.json'}"]) == 0
-    assert "job2.json" in _ends_with(caplog, [*arguments[:-1], f"@{tmp_path / 'job2.json'}"], 2)
+    assert "job2.json" in fails(training.main, [*arguments[:-1], f"@{tmp_path / 'job2.json'}"], 2)
 
 
 def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,14 +268,14 @@ def test_a_delay_slows_every_batch(make_worker: Callable[..., Any], monkeypatch:
 
 
 def test_a_delay_that_is_not_a_number_is_refused(
-    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str]
 ) -> None:
     monkeypatch.setenv(DELAY_VARIABLE, "slow")
-    assert "HYPHA_EXECUTOR_DELAY='slow'" in _ends_with(caplog, make_worker().arguments(), 2)
+    assert "HYPHA_EXECUTOR_DELAY='slow'" in fails(training.main, make_worker().arguments(), 2)
 
 
 def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., Any], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker(batches=3)
 
@@ -297,7 +283,7 @@ def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("hypha.accelerate_executor.diloco.replica.write_update", full)
-    message = _ends_with(caplog, worker.arguments(), os.EX_IOERR)
+    message = fails(training.main, worker.arguments(), os.EX_IOERR)
     assert message == f"{worker.work_dir}: No space left on device"
 
 
@@ -321,7 +307,7 @@ def test_a_full_disk_exits_with_a_code_of_its_own_and_names_the_path(
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_exhausted_memory_has_an_exit_code_of_its_own_and_one_line(
     make_worker: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     line: str,
@@ -331,45 +317,42 @@ def test_exhausted_memory_has_an_exit_code_of_its_own_and_one_line(
         raise error
 
     if place == "forward":
-        monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
+        monkeypatch.setattr(LOSS, fail)
     else:
         monkeypatch.setattr(torch.Tensor, "backward", fail)
         line = f"out of memory: {' '.join(str(error).split())}" if str(error) else line
-    message = _ends_with(caplog, make_worker(batches=3).arguments(), 75)
+    message = fails(training.main, make_worker(batches=3).arguments(), 75)
     assert line in message
     assert "\n" not in message
 
 
-def test_a_model_that_does_not_fit_into_memory_has_that_exit_code(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+LOADED = "transformers.AutoModelForImageClassification.from_pretrained"
+STEPPED = "hypha.accelerate_executor.distributed.accelerator.clip_and_step"
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "code", "line"),
+    [
+        (LOADED, torch.OutOfMemoryError("CUDA out of memory"), 75, "out of memory: the model cannot be loaded.*"),
+        (LOSS, RuntimeError("mat1 and mat2 cannot be multiplied"), 1, ".*mat2 cannot be multiplied.*"),
+        (STEPPED, RuntimeError("CUDA error: an ECC error"), 1, r"RuntimeError: CUDA error: an ECC error \(.*"),
+    ],
+    ids=["a model too large for memory", "another error of torch", "an error of the device"],
+)
+def test_an_error_of_torch_has_the_exit_code_of_its_kind(
+    make_worker: Callable[..., Any],
+    fails: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: Exception,
+    code: int,
+    line: str,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
-    monkeypatch.setattr("transformers.AutoModelForImageClassification.from_pretrained", fail)
-    message = _ends_with(caplog, make_worker().arguments(), 75)
-    assert message.startswith("out of memory: the model cannot be loaded")
-
-
-def test_another_error_of_torch_is_no_lack_of_memory(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
-    assert "cannot be multiplied" in _ends_with(caplog, make_worker(batches=3).arguments(), 1)
-
-
-def test_an_error_of_the_device_concerns_the_machine_and_not_the_job(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
-
-    monkeypatch.setattr("hypha.accelerate_executor.distributed.accelerator.clip_and_step", fail)
-    message = _ends_with(caplog, make_worker(batches=3).arguments(), 1)
-    assert message.startswith("RuntimeError: CUDA error: uncorrectable ECC error encountered (")
+    monkeypatch.setattr(place, fail)
+    assert re.fullmatch(line, fails(training.main, make_worker(batches=3).arguments(), code))
 
 
 def test_a_command_ends_with_one_line_whatever_a_library_raises(
@@ -389,15 +372,15 @@ def test_a_command_ends_with_one_line_whatever_a_library_raises(
 
 def test_an_unforeseen_error_is_one_line_after_its_traceback(
     make_worker: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr("hypha.accelerate_executor.train.trainer.loss_of", fail)
-    message = _ends_with(caplog, make_worker(batches=3).arguments(), 2)
+    monkeypatch.setattr(LOSS, fail)
+    message = fails(training.main, make_worker(batches=3).arguments(), 2)
     assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_executor_exit\.py:\d+\)", message)
     assert "Traceback (most recent call last):" in capsys.readouterr().err
 

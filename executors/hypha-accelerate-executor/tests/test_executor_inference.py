@@ -34,6 +34,18 @@ CLASSIFY = {"task": "classify", "type": "image-classification", "inference": {"b
 
 
 @pytest.fixture
+def make_classifier(
+    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
+) -> Callable[..., Any]:
+    """Return a function that starts a worker with the first slices of the digits."""
+
+    def make(slices: int = 0, settings: dict[str, Any] = CLASSIFY, **more: Any) -> Any:
+        return make_task_worker(digit_model, digit_slices[:slices], settings, **more)
+
+    return make
+
+
+@pytest.fixture
 def json_slice(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a slice of JSON lines; a row that is text is a line as it is."""
 
@@ -50,15 +62,6 @@ def _run(worker: Any, *more: str) -> list[Any]:
     """Run the executor; return the rows of all parts in order."""
     assert inference.main(worker.arguments(*more)) == 0
     return [row for index in sorted(worker.parts) for row in worker.parts[index]]
-
-
-def _fails(caplog: pytest.LogCaptureFixture, worker: Any, code: int, *more: str) -> str:
-    caplog.clear()
-    assert inference.main(worker.arguments(*more)) == code
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 1
-    assert errors[0].exc_info is None
-    return errors[0].getMessage()
 
 
 # ------------------------------------------------------------------------------------------------------ classification
@@ -168,11 +171,11 @@ def test_the_first_bad_row_ends_a_job_that_asks_for_it(
     make_task_worker: Callable[..., Any],
     digit_model: Path,
     json_slice: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
 ) -> None:
     settings = CLASSIFY | {"inference": {"on_error": "fail"}}
     worker = make_task_worker(digit_model, [json_slice([{"id": 1}])], settings)
-    message = _fails(caplog, worker, 1)
+    message = fails(inference.main, worker.arguments(), 1)
     assert message == "dataset 'rows', slice 0, row 0: missing-column: there is no column 'pixel_values', only id"
     assert worker.sent == []
 
@@ -232,7 +235,7 @@ def test_a_class_of_the_owner_classifies(
     make_task_worker: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    fails: Callable[..., str],
 ) -> None:
     from hypha.accelerate_executor.modeling.torch import write_torch_model
 
@@ -251,7 +254,7 @@ def test_a_class_of_the_owner_classifies(
     safetensors.numpy.save_file({"x": np.array([1.0, -1.0], "f4")}, path)
     settings = {"task": "classify", "type": "torch"}
     worker = make_task_worker(tmp_path / "net", [path], settings)
-    assert "not allowed on this worker" in _fails(caplog, worker, 2)
+    assert "not allowed on this worker" in fails(inference.main, worker.arguments(), 2)
     found = _run(make_task_worker(tmp_path / "net", [path], settings), "--allow-module", "two_classes")
     assert [row["label"] for row in found] == [0, 1]
     assert found[0]["score"] == pytest.approx(1 / (1 + np.exp(-4)), abs=2e-2)
@@ -386,10 +389,8 @@ def test_rows_without_a_prompt_that_fits_are_errors(
 # ------------------------------------------------------------------------------------------------- slices in hand, end
 
 
-def test_at_most_two_slices_are_in_hand(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY)
+def test_at_most_two_slices_are_in_hand(make_classifier: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make_classifier(5)
     computed = threading.Event()
     handed_out: list[int] = []
     write = Part.write
@@ -418,10 +419,8 @@ def test_at_most_two_slices_are_in_hand(
     assert sorted(worker.parts) == [0, 1, 2, 3, 4]
 
 
-def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
-) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+def test_a_fetch_that_waits_keeps_no_part_from_being_sent(make_classifier: Callable[..., Any]) -> None:
+    worker = make_classifier(2)
     both_sent = threading.Event()
 
     def fetch(body: Any) -> tuple[int, Any]:
@@ -441,7 +440,7 @@ def test_a_fetch_that_waits_keeps_no_part_from_being_sent(
 
 
 def test_a_fetch_is_repeated_while_others_compute_the_slices(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+    make_classifier: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept = 0.0
 
@@ -452,7 +451,7 @@ def test_a_fetch_is_repeated_while_others_compute_the_slices(
     # the waits take no time: together they are longer than the timeout of one request
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept, sleep=sleep)
     monkeypatch.setattr("hypha.accelerate_executor.bridge.client.time", clock)
-    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
+    worker = make_classifier(1)
     asked = 0
 
     def fetch(body: Any) -> tuple[int, Any]:
@@ -468,18 +467,14 @@ def test_a_fetch_is_repeated_while_others_compute_the_slices(
     assert slept > 10
 
 
-def test_a_drained_task_finishes_its_slice_and_ends(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
-) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:5], CLASSIFY, drains_after=2)
+def test_a_drained_task_finishes_its_slice_and_ends(make_classifier: Callable[..., Any]) -> None:
+    worker = make_classifier(5, drains_after=2)
     _run(worker)
     assert sorted(worker.parts) == [0, 1]
 
 
-def test_a_report_that_is_refused_does_not_end_the_task(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path]
-) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+def test_a_report_that_is_refused_does_not_end_the_task(make_classifier: Callable[..., Any]) -> None:
+    worker = make_classifier(2)
     worker.answers["/task/update"] = lambda _: (429, {"error": "too-many", "detail": "later"})
     _run(worker)
     assert sorted(worker.parts) == [0, 1]
@@ -496,34 +491,23 @@ def test_a_report_that_is_refused_does_not_end_the_task(
     ],
 )
 def test_a_worker_with_errors_ends_the_task(
-    make_task_worker: Callable[..., Any],
-    digit_model: Path,
-    digit_slices: list[Path],
-    caplog: pytest.LogCaptureFixture,
-    route: str,
-    status: int,
-    answer: Any,
-    words: str,
+    make_classifier: Callable[..., Any], fails: Callable[..., str], route: str, status: int, answer: Any, words: str
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    worker = make_classifier(2)
     worker.answers[route] = lambda _: (status, answer)
-    assert words in _fails(caplog, worker, 1)
+    assert words in fails(inference.main, worker.arguments(), 1)
 
 
 def test_a_full_disk_exits_with_a_code_of_its_own(
-    make_task_worker: Callable[..., Any],
-    digit_model: Path,
-    digit_slices: list[Path],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    make_classifier: Callable[..., Any], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    worker = make_classifier(2)
 
     def full(_: Any, path: Path) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr("hypha.accelerate_executor.predict.loop.Part.write", full)
-    message = _fails(caplog, worker, os.EX_IOERR)
+    message = fails(inference.main, worker.arguments(), os.EX_IOERR)
     assert message == f"{worker.work_dir / 'part-0.jsonl'}: No space left on device"
 
 
@@ -541,20 +525,16 @@ def test_a_full_disk_exits_with_a_code_of_its_own(
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 def test_a_setting_that_is_out_of_range_is_named(
-    make_task_worker: Callable[..., Any],
-    digit_model: Path,
-    caplog: pytest.LogCaptureFixture,
-    changed: dict[str, Any],
-    told: str,
+    make_classifier: Callable[..., Any], fails: Callable[..., str], changed: dict[str, Any], told: str
 ) -> None:
-    assert told in _fails(caplog, make_task_worker(digit_model, [], _generate(**changed)), 2)
+    assert told in fails(inference.main, make_classifier(0, _generate(**changed)).arguments(), 2)
 
 
 def test_everything_that_a_task_asks_for_and_is_not_supported_is_named(
-    make_task_worker: Callable[..., Any], digit_model: Path, caplog: pytest.LogCaptureFixture
+    make_classifier: Callable[..., Any], fails: Callable[..., str]
 ) -> None:
     settings = _generate(prompt="{a} {") | {"type": "image-classification", "columns": ["text", "row"]}
-    message = _fails(caplog, make_task_worker(digit_model, [], settings), 2)
+    message = fails(inference.main, make_classifier(0, settings).arguments(), 2)
     for part in (
         "settings.model.type: 'image-classification': task generate takes models of type causal-lm",
         "settings.inference.prompt: '{a} {': the '{' at character 5 has no counterpart; write it twice",
@@ -565,30 +545,25 @@ def test_everything_that_a_task_asks_for_and_is_not_supported_is_named(
 
 
 def test_start_and_slices_are_spans_of_a_traced_job(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], monkeypatch: pytest.MonkeyPatch
+    make_classifier: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", f"00-{1:032x}-{1:016x}-01")
-    worker = make_task_worker(digit_model, digit_slices[:2], CLASSIFY)
+    worker = make_classifier(2)
     _run(worker)
     assert [span["name"] for span in worker.spans] == ["start executor", "compute slice", "compute slice"]
     assert [span["attributes"].get("hypha.slice") for span in worker.spans] == [None, 0, 1]
 
 
 def test_several_processes_are_refused(
-    make_task_worker: Callable[..., Any],
-    digit_model: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    make_classifier: Callable[..., Any], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    message = _fails(caplog, make_task_worker(digit_model, [], CLASSIFY), 2)
+    message = fails(inference.main, make_classifier().arguments(), 2)
     assert message == 'inference runs in one process; start it with cmd = "python", not with accelerate launch'
 
 
-def test_a_task_from_a_file(
-    make_task_worker: Callable[..., Any], digit_model: Path, digit_slices: list[Path], tmp_path: Path
-) -> None:
-    worker = make_task_worker(digit_model, digit_slices[:1], CLASSIFY)
+def test_a_task_from_a_file(make_classifier: Callable[..., Any], tmp_path: Path) -> None:
+    worker = make_classifier(1)
     arguments = worker.arguments()
     (tmp_path / "task.json").write_text(arguments[-1])
     assert inference.main([*arguments[:-1], f"@{tmp_path / 'task.json'}"]) == 0

@@ -27,29 +27,24 @@ TEXTS: Final = ("a b", "what?", "some more words, 7", "x", "y z!", "the 9 seas: 
 PAIRS: Final = ("cd", "why not?", "x", "more words", "u", "z", "q r s", "!")
 
 
-@pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., Any]:
-    """Return a function that creates a tokenizer of letters, with or without special tokens around texts."""
+def _tokenizer(*, framed: bool = True, types: bool = False, **settings: Any) -> Any:
+    """Create a tokenizer of letters, with or without special tokens around texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
-    transformers: Any = pytest.importorskip("transformers")
-
-    def make(*, framed: bool = True, types: bool = False, **settings: Any) -> Any:
-        vocabulary = {letter: number for number, letter in enumerate(LETTERS)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        if framed:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single="<cls> $A <sep>",
-                pair="<cls> $A <sep> $B:1 <sep>:1",
-                special_tokens=[("<cls>", CLS), ("<sep>", SEP)],
-            )
-        names = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
-        usual = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "model_input_names": names}
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(usual | settings))
-
-    return make
+    vocabulary = {letter: number for number, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if framed:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<cls> $A <sep>",
+            pair="<cls> $A <sep> $B:1 <sep>:1",
+            special_tokens=[("<cls>", CLS), ("<sep>", SEP)],
+        )
+    names = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
+    usual = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "model_input_names": names}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(usual | settings))
 
 
 @pytest.fixture
@@ -72,15 +67,22 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture
+def make_worker_of(make_task_worker: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that starts a worker with a model and one slice: a file, or rows to be written to one."""
+
+    def make(model: Path, rows: Path | Sequence[Any], settings: dict[str, Any]) -> Any:
+        path = rows if isinstance(rows, Path) else tmp_path / "slice.jsonl"
+        if not isinstance(rows, Path):
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return make_task_worker(model, [path], settings)
+
+    return make
+
+
 def _run(worker: Any, *more: str) -> list[Any]:
     assert inference.main(worker.arguments(*more)) == 0
     return [row for index in sorted(worker.parts) for row in worker.parts[index]]
-
-
-def _slice(tmp_path: Path, rows: Sequence[Any], name: str = "slice") -> Path:
-    path = tmp_path / f"{name}.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
 
 
 def _every_night(cases: Mapping[str, Any], everyday: Sequence[str]) -> list[Any]:
@@ -139,86 +141,68 @@ EVERY_DAY: Final = ("bert/one", "bert/multi", "bert/regression", "xlnet", "gpt2/
 
 @pytest.mark.parametrize("name", _every_night(CLASSIFIERS, EVERY_DAY))
 def test_classes_of_text_equal_those_of_the_pipeline(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    name: str,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], name: str
 ) -> None:
     from transformers import pipeline
 
     settings = SMALL | CLASSIFIERS[name]
     padding = {"pad_token": None} if name == "gpt2/unnamed" else {}
-    tokenizer = make_tokenizer(framed="gpt" not in name, **padding)
+    tokenizer = _tokenizer(framed="gpt" not in name, **padding)
     model = make_model("AutoModelForSequenceClassification", name.partition("/")[0], tokenizer, **settings)
     classify = pipeline("text-classification", model=str(model))
     expected = [classify(text, top_k=None) for text in TEXTS]
-    rows = _slice(tmp_path, [{"text": text} for text in TEXTS])
-    _compare(_run(make_task_worker(model, [rows], _settings("sequence-classification", "tokenizer"))), expected)
+    rows = [{"text": text} for text in TEXTS]
+    _compare(_run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer"))), expected)
 
 
 def test_pairs_of_text_keep_their_token_types(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any]
 ) -> None:
     from transformers import pipeline
 
-    model = make_model("AutoModelForSequenceClassification", "bert", make_tokenizer(types=True), **SMALL)
+    model = make_model("AutoModelForSequenceClassification", "bert", _tokenizer(types=True), **SMALL)
     classify: Any = pipeline("text-classification", model=str(model))
     pairs = [{"text": text, "text_pair": pair} for text, pair in zip(TEXTS, PAIRS, strict=True)]
-    worker = make_task_worker(model, [_slice(tmp_path, pairs)], _settings("sequence-classification", "tokenizer"))
+    worker = make_worker_of(model, pairs, _settings("sequence-classification", "tokenizer"))
     worker.settings["preprocessor"]["input_names"] = ["text", "text_pair"]
     worker.settings["model"]["input_names"] = ["input_ids"]  # what the tokenizer makes is used, too
     expected = [classify(pair, top_k=None) for pair in pairs]
     _compare(_run(worker), expected)
 
     tokens = [classify.tokenizer(**pair) for pair in pairs]
-    rows = _slice(tmp_path, [dict(each) for each in tokens])
-    worker = make_task_worker(model, [rows], _settings("sequence-classification", None))
+    rows = [dict(each) for each in tokens]
+    worker = make_worker_of(model, rows, _settings("sequence-classification", None))
     _compare(_run(worker), expected)
 
 
 def test_a_tensor_that_the_model_does_not_take_is_an_error(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make_model("AutoModelForSequenceClassification", "bert", make_tokenizer(), **SMALL)
+    model = make_model("AutoModelForSequenceClassification", "bert", _tokenizer(), **SMALL)
     settings = _settings("sequence-classification", None, inputs=["input_ids", "attention_mask", "labels", "weights"])
-    worker = make_task_worker(model, [_slice(tmp_path, [{"input_ids": [1]}])], settings)
+    worker = make_worker_of(model, [{"input_ids": [1]}], settings)
     assert inference.main(worker.arguments()) == 2
     assert "input_names: 'weights' is no argument of the model, which takes input_ids, " in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("empty", [[""], ["a b", "", "some words"]])
 def test_an_empty_text_is_an_error_alone_and_beside_others(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    empty: list[str],
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], empty: list[str]
 ) -> None:
-    model = make_model("AutoModelForSequenceClassification", "bert", make_tokenizer(framed=False), **SMALL)
-    rows = _slice(tmp_path, [{"text": text} for text in empty])
-    found = _run(make_task_worker(model, [rows], _settings("sequence-classification", "tokenizer")))
+    model = make_model("AutoModelForSequenceClassification", "bert", _tokenizer(framed=False), **SMALL)
+    rows = [{"text": text} for text in empty]
+    found = _run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")))
     error = {"kind": "wrong-value", "detail": "the text has no token"}
     assert [row.get("error") for row in found] == [None if text else error for text in empty]
 
 
 def test_a_model_with_positions_from_its_padding_takes_fewer_tokens(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any]
 ) -> None:
     roberta = SMALL | {"pad_token_id": 3}
-    model = make_model("AutoModelForSequenceClassification", "roberta", make_tokenizer(framed=False), **roberta)
-    rows = _slice(tmp_path, [{"text": "x" * 36}, {"text": "x" * 37}])
-    found = _run(make_task_worker(model, [rows], _settings("sequence-classification", "tokenizer")))
+    model = make_model("AutoModelForSequenceClassification", "roberta", _tokenizer(framed=False), **roberta)
+    rows = [{"text": "x" * 36}, {"text": "x" * 37}]
+    found = _run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")))
     assert [row.get("error", {}).get("detail") for row in found] == [None, "37 tokens; the model takes 36"]
 
 
@@ -244,23 +228,19 @@ WRITERS: Final[dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", _every_night(WRITERS, ("gpt2/ends", "xlnet")))
 def test_texts_equal_those_of_the_pipeline(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    name: str,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], name: str
 ) -> None:
     from transformers import pipeline
 
     settings = LONGER | WRITERS[name]
-    model = make_model("AutoModelForCausalLM", name.partition("/")[0], make_tokenizer(framed=False), **settings)
+    model = make_model("AutoModelForCausalLM", name.partition("/")[0], _tokenizer(framed=False), **settings)
     write = pipeline("text-generation", model=str(model))
     write._preprocess_params, write._forward_params = {}, {}  # XLNet's continues an article before each prompt
     greedy = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
     expected = [write(text, **greedy)[0]["generated_text"] for text in TEXTS]
     chosen = {"prompt": "{text}", "max_new_tokens": 12, "batch_size": 4}
-    worker = make_task_worker(
-        model, [_slice(tmp_path, [{"text": text} for text in TEXTS])],
+    worker = make_worker_of(
+        model, [{"text": text} for text in TEXTS],
         {"task": "generate", "type": "causal-lm", "inference": chosen},
     )  # fmt: skip
     assert [row["text"] for row in _run(worker)] == expected
@@ -270,35 +250,30 @@ def test_texts_equal_those_of_the_pipeline(
 @pytest.mark.parametrize(("name", "words"), [("gpt2", "rows of any length"), ("bart", "only rows of equal length")])
 def test_the_log_says_which_rows_share_a_batch(
     make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
+    make_worker_of: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     name: str,
     words: str,
 ) -> None:
     caplog.set_level("INFO")
-    model = make_model("AutoModelForCausalLM", name, make_tokenizer(framed=False), **LONGER | WRITERS[name])
+    model = make_model("AutoModelForCausalLM", name, _tokenizer(framed=False), **LONGER | WRITERS[name])
     chosen = {"task": "generate", "type": "causal-lm", "inference": {"prompt": "{text}", "max_new_tokens": 2}}
-    _run(make_task_worker(model, [_slice(tmp_path, [{"text": "a"}])], chosen))
+    _run(make_worker_of(model, [{"text": "a"}], chosen))
     assert any(message.startswith(f"{words} share a batch") for message in caplog.messages)
 
 
 def test_tokens_that_the_model_suppresses_are_in_no_text(
-    make_model: Callable[..., Path],
-    make_tokenizer: Callable[..., Any],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any]
 ) -> None:
-    model = make_model("AutoModelForCausalLM", "gpt2", make_tokenizer(framed=False), **LONGER | GPT2)
+    model = make_model("AutoModelForCausalLM", "gpt2", _tokenizer(framed=False), **LONGER | GPT2)
     chosen = {"task": "generate", "type": "causal-lm", "inference": {"prompt": "{text}", "max_new_tokens": 12}}
-    rows = [_slice(tmp_path, [{"text": text} for text in TEXTS])]
-    usual = {letter for row in _run(make_task_worker(model, rows, chosen)) for letter in row["text"]}
+    rows = [{"text": text} for text in TEXTS]
+    usual = {letter for row in _run(make_worker_of(model, rows, chosen)) for letter in row["text"]}
     excluded = sorted(usual & {*LETTERS})[:3]
     assert excluded
     suppressed = {"suppress_tokens": [LETTERS.index(each) for each in excluded]}
     (model / "generation_config.json").write_text(json.dumps(suppressed))
-    found = _run(make_task_worker(model, rows, chosen))
+    found = _run(make_worker_of(model, rows, chosen))
     assert not any(letter in row["text"] for row in found for letter in excluded)
 
 
@@ -318,7 +293,7 @@ IMAGES: Final[Mapping[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", _every_night(IMAGES, ("vit/one", "resnet")))
 def test_classes_of_images_equal_those_of_the_pipeline(
-    make_model: Callable[..., Path], make_task_worker: Callable[..., Any], tmp_path: Path, name: str
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     from transformers import ViTImageProcessor, pipeline
 
@@ -328,7 +303,7 @@ def test_classes_of_images_equal_those_of_the_pipeline(
     safetensors.numpy.save_file({"image": images}, tmp_path / "slice.safetensors")
     classify = pipeline("image-classification", model=str(model))
     expected = [classify(image, top_k=10) for image in images]
-    worker = make_task_worker(model, [tmp_path / "slice.safetensors"], _settings("image-classification", "image"))
+    worker = make_worker_of(model, tmp_path / "slice.safetensors", _settings("image-classification", "image"))
     _compare(_run(worker), expected)
 
 
@@ -348,7 +323,7 @@ SOUNDS: Final[Mapping[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", _every_night(SOUNDS, ("wav2vec2/multi",)))
 def test_classes_of_sounds_equal_those_of_the_pipeline(
-    make_model: Callable[..., Path], make_task_worker: Callable[..., Any], tmp_path: Path, name: str
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     import transformers as library
 
@@ -362,14 +337,14 @@ def test_classes_of_sounds_equal_those_of_the_pipeline(
     sounds = [random.normal(0, 0.2, length).astype(np.float32) for length in (4000, 3000, 4000, 4000, 3500)]
     classify = transformers.pipeline("audio-classification", model=str(model))
     expected = [classify(sound, top_k=None) for sound in sounds]
-    rows = _slice(tmp_path, [{"audio": sound.tolist()} for sound in sounds])
+    rows = [{"audio": sound.tolist()} for sound in sounds]
     settings = _settings("audio-classification", "feature", inputs=["input_ids", "attention_mask"])  # as schedulers do
-    _compare(_run(make_task_worker(model, [rows], settings)), expected)
+    _compare(_run(make_worker_of(model, rows, settings)), expected)
 
 
 @pytest.mark.parametrize("problem", [pytest.param(None, marks=pytest.mark.nightly), "multi_label_classification"])
 def test_classes_of_videos_equal_those_of_the_pipeline(
-    make_model: Callable[..., Path], make_task_worker: Callable[..., Any], tmp_path: Path, problem: str | None
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], tmp_path: Path, problem: str | None
 ) -> None:
     from transformers import AutoModelForVideoClassification
     from transformers.pipelines.video_classification import VideoClassificationPipeline
@@ -385,7 +360,7 @@ def test_classes_of_videos_equal_those_of_the_pipeline(
         expected = [
             decoded.postprocess(loaded(pixel_values=torch.from_numpy(video[None])), top_k=3) for video in videos
         ]
-    worker = make_task_worker(model, [tmp_path / "slice.safetensors"], _settings("video-classification", None))
+    worker = make_worker_of(model, tmp_path / "slice.safetensors", _settings("video-classification", None))
     _compare(_run(worker), expected)
 
 
@@ -424,13 +399,13 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool
 
 
 def test_the_type_of_a_column_does_not_depend_on_the_batch(
-    own_class: Callable[[bool], Path], make_task_worker: Callable[..., Any], tmp_path: Path
+    own_class: Callable[[bool], Path], make_worker_of: Callable[..., Any]
 ) -> None:
-    rows = _slice(tmp_path, [{"x": x} for x in ([1, 2], [1.0, 2.0], "", None, [3, 0.5], "ab", [], [2, 1])])
+    rows = [{"x": x} for x in ([1, 2], [1.0, 2.0], "", None, [3, 0.5], "ab", [], [2, 1])]
     found = []
     for size in (1, 3, 8):
         settings = {"task": "classify", "type": "torch", "inference": {"batch_size": size}, "columns": ["scores"]}
-        found.append(_run(make_task_worker(own_class(False), [rows], settings), "--allow-module", "own_net"))
+        found.append(_run(make_worker_of(own_class(False), rows, settings), "--allow-module", "own_net"))
     assert found[1] == found[2] == found[0]
     kinds = [row.get("error", {}).get("kind") for row in found[0]]
     assert kinds == [None, None, "wrong-type", "wrong-type", None, "wrong-type", "failed", None]
@@ -438,15 +413,12 @@ def test_the_type_of_a_column_does_not_depend_on_the_batch(
 
 
 def test_rows_of_a_model_that_mixes_them_are_computed_alone(
-    own_class: Callable[[bool], Path],
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    own_class: Callable[[bool], Path], make_worker_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    rows = _slice(tmp_path, [{"x": [0.5 * number, 1.0]} for number in range(6)])
+    rows = [{"x": [0.5 * number, 1.0]} for number in range(6)]
     settings = {"task": "classify", "type": "torch", "inference": {"batch_size": 4}, "columns": ["scores"]}
-    found = _run(make_task_worker(own_class(True), [rows], settings), "--allow-module", "own_net")
+    found = _run(make_worker_of(own_class(True), rows, settings), "--allow-module", "own_net")
     logits = torch.tensor([[0.5 * number, 1.0] for number in range(6)])
     np.testing.assert_allclose([row["scores"] for row in found], torch.softmax(logits, -1), atol=1e-6)
     assert any(message.startswith("each row is computed alone") for message in caplog.messages)
