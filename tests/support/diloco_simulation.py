@@ -437,16 +437,16 @@ class Job:
                 case EndJob(failure):
                     self.outcome = self.outcome or failure or "finished"
 
-    def answer_message(self, outcome: object | None = None) -> None:
+    def answer_message(self) -> None:
         """Let the parameter server answer the oldest announcement."""
-        message = self.unanswered.pop(0)
-        answer = self.server.announce(message) if outcome is None else outcome
+        answer = self.server.announce(self.unanswered.pop(0))
         self.apply(self.operator.on_effect_result(self.tags.pop(0), answer, self.now))
 
-    def answer_lists(self, outcome: object = CommandAnswer(0, accepted=True)) -> None:
+    def answer_lists(self) -> None:
         """Let the parameter server answer what it was told of the workers."""
         while self.lists:
-            self.apply(self.operator.on_effect_result(self.lists.pop(0), outcome, self.now))
+            accepted = CommandAnswer(0, accepted=True)
+            self.apply(self.operator.on_effect_result(self.lists.pop(0), accepted, self.now))
 
     def _send(self, effect: SendCommand) -> None:
         peer = effect.task.lease.peer
@@ -536,6 +536,24 @@ class Job:
         left = getattr(answer, "counter", None)
         executor.left = left if left is not None else (None if executor.left is None else executor.left - 1)
         return answer
+
+    def hand_in(self, *peers: PeerId, batches: int = 2) -> None:
+        """Let workers train, state and send their updates."""
+        for peer in peers:
+            self.train_round(peer, batches)
+        self.contribute(*peers)
+
+    def contribute(self, *peers: PeerId) -> None:
+        """Let workers state and send their updates."""
+        for peer in peers:
+            assert self.state(peer) == (True, "")
+            self.send(peer)
+
+    async def finish_round(self, *peers: PeerId) -> None:
+        """Let the parameter server push its outer update, and workers merge it."""
+        assert await self.push() is None
+        for peer in peers:
+            self.merge(peer)
 
     def train_round(self, peer: PeerId, batches: int) -> None:
         """Let an executor train on some batches."""

@@ -31,8 +31,6 @@ KIND = 'kind = "diloco-transformer"'
 """The executor that the planned job asks of its training workers."""
 TYPE = 'type = "diloco"\n'
 """First line of the planned job."""
-ROUNDS = "[scheduler.job.rounds]\n"
-"""Begin of the planned job's table of rounds."""
 MODEL = 'path = "../start-model"'
 """Where the job starts in the planned scheduler configuration."""
 DATASET = 'dataset = "digits"'
@@ -53,6 +51,14 @@ def trainer(name: str, delay: float) -> str:
     args = ["-m", "hypha.accelerate_executor.training"]
     args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     return f'{text}args = {json.dumps(args)}\nenv = {{ HYPHA_EXECUTOR_DELAY = "{delay}" }}\n'
+
+
+def _replaced(text: str, changes: Mapping[str, str]) -> str:
+    """Return text with parts replaced, each of which must be there."""
+    for old, new in changes.items():
+        assert old in text, text
+        text = text.replace(old, new)
+    return text
 
 
 def _is_fork_server(process: psutil.Process) -> bool:
@@ -293,7 +299,6 @@ class LocalNetwork:
         workers: int | None = None,
         min_workers: int | None = None,
         settings: str = "",
-        round_settings: str = "",
         resources: str = "",
     ) -> Job:
         """Start a scheduler with a new job.
@@ -306,7 +311,6 @@ class LocalNetwork:
             workers: training workers; by default all of the network.
             min_workers: training workers without which the job pauses; by default all.
             settings: TOML of further keys of the job itself.
-            round_settings: TOML of further keys of its table ``rounds``.
             resources: TOML of further keys of its table ``resources``.
         """
         self._jobs += 1
@@ -317,24 +321,18 @@ class LocalNetwork:
         write_configuration(self.folders, some, training, sys.executable)
         runs = self.folders.runs / name
         runs.mkdir()
-        text = self.configuration("scheduler").read_text().replace('"../runs"', json.dumps(f"../runs/{name}"))
-        if kind is not None:
-            assert KIND in text
-            text = text.replace(KIND, f'kind = "{kind}"')
-        if model is not None:
-            assert MODEL in text
-            text = text.replace(MODEL, model)
-        if dataset is not None:
-            assert DATASET in text
-            text = text.replace(DATASET, dataset)
         count = f"num_workers = {workers}\n"
-        assert count in text
-        least = f"min_workers = {min_workers or workers}\n"
-        text = text.replace(count, f"{count}{least}{resources}")
-        assert TYPE in text
-        text = text.replace(TYPE, f"{TYPE}{settings}")
-        assert ROUNDS in text
-        text = text.replace(ROUNDS, f"{ROUNDS}{round_settings}")
+        text = _replaced(
+            self.configuration("scheduler").read_text(),
+            {
+                '"../runs"': json.dumps(f"../runs/{name}"),
+                KIND: KIND if kind is None else f'kind = "{kind}"',
+                MODEL: model or MODEL,
+                DATASET: dataset or DATASET,
+                count: f"{count}min_workers = {min_workers or workers}\n{resources}",
+                TYPE: f"{TYPE}{settings}",
+            },
+        )
         self.configuration(name).write_text(text)
         return self.restart(name)
 
@@ -361,15 +359,16 @@ class LocalNetwork:
         """
         runs = self.folders.runs / dataset
         runs.mkdir()
-        text = self.configuration("scheduler").read_text()
-        for old, new in (
-            ('output_dir = "../runs"', f'output_dir = "../runs/{dataset}"'),
-            ('dataset = "digits"', f'dataset = "{dataset}"' + (f'\nevaluation = "{evaluation}"' if evaluation else "")),
-            (MODEL, f"path = {json.dumps(str(model))}\ninput_names = {json.dumps(inputs)}"),
-            ('type = "vision-classification"', f'type = "{kind}"'),
-        ):
-            assert old in text, text
-            text = text.replace(old, new)
+        named = f'dataset = "{dataset}"' + (f'\nevaluation = "{evaluation}"' if evaluation else "")
+        text = _replaced(
+            self.configuration("scheduler").read_text(),
+            {
+                '"../runs"': f'"../runs/{dataset}"',
+                DATASET: named,
+                MODEL: f"path = {json.dumps(str(model))}\ninput_names = {json.dumps(inputs)}",
+                'type = "vision-classification"': f'type = "{kind}"',
+            },
+        )
         for key, value in settings.items():
             text, found = re.subn(rf"^{key} = \d+$", f"{key} = {value}", text, flags=re.MULTILINE)
             assert found == 1, text

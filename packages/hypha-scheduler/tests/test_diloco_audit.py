@@ -34,14 +34,6 @@ Weights = dict[str, np.ndarray[Any, Any]]
 N = TensorInfo("I64", ())
 
 
-def play_round(job: Job, *peers: Any) -> None:
-    for peer in peers:
-        job.train_round(peer, 3)
-    for peer in peers:
-        assert job.state(peer) == (True, "")
-        job.send(peer)
-
-
 def played() -> Records:
     """Return the journal of a job of three rounds, with an update refused in the second and a worker lost in the third.
 
@@ -52,23 +44,17 @@ def played() -> Records:
     async def case() -> None:
         job.open()
         job.lease((A, B, C))
-        play_round(job, A, B, C)
-        await job.push()
-        for peer in (A, B, C):
-            job.merge(peer)
-        play_round(job, A, B, C)
+        job.hand_in(A, B, C, batches=3)
+        await job.finish_round(A, B, C)
+        job.hand_in(A, B, C, batches=3)
         job.refuse(C)
-        await job.push()
-        for peer in (A, B, C):
-            job.merge(peer)
+        await job.finish_round(A, B, C)
         job.train_round(A, 2)
         job.open()
         job.adopt()
         job.lose(B)
-        play_round(job, A, C)
-        await job.push()
-        for peer in (A, C):
-            job.merge(peer)
+        job.hand_in(A, C, batches=3)
+        await job.finish_round(A, C)
 
     simulate(case)
     assert len(job.rounds) == 3

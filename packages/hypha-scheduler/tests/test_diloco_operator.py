@@ -54,23 +54,9 @@ def train(job: Job, *peers: Any, batches: int = 2) -> None:
         job.train_round(peer, batches)
 
 
-def contribute(job: Job, *peers: Any) -> None:
-    """Let workers state and send their updates."""
-    for peer in peers:
-        assert job.state(peer) == (True, "")
-        job.send(peer)
-
-
-async def finish_round(job: Job, *peers: Any) -> None:
-    assert await job.push() is None
-    for peer in peers or WORKERS:
-        job.merge(peer)
-
-
 async def whole_round(job: Job) -> None:
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
 
 
 def kinds(job: Job) -> list[str]:
@@ -112,8 +98,8 @@ async def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> N
     train(job, *WORKERS)
     executor = job.executors[A]
     executor.take()  # a batch of which no report has come, as while the scheduler was away
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.contribute(*WORKERS)
+    await job.finish_round(*WORKERS)
     samples = {member["peer"]: member["samples"] for member in job.rounds[0]["members"]}
     assert samples == {str(A): 3 * BATCH, str(B): 2 * BATCH, str(C): 2 * BATCH}
 
@@ -124,10 +110,10 @@ async def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> N
 async def test_worker_that_states_its_updates_is_not_waited_for_without_the_statement() -> None:
     job = begin()
     train(job, *WORKERS)
-    contribute(job, A, B)
+    job.contribute(A, B)
     job.report(C, SendingUpdate())
     assert "announced" not in kinds(job)
-    contribute(job, C)
+    job.contribute(C)
     assert kinds(job)[-1] == "announced"
 
 
@@ -168,15 +154,14 @@ async def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(
     if changes.get("round") == 1:
         assert job.state(A) == (True, "")  # a replay costs nothing
         return
-    contribute(job, B, C)
+    job.contribute(B, C)
     if changes.get("round") == 3:
         return
-    await finish_round(job)
+    await job.finish_round(*WORKERS)
     assert members(job, 2) == [str(B), str(C)]
     assert job.outcome is None
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
     assert str(A) in members(job, 3)
 
 
@@ -184,8 +169,8 @@ async def test_ranges_are_used_once() -> None:
     job = begin()
     train(job, *WORKERS)
     ranges = tuple(SampleRange(*part) for part in job.executors[A].used)
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.contribute(*WORKERS)
+    await job.finish_round(*WORKERS)
     train(job, A)
     accepted, reason = job.state(A, ranges=ranges)
     assert not accepted
@@ -221,10 +206,9 @@ def positions(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, i
 
 async def test_update_that_the_parameter_server_refuses_costs_its_round() -> None:
     job = begin(resources={"num_workers": 3, "min_workers": 3})
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     job.refuse(A)
-    await finish_round(job)
+    await job.finish_round(*WORKERS)
     assert job.outcome is None
     assert members(job) == [str(B), str(C)]
     [unused] = job.rounds[0]["unused"]
@@ -235,10 +219,9 @@ async def test_update_that_the_parameter_server_refuses_costs_its_round() -> Non
 
 async def refuse_in_three_rounds(job: Job) -> None:
     for _ in range(2):
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
+        job.hand_in(*WORKERS)
         job.refuse(A)
-        await finish_round(job)
+        await job.finish_round(*WORKERS)
     train(job, *WORKERS)
     job.state(A, ranges=FOREIGN)
 
@@ -252,8 +235,8 @@ async def test_third_refusal_excludes_the_worker() -> None:
     assert A not in job.leases
     train_request, _ = job.operator.role_requests()
     assert (train_request.count, train_request.excluded) == (3, {A})
-    contribute(job, B, C)
-    await finish_round(job, B, C)
+    job.contribute(B, C)
+    await job.finish_round(B, C)
     assert (job.outcome, members(job, 3)) == (None, [str(B), str(C)])
 
 
@@ -278,8 +261,8 @@ async def test_flood_of_refused_statements_has_few_effects(rounds: Sequence[int]
 async def test_job_pauses_if_too_few_workers_remain_after_an_exclusion() -> None:
     job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 3})
     await refuse_in_three_rounds(job)
-    contribute(job, B, C)
-    await finish_round(job, B, C)
+    job.contribute(B, C)
+    await job.finish_round(B, C)
     assert job.outcome is None
     [paused] = job.named("paused")
     assert "2 of at least 3 remain" in str(paused["reason"])
@@ -288,10 +271,9 @@ async def test_job_pauses_if_too_few_workers_remain_after_an_exclusion() -> None
 async def test_missing_update_is_no_refusal() -> None:
     job = begin(rounds={"update_rounds": 9})
     for _ in range(4):
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
+        job.hand_in(*WORKERS)
         job.refuse(A, "it did not arrive in time", missing=True)
-        await finish_round(job)
+        await job.finish_round(*WORKERS)
     assert job.named("worker_excluded") == []
     assert len(job.named("update_missing")) == 4
 
@@ -303,8 +285,7 @@ async def test_record_waits_until_the_parameter_server_says_who_is_a_member() ->
     import anyio
 
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     job.holds_messages = True
     header = job.server.step()
     job.lose(C)
@@ -320,7 +301,7 @@ async def test_sum_of_the_weights_tells_which_announcement_was_followed() -> Non
     job = begin()
     train(job, A, B)
     train(job, C, batches=3)
-    contribute(job, *WORKERS)
+    job.contribute(*WORKERS)
     job.holds_messages = True
     job.lose(C)
     job.server.announce(job.unanswered[0])  # accepted, but the response is lost; the repetition comes too late
@@ -333,20 +314,20 @@ async def test_sum_of_the_weights_tells_which_announcement_was_followed() -> Non
 async def test_late_update_may_be_sent_and_does_not_count() -> None:
     job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
     train(job, *WORKERS)
-    contribute(job, A, B)
+    job.contribute(A, B)
     job.now += 200.0
     job.apply(job.operator.on_deadline(job.now))
     assert [late["worker"] for late in job.named("worker_late")] == [str(C)]
     held = set(positions(job.executors[C].used))
-    await finish_round(job, A, B)
+    await job.finish_round(A, B)
     assert job.state(C) == (True, "")
     assert job.named("update_refused") == []
     job.merge(C)
     train(job, A, batches=8)
     assert held <= set(positions(job.executors[A].used))
     train(job, B, C)
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.contribute(*WORKERS)
+    await job.finish_round(*WORKERS)
     assert [unused["peer"] for unused in job.rounds[1]["unused"]] == [str(C)]
 
 
@@ -362,7 +343,7 @@ def available(job: Job) -> list[tuple[int, int, int]]:
 async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest(reports_batches: bool) -> None:
     job = begin(rounds={"update_rounds": 5, "timeout": 60.0})
     train(job, *WORKERS)
-    contribute(job, A, B)
+    job.contribute(A, B)
     job.now = 59.0
     if reports_batches:
         task, batch = job.leases[C], TrainedBatch(batch_size=BATCH)
@@ -380,8 +361,7 @@ async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest
 
 async def test_outer_update_is_committed_by_its_digest_only() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     assert isinstance(job.ask_commit(A, 1, header.digest), RetryAfter)
     assert await job.push(header) is None
@@ -400,8 +380,7 @@ async def test_older_term_is_refused() -> None:
     assert job.server.term == 2
     for peer in WORKERS:
         job.executors[peer].round = 2
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     old = PushHeader(STEPPED, 2, header.kind, "outer", 100, digest_of("old"), SCHEDULER, term=1)
     assert await job.push(old) == "term 1 is over: the parameter server is of term 2"
@@ -411,8 +390,7 @@ async def test_older_term_is_refused() -> None:
 
 async def test_outer_update_that_comes_again_is_received_and_recorded_once() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     assert await job.push(header) is None
     assert await job.push(header) is None
@@ -448,9 +426,9 @@ async def test_worker_that_fetches_the_weights_is_counted() -> None:
     job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5}))
     job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0}))
     assert job.named("weights_fetched") == [{"worker": str(A), "round": 1}]
-    contribute(job, A)
+    job.contribute(A)
     train(job, B, C)
-    contribute(job, B, C)
+    job.contribute(B, C)
     assert await job.push() is None
     assert job.rounds[0]["loss"] == 0.5  # the second report takes nothing back
 
@@ -459,7 +437,7 @@ async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> N
     job = begin()
     for peer in (A, B, C):
         train(job, peer)
-        contribute(job, peer)
+        job.contribute(peer)
     assert await job.push() is None
     for peer, loss in ((B, {"loss": 0.5}), (C, {"loss": 0.5}), (A, {})):
         assert job.named("round") == []
@@ -492,8 +470,7 @@ async def test_job_pauses_while_the_weights_find_no_room() -> None:
     import anyio
 
     job = begin(rounds={"update_rounds": 3, "timeout": 60.0})
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     job.result.errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(job.push)
@@ -512,8 +489,7 @@ async def test_job_pauses_while_the_weights_find_no_room() -> None:
 
 async def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     job.result.lacking = "100 bytes are free; free space on that disk"
     for _ in range(2):
@@ -545,8 +521,7 @@ async def test_first_job_has_no_momentum_and_no_first_round() -> None:
 
 async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
     job = begin(rounds={"update_rounds": 1})
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     assert await job.push() is None
     job.open()
     assert job.operator.role_requests() == ()
@@ -559,15 +534,13 @@ async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
 async def test_refusals_before_a_restart_count() -> None:
     job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
     for _ in range(2):
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
+        job.hand_in(*WORKERS)
         job.refuse(A)
-        await finish_round(job)
+        await job.finish_round(*WORKERS)
     job.open()
     job.adopt()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
-    await finish_round(job)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
     train(job, *WORKERS)
     job.state(A, ranges=FOREIGN)
     assert [excluded["worker"] for excluded in job.named("worker_excluded")] == [str(A)]
@@ -577,21 +550,20 @@ async def test_update_that_was_refused_before_a_restart_does_not_count() -> None
     job = begin()
     train(job, *WORKERS)
     held = set(positions(job.executors[A].used))
-    contribute(job, *WORKERS)
+    job.contribute(*WORKERS)
     job.refuse(A)
     job.open()
     job.adopt()
     assert held <= set(available(job))
     assert not job.state(A)[0]
-    await finish_round(job)
+    await job.finish_round(*WORKERS)
     assert members(job) == [str(B), str(C)]
 
 
 async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged() -> None:
     """The members without it were announced, and nobody knows whether the parameter server has accepted that."""
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     job.holds_messages = True
     job.lose(C)
@@ -604,8 +576,7 @@ async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged
 
 async def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     assert await job.push() is None
     job.merge(A)
     job.open()
@@ -618,8 +589,7 @@ async def test_worker_that_has_merged_the_last_committed_update_is_told_to_conti
 
 async def test_tasks_of_a_job_that_had_all_rounds_are_stopped() -> None:
     job = begin(rounds={"update_rounds": 1})
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     assert await job.push() is None
     job.open()
     job.adopt()
@@ -669,8 +639,7 @@ def test_slice_of_unknown_size_is_given_without_an_end() -> None:
 
 async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_it() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     held = set(positions(job.executors[C].used))
     header = job.server.step()
     job.apply(job.operator.on_lease_draining(job.leases[C].lease, 60.0, job.now))
@@ -688,8 +657,7 @@ async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_
 
 async def test_parameter_server_without_terms_closes_the_round_by_its_report() -> None:
     job = begin()
-    train(job, *WORKERS)
-    contribute(job, *WORKERS)
+    job.hand_in(*WORKERS)
     header = job.server.step()
     plain = PushHeader(STEPPED, 1, header.kind, "outer", 100, header.digest, SCHEDULER)
     target, effects = job.operator.on_push_request(job.leases[SERVER], plain, job.now)
@@ -707,8 +675,7 @@ async def test_parameter_server_without_terms_closes_the_round_by_its_report() -
 async def train_with(job: Job, losses: list[float | None]) -> None:
     """Train rounds in which one worker reports a loss, as long as the job goes on."""
     for number, loss in enumerate(losses, 1):
-        train(job, *WORKERS)
-        contribute(job, *WORKERS)
+        job.hand_in(*WORKERS)
         job.report(A, RoundMetrics(round=number, metrics={"samples": 8.0} if loss is None else {"loss": loss}))
         assert await job.push() is None
         if job.outcome is not None:

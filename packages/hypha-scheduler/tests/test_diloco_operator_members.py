@@ -33,21 +33,6 @@ def begin(peers: tuple[Any, ...] = WORKERS, **changes: Any) -> Job:
     return job
 
 
-def play_round(job: Job, *peers: Any, batches: int = 2) -> None:
-    """Let workers train and send their updates."""
-    for peer in peers:
-        job.train_round(peer, batches)
-    for peer in peers:
-        assert job.state(peer) == (True, "")
-        job.send(peer)
-
-
-async def finish_round(job: Job, *peers: Any) -> None:
-    assert await job.push() is None
-    for peer in peers:
-        job.merge(peer)
-
-
 def members(job: Job, number: int) -> set[str]:
     return {member["peer"] for member in job.rounds[number - 1]["members"]}
 
@@ -71,8 +56,8 @@ async def test_update_that_was_made_again_counts_after_the_first_one_did_not_arr
     job.end_task(A, TaskState.FAILED, "it was killed", -9)
     job.refuse(A, "it did not arrive in time", missing=True)
     assert job.join(A) == RoundToJoin(round=1)
-    play_round(job, A)
-    await finish_round(job, A)
+    job.hand_in(A)
+    await job.finish_round(A)
     assert members(job, 1) == names(A)
     assert job.outcome is None
 
@@ -80,10 +65,10 @@ async def test_update_that_was_made_again_counts_after_the_first_one_did_not_arr
 async def _train_without_a(job: Job) -> None:
     """End the round that B has begun with the updates of B and C."""
     job.train_round(B, 1)
-    play_round(job, C)
+    job.hand_in(C)
     assert job.state(B) == (True, "")
     job.send(B)
-    await finish_round(job, B, C)
+    await job.finish_round(B, C)
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -109,8 +94,8 @@ async def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counte
         assert isinstance(job.join(A), RetryAfter)
         await _train_without_a(job)
         assert isinstance(job.join(A), RoundToJoin)
-        play_round(job, *WORKERS)
-        await finish_round(job, *WORKERS)
+        job.hand_in(*WORKERS)
+        await job.finish_round(*WORKERS)
         assert members(job, 2) == names(*WORKERS)
     job.apply(job.operator._membership.release(A, "3 rounds in succession went on without it", job.now))
     assert len(job.named("worker_excluded")) == (0 if counts else 1)
@@ -118,12 +103,12 @@ async def test_worker_is_excluded_when_it_is_released_twice_and_no_update_counte
 
 async def test_executors_that_end_after_a_refusal_are_started_again_and_end_no_job() -> None:
     job = begin()
-    play_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
     for peer in (A, B):
         job.refuse(peer)
         job.end_task(peer, TaskState.FAILED, "the update was refused", 1, ("NaN",))
     assert [found["worker"] for found in job.named("worker_restarted")] == [str(A), str(B)]
-    await finish_round(job, C)
+    await job.finish_round(C)
     assert members(job, 1) == names(C)
     assert job.outcome is None
 
@@ -144,13 +129,13 @@ async def test_worker_that_comes_back_has_a_number_of_its_own() -> None:
     job.lose(A)
     job.acquire(A)
     assert train_config(job.specs[A]).member == 3
-    play_round(job, B)
+    job.hand_in(B)
     assert isinstance(job.join(A), RetryAfter)
-    play_round(job, C)
-    await finish_round(job, B, C)
+    job.hand_in(C)
+    await job.finish_round(B, C)
     assert isinstance(job.join(A), RoundToJoin)
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
     assert members(job, 2) == names(*WORKERS)
 
 
@@ -165,8 +150,8 @@ async def test_all_workers_follow_one_learning_rate_schedule() -> None:
 
 async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
     job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
     job.holds_lists = True
     for peer in WORKERS:
         job.lose(peer)
@@ -182,22 +167,22 @@ async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
 
 async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete() -> None:
     job = begin(rounds={"update_rounds": 9})
-    play_round(job, A, C)
+    job.hand_in(A, C)
     stated, job.executors[C].sent = job.executors[C].sent, None
     job.lose(SERVER)
     job.acquire(OTHER_SERVER, AGGREGATE)
     job.executors[C].sent = stated
     assert [missing["worker"] for missing in job.named("update_missing")] == [str(C)]
     job.send(A)
-    play_round(job, B)
-    await finish_round(job, A, B)
+    job.hand_in(B)
+    await job.finish_round(A, B)
     assert members(job, 1) == names(A, B)
 
 
 async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_arrived() -> None:
     """The executor of its worker may have been started again since the update arrived."""
     job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
     stated, job.executors[C].sent = job.executors[C].sent, None
     job.lose(SERVER)
     job.acquire(OTHER_SERVER, AGGREGATE)
@@ -205,14 +190,14 @@ async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_
     assert job.named("update_missing") == []
     for peer in WORKERS:
         job.send(peer)
-    await finish_round(job, *WORKERS)
+    await job.finish_round(*WORKERS)
     assert members(job, 1) == names(*WORKERS)
 
 
 async def test_last_outer_update_is_served_to_workers() -> None:
     job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
-    await finish_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
+    await job.finish_round(*WORKERS)
     found = job.operator.on_pull_request(job.leases[A], PullRequest(dataset=f"{JOB_ID}/outer-update", index=0))
     assert isinstance(found, PullSource)
     assert job.result.updates[found.source] == job.commits[1][0]
@@ -220,7 +205,7 @@ async def test_last_outer_update_is_served_to_workers() -> None:
 
 async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> None:
     job = begin(rounds={"update_rounds": 9})
-    play_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
     old, header = job.leases[SERVER], job.server.step()
     job.lose(SERVER)
     job.acquire(OTHER_SERVER, AGGREGATE)
@@ -228,14 +213,14 @@ async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused()
     assert "another peer is the job's parameter server now" in target.reason  # type: ignore[union-attr]
     for peer in WORKERS:
         job.send(peer)
-    await finish_round(job, *WORKERS)
+    await job.finish_round(*WORKERS)
     assert job.rounds[0]["term"] == 2
 
 
 async def test_members_that_a_parameter_server_rejects_replace_it() -> None:
     job = begin(rounds={"update_rounds": 9})
     job.server.round = 7
-    play_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
     assert job.outcome is None
     assert SERVER not in job.leases
     assert [found["worker"] for found in job.named("worker_replaced")] == [str(SERVER)]
@@ -244,7 +229,7 @@ async def test_members_that_a_parameter_server_rejects_replace_it() -> None:
 @pytest.mark.parametrize("have_merged", [0, 2])
 async def test_job_ends_without_a_parameter_server_once_all_rounds_are_recorded(have_merged: int) -> None:
     job = begin(rounds={"update_rounds": 1})
-    play_round(job, *WORKERS)
+    job.hand_in(*WORKERS)
     assert await job.push() is None
     for peer in WORKERS[:have_merged]:
         assert isinstance(job.merge(peer), Done)
@@ -259,10 +244,10 @@ async def test_job_ends_without_a_parameter_server_once_all_rounds_are_recorded(
 async def test_worker_that_prepares_does_not_hold_up_the_end_of_the_job() -> None:
     job = begin(rounds={"update_rounds": 1})
     job.lose(C)
-    play_round(job, A)
+    job.hand_in(A)
     job.acquire(D)
-    play_round(job, B)
-    await finish_round(job, A, B)
+    job.hand_in(B)
+    await job.finish_round(A, B)
     assert D not in job.leases
     for peer in (A, B, SERVER):
         job.end_task(peer)

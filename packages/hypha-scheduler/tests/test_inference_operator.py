@@ -601,15 +601,6 @@ def test_a_slice_that_fails_at_three_workers_ends_the_job_and_is_named(tmp_path:
     assert str(run.ended[0].failure).startswith("slice 0 of dataset 'questions' failed 3 times; the last: it ended")
 
 
-def test_an_executor_that_never_starts_ends_the_job(tmp_path: Path) -> None:
-    run = begin(tmp_path, resources={"num_workers": 1})
-    for _ in range(MAX_FAILURES):
-        assert run.ended == []
-        run.end(run.tasks[0], TaskState.FAILED, 1)
-        let_patience_end(run)
-    assert "failed 3 times before it asked for a slice" in str(run.ended[0].failure)
-
-
 def let_patience_end(run: Simulation) -> None:
     """Let the time pass in which others are sought than workers at which attempts failed."""
     for _ in range(8):
@@ -652,6 +643,8 @@ def misbehave(run: Simulation, task: TaskRef, vice: str) -> None:
         run.in_hand[task.lease.id].clear()
         report = UnusableSlice(index=index, failures=(ProviderFailure(provider=task.lease.peer, reason="none"),))
         run.tell(run.operator.on_slice_unusable, task, "questions", report)
+    elif vice == "is cancelled":
+        run.end(task, TaskState.CANCELLED)
     elif isinstance(index, int):
         run.end(task, TaskState.FAILED, 1)
 
@@ -721,26 +714,22 @@ def test_a_worker_whose_disk_is_full_is_released_at_once(tmp_path: Path) -> None
     assert results(run) == ALL
 
 
-def test_a_slice_that_ten_workers_were_lost_with_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("times", "end", "why"),
+    [
+        (MAX_FAILURES, "never starts", "failed 3 times before it asked for a slice"),
+        (1 + LOST_SLICE.times, "is lost", "10 workers were lost while they computed slice 0; the last: it is gone"),
+        (MAX_BARREN, "is cancelled", "10 attempts failed one after the other"),
+    ],
+)
+def test_attempts_that_end_alike_again_and_again_end_the_job(tmp_path: Path, times: int, end: str, why: str) -> None:
     run = begin(tmp_path, rows=(2,), resources={"num_workers": 1})
-    for _ in range(1 + LOST_SLICE.times):
+    for _ in range(times):
         assert run.ended == []
         [task] = run.tasks
-        fetched(run, task)
-        run.lose(task.lease.id)
+        misbehave(run, task, end)
         let_patience_end(run)
-    assert "10 workers were lost while they computed slice 0; the last: it is gone" in str(run.ended[0].failure)
-
-
-def test_executors_that_are_cancelled_again_and_again_end_the_job(tmp_path: Path) -> None:
-    run = begin(tmp_path, resources={"num_workers": 1})
-    for _ in range(MAX_BARREN):
-        assert run.ended == []
-        [task] = run.tasks
-        fetched(run, task)
-        run.end(task, TaskState.CANCELLED)
-        let_patience_end(run)
-    assert "10 attempts failed one after the other" in str(run.ended[0].failure)
+    assert why in str(run.ended[0].failure)
 
 
 # ----------------------------------------------------------------------------------------------------------- error rows

@@ -143,8 +143,9 @@ async def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_commi
     assert weights(result.weights_file()) == [4.0] * 3
 
 
-async def test_outer_updates_are_kept_if_wanted(directory: Path) -> None:
+async def test_outer_updates_that_were_used_are_kept_if_wanted(directory: Path) -> None:
     result = ResultModel(directory, OUTER, keep_updates=True)
+    update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")  # is not used
     advances = [await take(result, number) for number in (1, 2)]
     for number, advance in enumerate(advances, 1):
         assert digest_file(directory / UPDATES / f"round-{number}.safetensors") == advance.update
@@ -406,14 +407,6 @@ def test_a_commit_that_fails_can_be_repeated(tmp_path: Path, keep: bool) -> None
     assert at > 4
 
 
-async def test_updates_that_were_not_used_are_deleted(directory: Path) -> None:
-    result = ResultModel(directory, OUTER, keep_updates=True)
-    update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")
-    for number in (1, 2):
-        await take(result, number)
-    assert sorted(os.listdir(directory / UPDATES)) == ["round-1.safetensors", "round-2.safetensors"]
-
-
 ROUNDS = 40
 
 
@@ -461,8 +454,9 @@ async def test_many_small_updates_give_the_rounding_of_the_workers_weights(tmp_p
     np.testing.assert_array_equal(stored(tmp_path / "model" / "model.safetensors"), from_float(worker, dtype))
 
 
-def make_job_of_zeros(directory: Path) -> Path:
-    return make_job(directory, "BF16", 0.0)
+@pytest.fixture
+def zeros(tmp_path: Path) -> Path:
+    return make_job(tmp_path / "job", "BF16", 0.0)
 
 
 async def advance(result: ResultModel, number: int) -> None:
@@ -490,78 +484,73 @@ def weight(folder: Path) -> float:
         return float(file.tensor("w")[0])
 
 
-async def test_a_checkpoint_is_a_loadable_model_of_its_round(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=2)
+async def test_a_checkpoint_is_a_loadable_model_of_its_round(zeros: Path) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=2)
     written = [await take_checkpoint(result, number) for number in range(1, 6)]
-    folder = directory / "checkpoints"
+    folder = zeros / "checkpoints"
     assert written == [None, folder / "round-2", None, folder / "round-4", None]
-    assert checkpoints(directory) == ["index.json", "round-4"], "without evaluation the last one is kept"
+    assert checkpoints(zeros) == ["index.json", "round-4"], "without evaluation the last one is kept"
     assert sorted(os.listdir(folder / "round-4")) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert weight(folder / "round-4") == 4.0
     await result.finish()
     last = {"round": 4, "directory": "round-4"}
-    assert result.summary() == {"model_dir": str(directory / "model"), "checkpoints": {"last": last, "best": None}}
-    assert weight(directory / "model") == 5.0
+    assert result.summary() == {"model_dir": str(zeros / "model"), "checkpoints": {"last": last, "best": None}}
+    assert weight(zeros / "model") == 5.0
 
 
-async def test_without_evaluation_the_last_good_one_is_kept_until_the_end(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1)
+async def test_without_evaluation_the_last_good_one_is_kept_until_the_end(zeros: Path) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=1)
     for number in range(1, 6):
         await take_checkpoint(result, number)
         result.note_good(min(number, 3))
-    assert checkpoints(directory) == ["index.json", "round-3", "round-5"]
-    assert result.good_checkpoint() == directory / "checkpoints" / "round-3"
-    again = ResultModel(directory, OUTER, checkpoint_every=1)
+    assert checkpoints(zeros) == ["index.json", "round-3", "round-5"]
+    assert result.good_checkpoint() == zeros / "checkpoints" / "round-3"
+    again = ResultModel(zeros, OUTER, checkpoint_every=1)
     again.note_good(3)
     again.restore(5, result.weights)
-    assert checkpoints(directory) == ["index.json", "round-3", "round-5"]
+    assert checkpoints(zeros) == ["index.json", "round-3", "round-5"]
     await again.finish()
-    assert checkpoints(directory) == ["index.json", "round-5"]
+    assert checkpoints(zeros) == ["index.json", "round-5"]
 
 
-async def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
+async def test_the_last_and_the_best_are_kept(zeros: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 1.5, 4: 2.0, 5: 1.75, 6: 1.25}
     seen = {}
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     for number, loss in losses.items():
         await take_checkpoint(result, number)
-        seen[number] = checkpoints(directory)
+        seen[number] = checkpoints(zeros)
         result.evaluated(number, loss, 0.5, 10)
     await result.finish()
     found = result.summary()["checkpoints"]
     best = {"round": 2, "directory": "round-2", "loss": 1.0, "accuracy": 0.5, "samples": 10}
     assert found == {"last": {**best, "round": 6, "directory": "round-6", "loss": 1.25}, "best": best}
-    assert found == {key: index(directory)[key] for key in ("last", "best")}
+    assert found == {key: index(zeros)[key] for key in ("last", "best")}
     assert seen[6] == ["index.json", "round-2", "round-5", "round-6"], "that of round 5 may still be better"
-    assert checkpoints(directory) == ["index.json", "round-2", "round-6"]
-    assert weight(directory / "checkpoints" / "round-2") == 2.0
+    assert checkpoints(zeros) == ["index.json", "round-2", "round-6"]
+    assert weight(zeros / "checkpoints" / "round-2") == 2.0
 
 
-async def test_the_best_has_both_an_evaluation_and_a_checkpoint(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
+async def test_the_best_has_both_an_evaluation_and_a_checkpoint(zeros: Path) -> None:
     losses = {3: 0.1, 6: 1.0, 9: 0.2, 12: 2.0}
-    result = ResultModel(directory, OUTER, checkpoint_every=2, evaluate_every=3)
+    result = ResultModel(zeros, OUTER, checkpoint_every=2, evaluate_every=3)
     for number in range(1, 15):
         await take_checkpoint(result, number)
         if number in losses:
             result.evaluated(number, losses[number], None, 10)
     await result.finish()
-    assert index(directory)["best"] == {
+    assert index(zeros)["best"] == {
         "round": 6,
         "directory": "round-6",
         "loss": 1.0,
         "accuracy": None,
         "samples": 10,
     }
-    assert checkpoints(directory) == ["index.json", "round-14", "round-6"]
+    assert checkpoints(zeros) == ["index.json", "round-14", "round-6"]
 
 
-async def test_a_share_that_comes_late_still_decides(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_share_that_comes_late_still_decides(zeros: Path) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     await take_checkpoint(result, 1)
     result.evaluated(1, 1.0, None, 10)
     await take_checkpoint(result, 2)
@@ -570,35 +559,32 @@ async def test_a_share_that_comes_late_still_decides(tmp_path: Path) -> None:
     result.evaluated(2, 9.5, None, 10)
     result.evaluated(3, 4.0, None, 20)
     await result.finish()
-    assert index(directory)["best"]["round"] == 1
-    assert checkpoints(directory) == ["index.json", "round-1", "round-3"]
+    assert index(zeros)["best"]["round"] == 1
+    assert checkpoints(zeros) == ["index.json", "round-1", "round-3"]
 
 
-async def test_checkpoints_that_nobody_evaluates_do_not_pile_up(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_checkpoints_that_nobody_evaluates_do_not_pile_up(zeros: Path) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     for number in range(1, 9):
         await take_checkpoint(result, number)
-    assert checkpoints(directory) == ["index.json", "round-7", "round-8"]
+    assert checkpoints(zeros) == ["index.json", "round-7", "round-8"]
 
 
 @pytest.mark.parametrize(
     ("number", "loss", "samples"), [(1, math.nan, 1), (1, 0.0, 0), (1, 0.0, math.nan), (1, 0.0, 1e300), (9, 0.0, 1)]
 )
 async def test_an_evaluation_that_makes_no_sense_is_ignored(
-    tmp_path: Path, number: int, loss: float, samples: float, caplog: pytest.LogCaptureFixture
+    zeros: Path, number: int, loss: float, samples: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     await take_checkpoint(result, 1)
     result.evaluated(number, loss, None, samples)
     await result.finish()
-    assert index(directory)["best"] is None
+    assert index(zeros)["best"] is None
     assert f"ignoring an evaluation of round {number}" in caplog.text
 
 
-async def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
+async def test_rounds_go_on_while_a_checkpoint_is_written(zeros: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, begun, go_on, written = GlobalModel.write_model, Event(), Event(), list[int]()
 
     def slow(model: GlobalModel, number: int, target: Path) -> None:
@@ -608,7 +594,7 @@ async def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkey
         write(model, number, target)
 
     monkeypatch.setattr(GlobalModel, "write_model", slow)
-    result = ResultModel(directory, OUTER, checkpoint_every=2)
+    result = ResultModel(zeros, OUTER, checkpoint_every=2)
     await take_checkpoint(result, 1)
     await advance(result, 2)
     async with anyio.create_task_group() as tasks:
@@ -622,15 +608,15 @@ async def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkey
         assert result.round == 7, "no round waits for a checkpoint"
         go_on.set()
     assert written == [2, 6], "a checkpoint that is overtaken by the next is left out"
-    assert os.listdir(directory / "outer-state") == ["round-7"]
-    assert weight(directory / "checkpoints" / "round-6") == 6.0
+    assert os.listdir(zeros / "outer-state") == ["round-7"]
+    assert weight(zeros / "checkpoints" / "round-6") == 6.0
 
 
 async def test_results_that_arrive_while_the_index_is_written_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zeros: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, record = make_job_of_zeros(tmp_path / "job"), Evaluations.record
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+    record = Evaluations.record
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
 
     def interrupted(found: Evaluations) -> dict[str, Any]:
         before = dict(found._results)
@@ -644,51 +630,48 @@ async def test_results_that_arrive_while_the_index_is_written_count(
         patch.setattr(Evaluations, "record", interrupted)
         await take_checkpoint(result, 2)
     await result.finish()
-    assert index(directory)["evaluations"]["1"] == {"loss": 2.0, "accuracy": None, "samples": 20}
+    assert index(zeros)["evaluations"]["1"] == {"loss": 2.0, "accuracy": None, "samples": 20}
 
 
 async def test_a_checkpoint_for_which_there_is_no_room_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    zeros: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    result = ResultModel(directory, OUTER, checkpoint_every=1)
+    result = ResultModel(zeros, OUTER, checkpoint_every=1)
     with monkeypatch.context() as patch:
         patch.setattr(GlobalModel, "write_model", full)
         assert await take_checkpoint(result, 1) is None
-    assert os.listdir(directory / "checkpoints") == []
-    assert await take_checkpoint(result, 2) == directory / "checkpoints" / "round-2"
+    assert os.listdir(zeros / "checkpoints") == []
+    assert await take_checkpoint(result, 2) == zeros / "checkpoints" / "round-2"
     assert "the checkpoint of round 1 could not be written: [Errno 28] No space left on device" in caplog.text
 
 
-async def test_a_resumed_job_keeps_its_checkpoints_and_evaluations(tmp_path: Path) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_resumed_job_keeps_its_checkpoints_and_evaluations(zeros: Path) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     for number in (1, 2, 3, 4):
         await take_checkpoint(result, number)
         result.evaluated(number, float(number), None, 10)
     recorded, weights = result.round, result.weights
-    (directory / "checkpoints" / "round-5").mkdir()
-    (directory / "checkpoints" / ".round-6.part").mkdir()
-    resumed = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+    (zeros / "checkpoints" / "round-5").mkdir()
+    (zeros / "checkpoints" / ".round-6.part").mkdir()
+    resumed = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     resumed.restore(recorded, weights)
-    assert checkpoints(directory) == ["index.json", "round-1", "round-3", "round-4"]
+    assert checkpoints(zeros) == ["index.json", "round-1", "round-3", "round-4"]
     await take_checkpoint(resumed, 5)
     resumed.evaluated(5, 5.0, None, 10)
     await resumed.finish()
-    assert checkpoints(directory) == ["index.json", "round-1", "round-5"]
+    assert checkpoints(zeros) == ["index.json", "round-1", "round-5"]
 
 
-async def test_a_malformed_index_costs_the_evaluations_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = make_job_of_zeros(tmp_path / "job")
-    result = ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_malformed_index_costs_the_evaluations_alone(zeros: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     await take_checkpoint(result, 1)
-    (directory / "checkpoints" / "index.json").write_text('{"evaluations": {"1": {"loss": "low"}}}')
-    ResultModel(directory, OUTER, checkpoint_every=1, evaluate_every=1).restore(1, result.weights)
-    assert checkpoints(directory) == ["index.json", "round-1"]
+    (zeros / "checkpoints" / "index.json").write_text('{"evaluations": {"1": {"loss": "low"}}}')
+    ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1).restore(1, result.weights)
+    assert checkpoints(zeros) == ["index.json", "round-1"]
     assert "index.json is malformed, so earlier evaluations do not count" in caplog.text
 
 

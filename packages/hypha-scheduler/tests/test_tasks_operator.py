@@ -112,15 +112,21 @@ def done(task: TaskRef, *, files: int = 1) -> TaskEnded:
     )
 
 
-def until_started(op: TasksOperator, effects: Effects, name: str = "a") -> tuple[TaskRef, float]:
-    """Let time pass until a task starts; return the attempt and the time, 0 if it starts at once."""
+def one_task(**changes: Any) -> tuple[TasksOperator, TaskRef]:
+    """Return an operator whose only task a runs on the first lease."""
+    op = operator(a_task("a", **changes))
+    return op, started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+
+
+def until_started(op: TasksOperator, effects: Effects) -> tuple[TaskRef, float]:
+    """Let time pass until task a starts; return the attempt and the time, 0 if it starts at once."""
     now = 0.0
-    while name not in started(effects):
+    while "a" not in started(effects):
         at = op.next_deadline()
         assert at is not None
         now = at
         effects = op.on_deadline(now)
-    return started(effects)[name], now
+    return started(effects)["a"], now
 
 
 def finish(op: TasksOperator, task: TaskRef, now: float = 1.0) -> Effects:
@@ -221,8 +227,7 @@ def test_a_job_whose_workers_are_missing_fails_unless_something_runs() -> None:
 
 
 def test_a_task_that_keeps_failing_fails_the_job_with_its_reason_and_last_lines() -> None:
-    op = operator(a_task("a", retries=1))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(retries=1)
     end = TaskEnded(TaskState.FAILED, "exit code 1", 1, ("Traceback", "ValueError: x"))
     effects = op.on_task_update(task, end, 1.0)
     assert [event.name for event in of_kind(EmitEvent, effects)] == ["task_retry"]
@@ -248,8 +253,7 @@ def test_a_lost_lease_does_not_count_as_failure_but_a_task_that_loses_many_fails
 
 
 def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> None:
-    op = operator(a_task("a", retries=0))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(retries=0)
     pauses = []
     now = 0.0
     for _ in range(4):
@@ -281,8 +285,7 @@ def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
 
 
 def test_an_attempt_that_its_worker_does_not_end_is_stopped_and_has_failed() -> None:
-    op = operator(a_task("a", timeout=100.0, retries=0))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(timeout=100.0, retries=0)
     assert op.next_deadline() == 3600.0, "it fetches"
     for _ in range(100):
         op.on_task_update(task, TaskReady(), 5.0)
@@ -294,8 +297,7 @@ def test_an_attempt_that_its_worker_does_not_end_is_stopped_and_has_failed() -> 
 
 
 def test_an_attempt_that_fetches_for_ever_is_stopped_and_has_failed() -> None:
-    op = operator(a_task("a", fetch_timeout=50.0, retries=0))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(fetch_timeout=50.0, retries=0)
     assert op.on_deadline(49.0) == ()
     [stop] = of_kind(StopTask, op.on_deadline(50.0))
     assert (stop.task, stop.keep_lease) == (task, False)
@@ -317,8 +319,7 @@ def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_lo
 
 
 def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() -> None:
-    op = operator(a_task("a"))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task()
 
     def told(effects: Effects) -> list[dict[str, object]]:
         events = [event for event in of_kind(EmitEvent, effects) if event.name == "task_progress"]
@@ -336,8 +337,7 @@ def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() 
 
 
 def test_what_is_said_about_an_older_attempt_changes_nothing() -> None:
-    op = operator(a_task("a"))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task()
     again, _ = until_started(op, op.on_task_update(task, TaskEnded(TaskState.FAILED, "x"), 1.0))
     assert finish(op, task) == ()
     answer, effects = locate(op, task, "x")
@@ -450,16 +450,14 @@ def test_an_excluded_worker_is_used_if_there_is_nobody_else() -> None:
 
 
 def test_a_search_that_times_out_while_workers_are_avoided_does_not_fail_the_job() -> None:
-    op = operator(a_task("a"))
-    task = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op, task = one_task()
     op.on_task_update(task, FAILED, 1.0)
     effects = op.on_allocation_timeout("x", "0 of 1 suitable: 1 excluded", 2.0)
     assert started(effects)["a"].lease == a_lease(1)
 
 
 def test_failures_at_different_workers_use_up_the_retries() -> None:
-    op = operator(a_task("a", retries=1))
-    first = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op, first = one_task(retries=1)
     op.on_task_update(first, FAILED, 1.0)
     second = started(op.on_leases_acquired([a_lease(2)], 2.0))["a"]
     assert "task a failed after 2 attempts: exit code 1" in failure(op.on_task_update(second, FAILED, 3.0))
@@ -526,8 +524,7 @@ def test_what_is_kept_is_fetched_at_once_and_two_at_a_time() -> None:
 
 
 def test_what_cannot_be_fetched_is_tried_again_and_then_made_again() -> None:
-    op = operator(a_task("a", keep=["o"]))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(keep=["o"])
     effects = finish(op, task)
     for _ in range(2):
         [fetch] = of_kind(RunInBackground, effects)
@@ -541,8 +538,7 @@ def test_what_cannot_be_fetched_is_tried_again_and_then_made_again() -> None:
 
 
 def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
-    op = operator(a_task("a", keep=["o"]))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(keep=["o"])
     [fetch] = of_kind(RunInBackground, finish(op, task))
     effects = op.on_effect_result(fetch.tag, ContentMismatchError("another digest"), 2.0)
     assert started(effects)["a"].attempt == 2
@@ -552,8 +548,7 @@ def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
 
 @pytest.mark.parametrize("error", [OSError("disk full"), NoSpaceError("disk full")])
 def test_a_full_disk_at_the_scheduler_fails_the_job(error: Exception) -> None:
-    op = operator(a_task("a", keep=["o"]))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(keep=["o"])
     [fetch] = of_kind(RunInBackground, finish(op, task))
     assert "output o of task a cannot be stored: disk full; free space" in failure(
         op.on_effect_result(fetch.tag, error, 2.0)
@@ -663,8 +658,7 @@ def test_a_worker_that_three_tasks_cannot_be_given_a_result_at_is_excluded() -> 
 
 
 def test_a_resource_of_another_kind_that_cannot_be_fetched_is_a_failure() -> None:
-    op = operator(a_task("a", resources=[{"name": "u", "uri": "https://x/"}], retries=0))
-    task = started(op.on_leases_acquired([a_lease()], 0.0))["a"]
+    op, task = one_task(resources=[{"name": "u", "uri": "https://x/"}], retries=0)
     said = failure(op.on_task_update(task, TaskEnded(TaskState.FAILED, "u: not found", resource="u"), 1.0))
     assert "task a failed after 1 attempt: u: not found" in said
 
@@ -760,14 +754,8 @@ def test_a_copy_that_cannot_be_had_is_made_again(tmp_path: Path) -> None:
     assert locate(op, b, "a", *gone)[0].not_yet is not None
 
 
-def test_what_was_made_before_a_drain_is_brought_here_too() -> None:
-    op, _, _ = chain(a_lease())
-    assert of_kind(RunInBackground, op.on_lease_draining(a_lease(), 20.0, 2.0))
-
-
 def test_an_attempt_that_a_drain_ends_is_no_loss() -> None:
-    op = operator(a_task("a", retries=0))
-    a = started(op.on_leases_acquired([a_lease(1)], 0.0))["a"]
+    op, a = one_task(retries=0)
     op.on_lease_draining(a_lease(1), 20.0, 0.5)
     op.on_task_update(a, TaskEnded(TaskState.CANCELLED, "drained"), 20.0)
     assert started(op.on_leases_acquired([a_lease(2)], 21.0))["a"].attempt == 2
