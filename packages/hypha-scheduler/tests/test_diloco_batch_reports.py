@@ -67,30 +67,25 @@ def test_batches_reported_together_count_like_those_reported_one_by_one(stated: 
     assert job.left == {A: pytest.approx(70, abs=8), B: pytest.approx(70, abs=8)}
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_an_executor_that_waits_at_its_last_batch_is_told_what_the_round_lacks(asks: bool) -> None:
+@pytest.mark.parametrize(
+    ("asks", "other_trains", "lacking"),
+    [(True, False, 80), (False, False, None), (True, True, None)],
+    ids=["it waits", "it does not wait", "another one is silent, and may train 40 batches more"],
+)
+def test_an_executor_that_waits_at_its_last_batch_is_told_what_the_round_lacks(
+    asks: bool, other_trains: bool, lacking: int | None
+) -> None:
     job = TwoWorkers(batches=100)
     for second in range(1, 11):
         for peer in (A, B):
             job.report(peer, float(second), 1.0)
     count = job.left[A]
     assert count is not None
-    job.rounds.update_started(B, 10.0)
+    if not other_trains:
+        job.rounds.update_started(B, 10.0)
     batches = [MeasuredBatch(BATCH, 1.0)] * count
     answer = job.rounds.batches_done(A, batches, 10.0 + count, left=0 if asks else None)
-    assert answer == (ScheduleUpdate(counter=80 - count) if asks else Continue())
-
-
-def test_a_worker_gets_no_batches_that_another_may_train_still() -> None:
-    job = TwoWorkers(batches=100)
-    for second in range(1, 11):
-        for peer in (A, B):
-            job.report(peer, float(second), 1.0)
-    count = job.left[A]
-    assert count is not None
-    batches = [MeasuredBatch(BATCH, 1.0)] * count
-    answer = job.rounds.batches_done(A, batches, 10.0 + count, left=0)  # B is silent, and may train 40 batches more
-    assert answer == Continue()
+    assert answer == (Continue() if lacking is None else ScheduleUpdate(counter=lacking - count))
 
 
 def test_a_worker_between_two_reports_is_not_taken_for_slow() -> None:

@@ -249,17 +249,15 @@ def test_a_head_of_tokens_that_is_not_the_embedding_must_be_in_the_files(tmp_pat
     assert "has no head for causal-lm: its config.json names MistralForSequenceClassification" in line
 
 
-@pytest.mark.parametrize("config", [b"", b"[" * 100_000, b"[]", b"\xff"])
-def test_a_configuration_that_cannot_be_read_is_refused(config: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        *(("config.json", content, "not (a )?JSON.*: ") for content in (b"", b"[" * 100_000, b"[]", b"\xff")),
+        ("model.safetensors", b"\xfe" * 100, "of no known kind.*"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(name: str, content: bytes, fault: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", BODY, architectures=["BertModel"])
-    (model / "config.json").write_bytes(config)
+    (model / name).write_bytes(content)
     [line] = missing_files(ModelTable(path=model, type="sequence-classification"))
-    assert re.fullmatch(rf"model\.path: {model}: config\.json is not (a )?JSON.*: fetch it again.*", line)
-
-
-def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", BODY, architectures=["BertModel"])
-    (model / "model.safetensors").write_bytes(b"\xfe" * 100)
-    [line] = missing_files(ModelTable(path=model, type="sequence-classification"))
-    assert line.startswith(f"model.path: {model}: model.safetensors: it is of no known kind")
-    assert line.endswith("fetch it again")
+    assert re.fullmatch(rf"model\.path: {model}: {re.escape(name)}(: it)? is {fault}fetch it again.*", line)

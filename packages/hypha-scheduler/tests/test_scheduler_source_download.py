@@ -161,10 +161,13 @@ def s3() -> Iterator[str]:
 
 
 def test_a_model_at_a_url_is_unpacked_here_and_workers_get_the_url(tmp_path: Path, web: str) -> None:
-    found = open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, source_access(LOOPBACK, S3Settings()))
+    access = source_access(LOOPBACK, S3Settings())
+    found = open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, access)
     assert (found.reference, found.files) == (UriReference(value=f"{web}/model.tar"), ())
     assert stored(tmp_path / "copy") == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+    again = open_model(tmp_path / "copy", {"uri": "http://gone.invalid/model.tar"}, access)
+    assert isinstance(again.reference, PeersReference), "the copy is served, and not fetched again"
 
 
 def test_a_model_by_its_digest_comes_from_a_peer(tmp_path: Path) -> None:
@@ -202,13 +205,6 @@ def test_a_served_model_needs_no_access_of_the_workers(tmp_path: Path, web: str)
         assert isinstance(found.reference, PeersReference)
         assert found.reference.filenames == tuple(FILES)
         assert stored(folder) == FILES
-
-
-def test_a_copy_of_an_earlier_run_is_served_and_not_fetched_again(tmp_path: Path, web: str) -> None:
-    access = source_access(LOOPBACK, S3Settings())
-    open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, access)
-    found = open_model(tmp_path / "copy", {"uri": "http://gone.invalid/model.tar"}, access)
-    assert isinstance(found.reference, PeersReference)
 
 
 async def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: str) -> None:

@@ -80,20 +80,20 @@ def test_submit_names_changes_of_the_members_on_standard_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("runs", ["r", "a-path-that-is-longer-than-that-of-a-socket-may-be" * 3])
 def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path, runs: str) -> None:
-    received: list[DilocoJobConfig] = []
-    ids: list[uuid.UUID] = []
+    received: list[tuple[DilocoJobConfig, uuid.UUID]] = []
 
     async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
-        received.append(job)
-        ids.append(job_id)
+        received.append((job, job_id))
         return Path("/somewhere/result.json")
 
-    code, output = submit_with(tmp_path, JOB, run_job, runs)
-    assert code == 0
+    dated = JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31")
+    code, output = submit_with(tmp_path, dated, run_job, runs)
+    assert code == 0, output
+    [(job, job_id)] = received
     accepted, result = (json.loads(line) for line in output.splitlines())
-    assert accepted == {"accepted": True, "job_id": str(ids[0]), "directory": str(tmp_path / runs / str(ids[0]))}
+    assert accepted == {"accepted": True, "job_id": str(job_id), "directory": str(tmp_path / runs / str(job_id))}
     assert result == {"result": "/somewhere/result.json"}
-    assert received[0].model.path == tmp_path / "start"
+    assert (job.model.path, job.model.revision) == (tmp_path / "start", "2024-01-31")
     assert read_job(tmp_path / "job.toml")["dataset"] == "digits"
 
 
@@ -125,20 +125,6 @@ def test_submit_reports_failed_and_invalid_jobs(tmp_path: Path) -> None:
     code, output = submit_with(tmp_path, JOB.replace("dataset", "datset"), run_job)
     assert code == 2
     assert "datset" in output
-
-
-def test_toml_dates_are_submitted_as_text(tmp_path: Path) -> None:
-    received: list[DilocoJobConfig] = []
-
-    async def run_job(job: DilocoJobConfig, _job_id: uuid.UUID) -> Path:
-        received.append(job)
-        return Path("/somewhere/result.json")
-
-    code, output = submit_with(
-        tmp_path, JOB.replace('path = "start"', "path = 'start', revision = 2024-01-31"), run_job
-    )
-    assert code == 0, output
-    assert received[0].model.revision == "2024-01-31"
 
 
 def test_socket_is_in_the_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

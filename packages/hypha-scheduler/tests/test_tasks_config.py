@@ -172,20 +172,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         assert line in found
 
 
-def test_a_value_of_another_type_is_said_in_the_words_of_json_and_toml() -> None:
-    task = {
-        "name": "a",
-        "driver": "shell/bash",
-        "resources": [{"name": "r", "result": "b"}],
-        "outputs": [],
-        "keep": "o",
-    }
-    found = "\n".join(faults({"type": "tasks", "tasks": [task]}))
-    table = 'must be a table, {key = value} or in JSON {"key": value}'
-    assert f"tasks[0].driver = 'shell/bash': {table}" in found
-    assert f"tasks[0].resources[0].result = 'b': {table}" in found
-    assert f"tasks[0].outputs = []: {table}" in found
-    assert "tasks[0].keep = 'o': must be a list, [value]" in found
+NO_TABLE = 'must be a table, {key = value} or in JSON {"key": value}'
 
 
 @pytest.mark.parametrize(
@@ -222,6 +209,10 @@ def test_a_value_of_another_type_is_said_in_the_words_of_json_and_toml() -> None
         ({"resources": [{"name": "r", "peers": {"peers": ["x"], "dataset": "d"}}]}, "write a peer id such as"),
         ({"resources": [{"name": "r", "file": "/x"}, {"name": "r", "file": "/y"}]}, "several resources are named 'r'"),
         ({"outputs": {"o": "x"}, "resources": [{"name": "r", "result": {"task": "a", "output": "o"}}]}, "(a → a)"),
+        ({"driver": "shell/bash"}, f".driver = 'shell/bash': {NO_TABLE}"),
+        ({"resources": [{"name": "r", "result": "b"}]}, f".resources[0].result = 'b': {NO_TABLE}"),
+        ({"outputs": []}, f".outputs = []: {NO_TABLE}"),
+        ({"keep": "o"}, ".keep = 'o': must be a list, [value]"),
     ],
 )
 def test_a_fault_names_its_place_and_a_remedy(changes: dict[str, Any], said: str) -> None:
