@@ -63,8 +63,6 @@ class ContentStream:
     """``sha256:…`` of the whole content, if the source states it."""
     hasher: Callable[[], Any] = hashlib.sha256
     """Makes what hashes the whole content, with the interface of `hashlib`."""
-    unchanged: bool = False
-    """Whether the source still has the version in the request (with offset 0); then there are no blocks."""
 
 
 class ContentSource(Protocol):
@@ -80,8 +78,8 @@ class ContentSource(Protocol):
         """Kind of source, and what identifies it among those of its kind; may be secret."""
         ...
 
-    def open(self, offset: int, version: str) -> AbstractAsyncContextManager[ContentStream]:
-        """Open the content at a byte, or at the first one if it cannot be opened there.
+    def open(self, offset: int, version: str) -> AbstractAsyncContextManager[ContentStream | None]:
+        """Open the content at a byte, or at the first one if it cannot be opened there; None if the cache has it.
 
         Args:
             offset: number of bytes that were received already.
@@ -186,7 +184,7 @@ class _Fetch:
         in_cache = "" if self.known is None else self.known.version
         asked = self._version if self._received else in_cache
         async with self.source.open(self._received, asked) as content:
-            if content.unchanged:
+            if content is None:
                 return await self._take_cached()
             self._check_start(content)
             self._began = True

@@ -64,7 +64,7 @@ class HttpSource:
         return "uri", _without_signature(self.url)
 
     @asynccontextmanager
-    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
+    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream | None]:
         """See `ContentSource.open`. Asks for a range only if the server has stated what identifies the content."""
         url, wanted = self.url, offset if version else 0
         async with open_pool(self.access) as pool:
@@ -128,10 +128,10 @@ def _redirect(response: httpcore.Response) -> str | None:
     return _headers(response).get("location") if response.status in (301, 302, 303, 307, 308) else None
 
 
-def _content(response: httpcore.Response, url: str, wanted: int, version: str) -> ContentStream:
-    """Return the content of an answer; `wanted` is the first byte that was asked for."""
+def _content(response: httpcore.Response, url: str, wanted: int, version: str) -> ContentStream | None:
+    """Return the content of an answer, or None if it is unchanged; `wanted` is the first byte that was asked for."""
     if response.status == 304 and version and not wanted:
-        return ContentStream(_blocks(response, url), 0, None, version, unchanged=True)
+        return None
     _check_status(response.status, url, wanted)
     headers = _headers(response)
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":

@@ -76,7 +76,7 @@ class S3Object:
         return self.access.s3
 
     @asynccontextmanager
-    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
+    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream | None]:
         """See `ContentSource.open`."""
         self.access.check_bucket(self.bucket)
         if not 0 < len(self.object_key.encode()) <= _MAX_KEY:
@@ -84,7 +84,7 @@ class S3Object:
         try:
             found = await self._run(lambda: self._get(offset, version))
         except _UnchangedError:
-            yield ContentStream(self._blocks(None), 0, None, version, unchanged=True)
+            yield None
             return
         etag = found.meta["e_tag"] or ""
         stream = iter(found.stream(min_chunk_size=BLOCK))
@@ -101,8 +101,8 @@ class S3Object:
         with self._s3_errors():
             return obstore.get(self._client.open_bucket(self.bucket), self.object_key, options=options)
 
-    async def _blocks(self, stream: Iterator[bytes] | None) -> AsyncGenerator[bytes]:
-        while stream is not None and (batch := await self._run(lambda: self._read(stream))):
+    async def _blocks(self, stream: Iterator[bytes]) -> AsyncGenerator[bytes]:
+        while batch := await self._run(lambda: self._read(stream)):
             for block in batch:
                 yield block
 

@@ -79,7 +79,7 @@ class HubSource:
         return f"huggingface:{self.reference.repository}@{self.reference.revision or 'main'}/{self.filename}"
 
     @asynccontextmanager
-    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream]:
+    async def open(self, offset: int, version: str) -> AsyncGenerator[ContentStream | None]:
         """See `ContentSource.open`."""
         from huggingface_hub import constants, hf_hub_url
 
@@ -92,11 +92,11 @@ class HubSource:
             # The client follows redirects, and sends the token to the Hub's own origin only.
             async with _client() as client:
                 if version and not offset and await self._is_unchanged(client, url, version):
-                    yield ContentStream(_no_blocks(), 0, None, version, unchanged=True)
+                    yield None
                     return
                 async with client.stream("GET", url, headers=self._headers(offset), timeout=IDLE_TIMEOUT) as response:
                     self._check_status(response)
-                    yield self._content(response, version)
+                    yield self._content(response)
 
     def _open_cached(self, offset: int) -> ContentStream:
         from huggingface_hub import try_to_load_from_cache
@@ -125,12 +125,9 @@ class HubSource:
             headers["range"] = f"bytes={offset}-"
         return headers
 
-    def _content(self, response: hub_httpx.Response, version: str) -> ContentStream:
+    def _content(self, response: hub_httpx.Response) -> ContentStream:
         etag = _etag(response)
         start = _range_start(response) if response.status_code == 206 else 0
-        if start and etag != version:
-            changed = source_failed(f"{self.name} changed while it was downloaded")
-            raise SourceInterruptedError(changed, restart=True)
         length = response.headers.get("content-length")
         size = None if length is None or not length.isascii() or not length.isdigit() else start + int(length)
         # the Hub states the SHA-256 of large files
@@ -222,8 +219,3 @@ async def _read_blocks(path: Path, offset: int) -> AsyncGenerator[bytes]:
         await file.seek(offset)
         while block := await file.read(_CHUNK):
             yield block
-
-
-async def _no_blocks() -> AsyncGenerator[bytes]:
-    return
-    yield
