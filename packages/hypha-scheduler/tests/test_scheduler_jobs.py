@@ -20,9 +20,8 @@ from hypha_proto.codec import parse_json
 from hypha_proto.record_file import EVENTS
 from hypha_scheduler.client import AsyncClient, Client, Event, NoSchedulerError
 from hypha_scheduler.errors import JobCancelledError, JobFailedError
-from hypha_scheduler.jobs.runner import CANCELLED
 from hypha_scheduler.jobs.unfinished import QUEUED
-from hypha_scheduler.strategies.base import Effects, EndJob, JobContext
+from hypha_scheduler.strategies.base import BY_OWNER, Effects, EndJob, JobContext
 from hypha_scheduler.submission.active_jobs import ActiveJob
 from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, submit_job
 from hypha_scheduler.submission.queue_files import read_queue, write_queued
@@ -107,7 +106,7 @@ async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(op
         assert operator.leases[0].id not in worker.leases
         for answers in seen:
             assert answers[0]["job"]["state"] == "running"
-            assert answers[-1]["error"] == CANCELLED
+            assert answers[-1]["error"] == BY_OWNER
         with pytest.raises(JobCommandError, match=r"has ended: cancelled") as caught:
             await scheduler.command("cancel", id="one")
         assert caught.value.code == "ended"
@@ -312,7 +311,7 @@ async def test_a_job_is_cancelled_although_its_strategy_does_not_end_it(open_job
         assert anyio.current_time() - began < 10
         assert lab.worker(operator.leases[0]).leases == {}
         last = json.loads((job.directory / EVENTS).read_text().splitlines()[-1])
-        assert (last["event"], last["error"], last["cancelled"]) == ("failed", CANCELLED, True)
+        assert (last["event"], last["error"], last["cancelled"]) == ("failed", BY_OWNER, True)
 
 
 def test_a_job_that_cannot_be_recorded_does_not_wait_after_a_restart(

@@ -19,12 +19,10 @@ from hypha_proto.training_reports import (
     BatchDone,
     Done,
     OuterStepTaken,
-    ReportAnswer,
     ReportError,
     RoundMetrics,
     ScheduleUpdate,
     SendingUpdate,
-    TrainingReport,
 )
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_scheduler.jobs.config import DatasetTable, InnerOptimizerTable, JobTable
@@ -57,9 +55,6 @@ class LeastOperator(Operator):
     def on_task_update(self, task: TaskRef, update: TaskUpdate, now: float) -> Effects:
         return ()
 
-    def on_training_report(self, task: TaskRef, progress: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
-        return Done(), ()
-
 
 WORKER = PeerId(bytes.fromhex("002408011220") + bytes(32))
 TASK = TaskRef("a", Lease(uuid.uuid4(), WORKER, "train", 1.0))
@@ -78,7 +73,7 @@ def test_methods_that_an_operator_leaves_out_do_nothing() -> None:
     assert operator.summary({}) == {}
 
 
-def test_files_that_an_operator_does_not_expect_are_refused() -> None:
+def test_files_and_reports_that_an_operator_does_not_expect_are_refused() -> None:
     operator = LeastOperator()
     target, effects = operator.on_push_request(TASK, None, 1.0)
     assert isinstance(target, Refusal)
@@ -86,6 +81,9 @@ def test_files_that_an_operator_does_not_expect_are_refused() -> None:
     found = operator.on_pull_request(TASK, PullRequest(dataset="secret", index=0))
     assert isinstance(found, Refusal)
     assert "'secret'" in found.reason
+    answer, effects = operator.on_training_report(TASK, SendingUpdate(), 1.0)
+    assert isinstance(answer, ReportError)
+    assert effects == ()
 
 
 def test_a_job_fails_without_its_workers_or_if_its_owner_cancels_it() -> None:

@@ -77,6 +77,7 @@ from hypha_scheduler.jobs.task_lifecycle import TaskLifecycle
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
 from hypha_scheduler.strategies.base import (
+    BY_OWNER,
     CANCEL,
     Effect,
     Effects,
@@ -114,7 +115,6 @@ _CANCEL_LIMIT: Final = 3.0
 _BUDGET_CHECK: Final = 1.0
 _BUDGET_MARGIN: Final = RENEWED_LEASE + 5.0
 """Seconds of all leases that a budget must leave: for the end of the job, or for leases whose workers do not answer."""
-CANCELLED: Final = "its owner cancelled it"
 WAITS_AGAIN: Final = "the scheduler was stopped while the job waited; it waits again when the scheduler is started"
 _CHECK_INTERVAL: Final = 0.5
 """Seconds between looks at a deadline that stays due."""
@@ -242,7 +242,7 @@ class JobRunner:
 
     def cancel(self) -> None:
         """End the job for its owner: its executors are stopped and its leases released, its models stay."""
-        self._cancel_because(CANCELLED)
+        self._cancel_because(BY_OWNER)
 
     @property
     def _is_cancelled(self) -> bool:
@@ -262,13 +262,13 @@ class JobRunner:
         try:
             return self._running_operator.on_command(CANCEL, now)
         except ValueError:  # a strategy without the command
-            return (EndJob(failure=CANCELLED),)
+            return (EndJob(failure=BY_OWNER),)
 
     async def _end_cancelled(self) -> None:
         """End a cancelled job whose strategy does not end it, or whose records find no room on the disk."""
         with anyio.move_on_after(_CANCEL_LIMIT):
             await self._ended.wait()
-        self._end(CANCELLED)
+        self._end(BY_OWNER)
 
     async def _keep_accounts(self) -> None:
         """Mark the accounts of the leases as current, and cancel the job before it spends more than its budget."""
@@ -494,7 +494,7 @@ class JobRunner:
         await self._ended.wait()
         self._closed = True
         if self._failure is not None and (why := self._why_cancelled) is not None:
-            raise JobCancelledError(self._failure if why == CANCELLED else why)
+            raise JobCancelledError(self._failure if why == BY_OWNER else why)
         if self._failure is not None:
             raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
 

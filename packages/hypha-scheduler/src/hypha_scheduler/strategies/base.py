@@ -25,7 +25,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
-from hypha_proto.training_reports import ReportAnswer, TrainingReport
+from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.datasets.dataset import DatasetView
@@ -73,6 +73,8 @@ __all__ = [
 
 CANCEL: Final = "cancel"
 """Command that ends a job."""
+BY_OWNER: Final = "its owner cancelled it"
+"""Reason for which it ends then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +481,7 @@ class Operator(Protocol):
 
     def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Handle a report of an executor that trains. Repeated requests never arrive here twice."""
-        ...
+        return ReportError(reason="this job takes no reports of training; a task reports by /task/update"), ()
 
     def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
         """Return the next samples for a task, or None if there are none for it.
@@ -550,7 +552,7 @@ class Operator(Protocol):
         """
         if command != CANCEL:
             raise ValueError(f"jobs of this type have no command {command[:40]!r}; known: {CANCEL}")
-        return (EndJob(failure="its owner cancelled it"),)
+        return (EndJob(failure=BY_OWNER),)
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:
         """Return the strategy's part of ``result.json``; `traffic` counts the bytes of peers for it."""

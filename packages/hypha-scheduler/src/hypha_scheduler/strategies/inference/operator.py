@@ -16,7 +16,6 @@ from typing import Any, Final
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
-from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.strategies.avoidance import Avoidance
@@ -314,10 +313,6 @@ class InferenceOperator(Operator):
     def _note_report(self, worker: InferenceWorker, now: float) -> None:
         if worker.task is not None and self._slices.held_by(worker.task):
             worker.heard(now)
-
-    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
-        """Refuse a report of training."""
-        return ReportError(reason="an inference job takes no reports of training"), ()
 
     # ---------------------------------------------------------------------------------------------------------- slices
 

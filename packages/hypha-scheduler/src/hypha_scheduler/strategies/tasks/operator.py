@@ -30,7 +30,6 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
-from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
@@ -287,10 +286,6 @@ class TasksOperator(base.Operator):
         said = {key: value for key, value in msgspec.structs.asdict(progress).items() if value is not None}
         return (EmitEvent("task_progress", self._fields(run) | said),)
 
-    def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
-        """Refuse reports of training."""
-        return ReportError(reason="a task has no rounds; report its progress by /task/update"), ()
-
     def next_deadline(self) -> float | None:
         """Return when something is due."""
         avoided = None if self._is_over else self.avoidance.next_deadline(self.placement.now)
@@ -313,7 +308,7 @@ class TasksOperator(base.Operator):
             ValueError: it is not ``cancel``.
         """
         base.Operator.on_command(self, command, now)
-        return self._fail("its owner cancelled it")
+        return self._fail(base.BY_OWNER)
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
         """Handle that something was fetched, released, or is being pushed."""
@@ -681,7 +676,7 @@ class TasksOperator(base.Operator):
         """Serve the files of copies."""
         stored = self.holders.copy_of(request.dataset)
         if stored is None or stored.copy is None or request.index >= len(stored.output.files):
-            return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+            return base.Operator.on_pull_request(self, task, request)
         file = stored.output.files[request.index]
         return PullSource(stored.copy / file.path if file.path else stored.copy, file.digest)
 
