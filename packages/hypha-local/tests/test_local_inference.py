@@ -167,7 +167,7 @@ def test_one_process_that_a_program_has_started_can_be_killed(tmp_path: Path) ->
         async with local_processes(tmp_path) as processes:
             program = processes.start("program", [sys.executable, "-c", code])
             with anyio.fail_after(30):
-                while "up" not in program.last_lines():
+                while "up" not in program.log.read_text():
                     await anyio.sleep(0.01)
                 assert not processes.kill_descendant("program", "another-word")
                 assert processes.kill_descendant("program", "the-word")

@@ -101,17 +101,12 @@ def demo(task: str, format_: str, no_color: bool, **options: Any) -> None:
     results. Progress goes to stderr, the summary to stdout.
     """
     run = _inference_demo(task, options) if task in INFERENCE_TASKS else _training_demo(task, options)
-    for number in _SIGNALS:
-        signal.signal(number, _exit_on_signal)
-    from rich.console import Console
 
-    console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
-
-    async def work() -> None:
+    async def work(console: Console) -> None:
         summary = await run(console)
         click.echo(summary.as_json() if format_ == "json" else summary.as_text())
 
-    sys.exit(_run(work))
+    sys.exit(_run(work, no_color))
 
 
 @main.command()
@@ -143,14 +138,9 @@ def up(workers: int, folder: Path, data: tuple[str, ...], no_color: bool) -> Non
     A worker may be drained: the network goes on without it. Exit codes: 130 after Ctrl-C, 0 after SIGTERM, 1 if another
     node has ended, or a worker has failed.
     """
-    for number in _SIGNALS:
-        signal.signal(number, _exit_on_signal)
-    from rich.console import Console
-
-    console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
     root = folder.resolve()
 
-    async def work() -> None:
+    async def work(console: Console) -> None:
         from hypha_local.foreground_network import ForegroundNetwork, named_datasets, run_network
         from hypha_local.network_layout import Folders
 
@@ -164,7 +154,7 @@ def up(workers: int, folder: Path, data: tuple[str, ...], no_color: bool) -> Non
 
         await run_network(network, console, ready)
 
-    status = _run(work)
+    status = _run(work, no_color)
     sys.exit(0 if status == _SIGNALLED + signal.SIGTERM else status)
 
 
@@ -243,11 +233,16 @@ def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
     return run
 
 
-def _run(work: Callable[[], Awaitable[None]]) -> int:
+def _run(work: Callable[[Console], Awaitable[None]], no_color: bool) -> int:
     """Run `work` to its end, an error or a signal; return the exit status.
 
     Signals are handled until `work` has cleaned up, so that a second Ctrl-C does not interrupt the clean-up.
     """
+    for number in _SIGNALS:
+        signal.signal(number, _exit_on_signal)
+    from rich.console import Console
+
+    console = Console(stderr=True, no_color=no_color, force_terminal=False if no_color else None)
     status = 0
 
     async def main_task() -> None:
@@ -257,7 +252,7 @@ def _run(work: Callable[[], Awaitable[None]]) -> int:
                 with anyio.CancelScope() as working:
                     tasks.start_soon(watch, signals, working)
                     try:
-                        await work()
+                        await work(console)
                     except* (LocalError, OSError) as group:
                         status = status or 1
                         for error in leaf_errors(group):

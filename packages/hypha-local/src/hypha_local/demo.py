@@ -19,7 +19,6 @@ import anyio.to_thread
 from rich.console import Console
 
 from hypha_local.display import Display
-from hypha_local.errors import ProcessFailedError
 from hypha_local.executor_session import ExecutorSession
 from hypha_local.job_run import REPLACED, STEP_TIMEOUT, JobRun, Victim, audit_job
 from hypha_local.network_layout import HELD_OUT, DemoTraining, Folders, NodePlan, plan_nodes, write_configuration
@@ -139,8 +138,7 @@ async def _train(
     with anyio.move_on_after(timeout) as scope:
         await job.run()
     if scope.cancelled_caught:
-        last = processes.child(nodes[-1].name).last_lines()
-        raise ProcessFailedError(f"training was not done within {timeout:g} s; last lines:\n{last}")
+        raise processes.child(nodes[-1].name).failure(f"training was not done within {timeout:g} s")
     return tuple(job.changes)
 
 

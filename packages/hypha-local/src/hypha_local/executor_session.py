@@ -48,7 +48,8 @@ class ExecutorSession:
                 answer = await self._ask(arguments)
         if scope.cancelled_caught:
             await self._kill()
-            raise ProcessFailedError(f"{arguments[0]} was not done within {timeout:g} s{self._last_lines()}")
+            what = f"{arguments[0]} was not done within {timeout:g} s"
+            raise ProcessFailedError(what) if self._child is None else self._child.failure(what)
         if answer["status"] != 0:
             raise ProcessFailedError(f"{arguments[0]} ended with status {answer['status']}: {answer['output']}")
         return str(answer["output"])
@@ -64,8 +65,7 @@ class ExecutorSession:
             await self._processes.wait(child)
         while not (text := self._answer(begin)).endswith(b"\n"):
             if child.process.poll() is not None:
-                status = child.process.returncode
-                raise ProcessFailedError(f"{arguments[0]} ended with status {status}{self._last_lines()}")
+                raise child.failure(f"{arguments[0]} ended with status {child.process.returncode}")
             await anyio.sleep(POLL)
         answer: dict[str, Any] = parse_json(text)
         return answer
@@ -85,6 +85,3 @@ class ExecutorSession:
         with self._answers.open("rb") as file:
             file.seek(begin)
             return file.read()
-
-    def _last_lines(self) -> str:
-        return "" if self._child is None else f"; its last lines:\n{self._child.last_lines()}"

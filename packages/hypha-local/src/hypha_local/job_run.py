@@ -73,10 +73,7 @@ class JobRun:
                 tasks.cancel_scope.cancel()
             self._show(log)
         if scheduler.process.returncode != 0:
-            raise ProcessFailedError(
-                f"scheduler ended with status {scheduler.process.returncode}; its last lines ({scheduler.log}):\n"
-                + scheduler.last_lines()
-            )
+            raise scheduler.ended()
         if self.kill is not None:
             raise ProcessFailedError(f"--kill {self.kill}: the job had ended before")
 

@@ -26,7 +26,7 @@ from hypha_local.errors import ProcessFailedError
 TERM_TIMEOUT: Final = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 POLL: Final = 0.02
-TAIL: Final = 15
+_TAIL: Final = 15
 _LIBC: Final = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -45,9 +45,14 @@ class LocalProcess:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def last_lines(self, count: int = TAIL) -> str:
-        """Return the last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+    def failure(self, what: str) -> ProcessFailedError:
+        """Return the error for what has gone wrong with it; the message ends with the last lines of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return ProcessFailedError("\n".join((f"{what}; its last lines ({self.log}):", *lines[-_TAIL:])))
+
+    def ended(self) -> ProcessFailedError:
+        """Return the error for its end."""
+        return self.failure(f"{self.name} ended with status {self.process.returncode}")
 
 
 def script(name: str) -> str:
@@ -114,10 +119,10 @@ class Processes:
         with anyio.move_on_after(timeout) as scope:
             status = await self.wait(child)
         if scope.cancelled_caught:
-            raise ProcessFailedError(f"{name} was not done within {timeout:g} s; its last lines:\n{child.last_lines()}")
+            raise child.failure(f"{name} was not done within {timeout:g} s")
         del self._children[name]
         if status != 0:
-            raise ProcessFailedError(f"{name} ended with status {status}; its last lines:\n{child.last_lines()}")
+            raise child.ended()
 
     async def watch(self, names: Sequence[str], may_end: Collection[str] = ()) -> str:
         """Wait until one of the named programs exits; return its name if it may, and has ended with status 0.
@@ -135,9 +140,7 @@ class Processes:
                 if status == 0 and child.name in may_end:
                     return child.name
                 if status is not None:
-                    raise ProcessFailedError(
-                        f"{child.name} ended with status {status}; its last lines ({child.log}):\n{child.last_lines()}"
-                    )
+                    raise child.ended()
             await anyio.sleep(POLL)
 
     async def stop(self, names: Sequence[str] | None = None) -> dict[str, int]:
