@@ -17,6 +17,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _WORDS)
 
 
+def reason_of(error: BaseException, limit: int = 300) -> str:
+    """Return the text of a library's error in one line, or its type if it has none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 class ExecutorError(Exception):
     """Base of all errors of this package; the process exits with code 1."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError, is_out_of_memory
+from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError, is_out_of_memory, reason_of
 from hypha_proto.errors import ProtoError
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def describe(error: Exception) -> str:
 
 
 def _out_of_memory(error: Exception) -> int:
-    logger.error("out of memory: %s", " ".join(str(error).split())[:400] or type(error).__name__)
+    logger.error("out of memory: %s", reason_of(error, 400))
     return OUT_OF_MEMORY
 
 

@@ -27,7 +27,7 @@ from hypha.accelerate_executor.environment import (
     isolate,
     read_seconds,
 )
-from hypha.accelerate_executor.errors import JobError
+from hypha.accelerate_executor.errors import ExecutorError, JobError, ModelError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked
 from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
@@ -118,9 +118,15 @@ def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> R
         module.to(device)
     logger.info("%s with %s on %s", task.task, type(module).__name__, device)
     if task.task == GENERATE:
-        from hypha.accelerate_executor.predict.generator import Generator, load_tokenizer
+        from hypha.accelerate_executor.data.preprocess import load_tokenizer
+        from hypha.accelerate_executor.predict.generator import Generator
 
-        return Generator(task, module, load_tokenizer(folder), device, options.generation)
+        try:
+            tokenizer = load_tokenizer(folder)
+        except ExecutorError as error:
+            remedy = "generate needs a tokenizer in the model's folder, or a preprocessor of type tokenizer"
+            raise ModelError(f"{remedy}: {error}") from error
+        return Generator(task, module, tokenizer, device, options.generation)
     from hypha.accelerate_executor.predict.classifier import Classifier
 
     return Classifier(task, module, device, _preprocessor(task, folder, module))

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hypha.accelerate_executor.data.samples import Arrays
-from hypha.accelerate_executor.errors import DataError, JobError, ModelError, RowError
+from hypha.accelerate_executor.errors import DataError, JobError, ModelError, RowError, reason_of
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS, TrainConfig
 from hypha_proto.prompt_template import render
 
@@ -228,9 +228,9 @@ def _load(task: str, folder: Path) -> Any:
             folder, trust_remote_code=False, local_files_only=True
         )
     except ImportError as error:
-        raise JobError(f"preprocessor {task!r} needs a library that is not installed: {_error_text(error)}") from None
+        raise JobError(f"preprocessor {task!r} needs a library that is not installed: {reason_of(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: deeply nested JSON
-        raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {_error_text(error)}") from error
+        raise ModelError(f"the preprocessor cannot be loaded as {task!r}: {reason_of(error)}") from error
 
 
 def fill_template(template: str, value_of: Callable[[str], Any]) -> str:
@@ -291,10 +291,6 @@ def set_padding(tokenizer: Any, module: torch.nn.Module | None) -> int | None:
 
 def _plain(value: NDArray[Any]) -> NDArray[Any]:
     return value.astype(np.float32 if value.dtype.kind == "f" else np.int64)
-
-
-def _error_text(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.distributed as dist
 
-from hypha.accelerate_executor.errors import ProcessGroupError
+from hypha.accelerate_executor.errors import ProcessGroupError, reason_of
 
 if TYPE_CHECKING:
     from hypha.accelerate_executor.data.microbatches import MicroBatch
@@ -177,7 +177,7 @@ def translate_lost_process(always: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
+        text = reason_of(error, 200)
         if not always and _CONNECTION.search(text) is None:
             raise
         raise ProcessGroupError(

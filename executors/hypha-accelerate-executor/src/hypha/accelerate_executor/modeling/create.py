@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hypha.accelerate_executor.errors import JobError, ModelError
+from hypha.accelerate_executor.errors import JobError, ModelError, reason_of
 from hypha.accelerate_executor.modeling.hf import TORCH, auto_class, lean_imports, quieten_transformers
 from hypha_proto.codec import parse_json
 from hypha_proto.model_listing import list_companions, names_in
@@ -222,7 +222,7 @@ def _load(task: str, source: str, is_local: bool, settings: dict[str, Any], seed
                 **settings,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = reason_of(error)
             raise ModelError(f"--from {source}: cannot be loaded for task {task!r}: {reason}") from error
     changed = {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]}
     return module, tuple(sorted({*info["missing_keys"], *changed}))

@@ -30,7 +30,7 @@ from transformers import (
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
-from hypha.accelerate_executor.errors import ModelError, RowError
+from hypha.accelerate_executor.errors import RowError
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slices import SliceRows
@@ -298,20 +298,3 @@ def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
     if ends is None:
         return frozenset()
     return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def load_tokenizer(folder: Any) -> Any:
-    """Load a tokenizer from its files; code among them is never run.
-
-    Raises:
-        ModelError: there is no tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(
-            f"generate needs a tokenizer in the model's folder, or a preprocessor of type tokenizer: {reason}"
-        ) from error
