@@ -94,6 +94,11 @@ def prepared(folder: Path, samples: int = 23) -> Path:
     return folder / "digits"
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepared(tmp_path)
+
+
 def slice_file(folder: Path, index: int) -> Path:
     return folder / f"slice-{index:05d}.safetensors"
 
@@ -118,8 +123,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_watch, "POLL_INTERVAL", 0.02)
 
 
-async def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
+async def test_every_slice_is_announced_and_served(folder: Path, tmp_path: Path) -> None:
     async with running(folder) as node:
         await node.until_ready()
         [found] = await node.announced()
@@ -140,9 +144,8 @@ async def test_every_slice_is_announced_and_served(tmp_path: Path) -> None:
 
 
 async def test_a_rewritten_slice_is_refused_until_it_is_restored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = prepared(tmp_path)
     caplog.set_level(logging.INFO, "hypha_data")
     async with running(folder) as node:
         await node.until_ready()
@@ -165,9 +168,8 @@ async def test_a_rewritten_slice_is_refused_until_it_is_restored(
 
 @pytest.mark.parametrize("damage", ["rewritten", "newer", "shorter", "removed", "directory"])
 async def test_after_a_restart_a_damaged_slice_is_not_served(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = prepared(tmp_path)
     before, path = open_dataset("digits", folder), slice_file(folder, 1)
     _damage(path, damage)
     async with running(folder) as node:
@@ -193,8 +195,7 @@ def _damage(path: Path, damage: str) -> None:
         os.truncate(path, 100)
 
 
-async def test_withheld_slices_are_announced_as_such_until_they_are_restored(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
+async def test_withheld_slices_are_announced_as_such_until_they_are_restored(folder: Path) -> None:
     before = corrupt(slice_file(folder, 2))
     async with running(folder) as node:
         await node.until_ready()
@@ -210,8 +211,7 @@ async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> No
         await anyio.sleep(0.01)
 
 
-async def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
+async def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(folder: Path) -> None:
     before = [corrupt(slice_file(folder, index)) for index in range(4)]
     async with running(folder) as node:
         while not node.readiness.reason or "none of its 4 slices" not in node.readiness.reason:
@@ -254,8 +254,7 @@ async def test_a_slice_is_not_cut_off_when_only_other_files_change(tmp_path: Pat
         assert await node.pull(1) == slice_file(folder, 1).read_bytes()
 
 
-async def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = prepared(tmp_path)
+async def test_a_slice_is_served_while_another_one_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, reading = threading.Event(), digest_cache.DigestCache.read
 
     def slow(cache: digest_cache.DigestCache, path: Path, on_read: digest_cache.OnRead) -> object:
@@ -271,9 +270,8 @@ async def test_a_slice_is_served_while_another_one_is_read(tmp_path: Path, monke
         release.set()
 
 
-async def test_a_request_waits_until_its_dataset_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_until_its_dataset_is_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal would be final for the worker, whose data node may have been restarted a moment ago."""
-    folder = prepared(tmp_path)
     (folder / MANIFEST).unlink()
     release, reading = threading.Event(), digest_cache.DigestCache.read
 
@@ -310,8 +308,7 @@ async def verified(folder: Path, *, verify: bool = False) -> SliceVerifier:
     return verifier
 
 
-async def test_a_restart_reads_only_what_has_changed(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
+async def test_a_restart_reads_only_what_has_changed(folder: Path) -> None:
     assert (await verified(folder)).files_read == 4
     assert (await verified(folder)).files_read == 0
     before = corrupt(slice_file(folder, 2))
@@ -324,9 +321,8 @@ async def test_a_restart_reads_only_what_has_changed(tmp_path: Path) -> None:
     assert (restored.files_read, restored.withheld) == (1, frozenset())
 
 
-async def test_verify_reads_everything_again(tmp_path: Path) -> None:
+async def test_verify_reads_everything_again(folder: Path) -> None:
     """The cache may be wrong about a disk that has lost bytes without a write."""
-    folder = prepared(tmp_path)
     path = slice_file(folder, 2)
     await verified(folder)
     good = path.stat()
@@ -352,16 +348,14 @@ async def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"files":[{"file":"a","digest":7}]}'])
-async def test_an_unusable_cache_is_ignored(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    folder = prepared(tmp_path)
+async def test_an_unusable_cache_is_ignored(folder: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (folder / CACHE).write_bytes(content)
     assert (await verified(folder)).files_read == 4
     assert (await verified(folder)).files_read == 0
     assert f"{folder / CACHE} cannot be used" in caplog.text
 
 
-async def test_a_folder_that_cannot_be_written_to_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = prepared(tmp_path)
+async def test_a_folder_that_cannot_be_written_to_is_served(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / CACHE).mkdir()  # also for root, who may write anywhere
     assert (await verified(folder)).withheld == frozenset()
     assert "cannot be written, so every start reads all slices again" in caplog.text
@@ -377,8 +371,7 @@ async def until_announced(node: DataNode, slices: int) -> None:
         await anyio.sleep(0.01)
 
 
-async def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
+async def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(folder: Path) -> None:
     async with running(folder) as node:
         await node.until_ready()
         [before] = await node.announced()

@@ -68,8 +68,12 @@ class Gateway:
         return answer.record.value, PeerId(answer.record.publisher), answer.record.ttl
 
 
-def test_a_record_is_stored_with_its_publisher_until_it_expires() -> None:
-    gateway = Gateway()
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def test_a_record_is_stored_with_its_publisher_until_it_expires(gateway: Gateway) -> None:
     assert gateway.get(b"mnist") is None
     gateway.put(PEERS[0], put(b"mnist", b"{}"))
     assert gateway.get(b"mnist") == (b"{}", PEERS[0], 100)
@@ -83,8 +87,7 @@ def test_a_record_is_stored_with_its_publisher_until_it_expires() -> None:
     assert gateway.get(b"mnist") == (b"{}", PEERS[0], server.DEFAULT_TTL)
 
 
-def test_the_newest_record_wins_and_for_one_publisher_the_highest_seq() -> None:
-    gateway = Gateway()
+def test_the_newest_record_wins_and_for_one_publisher_the_highest_seq(gateway: Gateway) -> None:
     for peer, value, winner in (
         (0, b'{"seq": 5}', (b'{"seq": 5}', 0)),
         (0, b'{"seq": 4}', (b'{"seq": 5}', 0)),
@@ -101,8 +104,7 @@ def test_the_newest_record_wins_and_for_one_publisher_the_highest_seq() -> None:
         assert found[:2] == (winner[0], PEERS[winner[1]])
 
 
-def test_records_of_other_publishers_are_refused_and_replicas_are_ignored() -> None:
-    gateway = Gateway()
+def test_records_of_other_publishers_are_refused_and_replicas_are_ignored(gateway: Gateway) -> None:
     gateway.put(PEERS[1], put(b"k", b"forged", publisher=PEERS[0]))
     assert gateway.get(b"k") is None
     gateway.put(PEERS[0], put(b"k", b"own", publisher=PEERS[0]))
@@ -112,8 +114,7 @@ def test_records_of_other_publishers_are_refused_and_replicas_are_ignored() -> N
 
 
 @pytest.mark.parametrize("spoil", ["key", "empty", "long key", "long value"])
-def test_a_record_beyond_the_limits_is_not_stored(spoil: str) -> None:
-    gateway = Gateway()
+def test_a_record_beyond_the_limits_is_not_stored(gateway: Gateway, spoil: str) -> None:
     message = put(b"k", b"v")
     if spoil == "key":
         message.record.key = b"other"
@@ -148,8 +149,7 @@ def test_one_peer_cannot_fill_the_record_store(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("key", [b"", b"x", bytes(60), PEERS[3].raw])
-def test_find_node_returns_the_closest_connected_peers_for_any_key(key: bytes) -> None:
-    gateway = Gateway()
+def test_find_node_returns_the_closest_connected_peers_for_any_key(gateway: Gateway, key: bytes) -> None:
     asking = PEERS[0]
     gateway.known.append(KnownPeer(PeerId.from_public_key(b"?" * 32), tuple))  # its addresses are not known yet
     answer = gateway.server.answer(asking, Message(type=Kind.FIND_NODE, key=key))
@@ -236,8 +236,7 @@ def test_a_node_that_is_not_a_gateway_returns_peers_and_stores_nothing() -> None
     assert kad_node.answer(PEERS[0], Message(type=Kind.ADD_PROVIDER, key=b"k")) is None
 
 
-async def test_several_requests_on_one_stream_and_malformed_bytes_on_another() -> None:
-    gateway = Gateway()
+async def test_several_requests_on_one_stream_and_malformed_bytes_on_another(gateway: Gateway) -> None:
     network = MemoryNetwork()
     async with network.endpoint("a") as a, network.endpoint("b") as b:
         b.handle(PROTOCOL, gateway.server.serve)

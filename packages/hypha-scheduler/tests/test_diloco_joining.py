@@ -44,6 +44,11 @@ def make(minimum: int = 2, rounds: int = 6) -> Rounds:
     return made
 
 
+@pytest.fixture
+def rounds() -> Rounds:
+    return make()
+
+
 def post(rounds: Rounds, now: float, *peers: PeerId) -> tuple[Effect, ...]:
     return tuple(effect for peer in peers for effect in rounds.update_started(peer, now))
 
@@ -73,8 +78,7 @@ def announced(effects: tuple[Effect, ...] | list[Effect]) -> list[list[PeerId]]:
 # -------------------------------------------------------------------------------------------------------------- joining
 
 
-def test_a_joiner_begins_with_the_next_round_and_holds_none_up() -> None:
-    rounds = make()
+def test_a_joiner_begins_with_the_next_round_and_holds_none_up(rounds: Rounds) -> None:
     rounds.add(D, 2.0)
     assert rounds.join(D, 3.0) == (None, ())
     assert announced(post(rounds, 4.0, A, B, C)) == [[A, B, C]]
@@ -88,8 +92,7 @@ def test_a_joiner_begins_with_the_next_round_and_holds_none_up() -> None:
     assert rounds.goes_on_without(D, 2)
 
 
-def test_a_joiner_is_expected_after_its_first_batch() -> None:
-    rounds = make()
+def test_a_joiner_is_expected_after_its_first_batch(rounds: Rounds) -> None:
     rounds.add(D, 2.0)
     rounds.join(D, 3.0)
     post(rounds, 4.0, A, B, C)
@@ -101,8 +104,7 @@ def test_a_joiner_is_expected_after_its_first_batch() -> None:
     assert announced(post(rounds, 8.0, D)) == [[A, B, C, D]]
 
 
-def test_a_joiner_that_never_begins_is_replaced() -> None:
-    rounds = make()
+def test_a_joiner_that_never_begins_is_replaced(rounds: Rounds) -> None:
     rounds.add(D, 2.0)
     [overdue] = [effect for effect in silent(rounds, 100.0) if isinstance(effect, Overdue) and effect.peer == D]
     assert overdue.reason == "it has not begun to train within 60 s"
@@ -148,8 +150,7 @@ def test_nobody_joins_a_job_whose_last_round_is_closed() -> None:
 # ---------------------------------------------------------------------------------------------- silence and rejoin
 
 
-def test_a_silent_worker_is_suspected_by_its_own_rhythm_once() -> None:
-    rounds = make()
+def test_a_silent_worker_is_suspected_by_its_own_rhythm_once(rounds: Rounds) -> None:
     rounds.batch_done(A, 16, 2.0)
     rounds.batch_done(B, 16, 2.0)
     for now in (3.0, 4.0, 5.0, 6.0):
@@ -159,8 +160,7 @@ def test_a_silent_worker_is_suspected_by_its_own_rhythm_once() -> None:
     assert not [effect for effect in silent(rounds, 7.9) if isinstance(effect, Suspected) and effect.peer == C]
 
 
-def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once() -> None:
-    rounds = make()
+def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once(rounds: Rounds) -> None:
     post(rounds, 2.0, A, B)
     silent(rounds, 12.0)
     assert rounds.batch_done(C, 16, 12.5) == ScheduleUpdate(0)
@@ -169,8 +169,7 @@ def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once() -> None:
     assert rounds.join(C, 15.5) == (2, (Joined(C, 2),))
 
 
-def test_a_sending_worker_is_not_suspected_by_the_rhythm_of_its_batches() -> None:
-    rounds = make()
+def test_a_sending_worker_is_not_suspected_by_the_rhythm_of_its_batches(rounds: Rounds) -> None:
     post(rounds, 2.0, A, B)
     rounds.update_sending(C, 2.0)
     assert silent(rounds, 61.0) == []
@@ -210,8 +209,7 @@ def test_a_worker_that_does_not_come_back_to_a_paused_job_is_replaced() -> None:
     assert [effect.peer for effect in silent(rounds, 500.0) if isinstance(effect, Overdue)] == [C]
 
 
-def test_deadlines_stand_still_without_a_parameter_server() -> None:
-    rounds = make()
+def test_deadlines_stand_still_without_a_parameter_server(rounds: Rounds) -> None:
     assert [type(effect) for effect in rounds.server_lost("power", 2.0)] == [Paused]
     assert post(rounds, 3.0, A, B, C) == ()
     assert rounds.deadline() is None
@@ -221,8 +219,7 @@ def test_deadlines_stand_still_without_a_parameter_server() -> None:
     assert rounds.deadline() == 102.0 + 2 * 60.0
 
 
-def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_as_ever() -> None:
-    rounds = make()
+def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_as_ever(rounds: Rounds) -> None:
     post(rounds, 2.0, A, B)
     for now in range(2, 51):
         rounds.batch_done(C, 16, now)
@@ -233,8 +230,7 @@ def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_a
 # ---------------------------------------------------------------------------------------------- restarts
 
 
-def test_a_stated_update_of_an_executor_that_has_died_counts() -> None:
-    rounds = make()
+def test_a_stated_update_of_an_executor_that_has_died_counts(rounds: Rounds) -> None:
     post(rounds, 2.0, C)
     rounds.restart(C, "killed", 3.0)
     assert announced(post(rounds, 4.0, A, B)) == [[A, B, C]]
@@ -354,8 +350,7 @@ def test_executors_that_are_done_are_answered_so() -> None:
     assert rounds.is_over
 
 
-def test_reports_of_a_former_executor_change_nothing() -> None:
-    rounds = make()
+def test_reports_of_a_former_executor_change_nothing(rounds: Rounds) -> None:
     rounds.restart(C, "killed", 2.0)
     assert rounds.batch_done(C, 16, 2.1) == Continue()
     assert rounds.progress_of(C, 1) == (0, 0)

@@ -49,6 +49,11 @@ def begin(**changes: Any) -> Job:
     return job
 
 
+@pytest.fixture
+def job() -> Job:
+    return begin()
+
+
 def train(job: Job, *peers: Any, batches: int = 2) -> None:
     for peer in peers:
         job.train_round(peer, batches)
@@ -81,8 +86,7 @@ def used(job: Job) -> list[tuple[int, int, int]]:
 # -------------------------------------------------------------------------------------------------------------- records
 
 
-async def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() -> None:
-    job = begin()
+async def test_job_fails_if_the_model_would_not_load_with_the_trained_weights(job: Job) -> None:
     for _ in range(3):
         await whole_round(job)
     job.end_task(A)
@@ -93,8 +97,7 @@ async def test_job_fails_if_the_model_would_not_load_with_the_trained_weights() 
     assert not job.result.is_finished
 
 
-async def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> None:
-    job = begin()
+async def test_weight_of_a_member_is_the_number_of_samples_that_it_states(job: Job) -> None:
     train(job, *WORKERS)
     executor = job.executors[A]
     executor.take()  # a batch of which no report has come, as while the scheduler was away
@@ -107,8 +110,7 @@ async def test_weight_of_a_member_is_the_number_of_samples_that_it_states() -> N
 # ----------------------------------------------------------------------------------------------------------- statements
 
 
-async def test_worker_that_states_its_updates_is_not_waited_for_without_the_statement() -> None:
-    job = begin()
+async def test_worker_that_states_its_updates_is_not_waited_for_without_the_statement(job: Job) -> None:
     train(job, *WORKERS)
     job.contribute(A, B)
     job.report(C, SendingUpdate())
@@ -117,8 +119,7 @@ async def test_worker_that_states_its_updates_is_not_waited_for_without_the_stat
     assert kinds(job)[-1] == "announced"
 
 
-async def test_statement_that_is_repeated_is_accepted_and_recorded_once() -> None:
-    job = begin()
+async def test_statement_that_is_repeated_is_accepted_and_recorded_once(job: Job) -> None:
     train(job, A)
     statement = job.executors[A].statement(job.leases[A])
     assert job.state(A, statement) == job.state(A, statement) == (True, "")
@@ -141,9 +142,8 @@ FOREIGN = (SampleRange(7, 0, 0, 4),)
     ],
 )
 async def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(
-    changes: dict[str, Any], why: str
+    job: Job, changes: dict[str, Any], why: str
 ) -> None:
-    job = begin()
     await whole_round(job)
     train(job, *WORKERS)
     accepted, reason = job.state(A, **changes)
@@ -165,8 +165,7 @@ async def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(
     assert str(A) in members(job, 3)
 
 
-async def test_ranges_are_used_once() -> None:
-    job = begin()
+async def test_ranges_are_used_once(job: Job) -> None:
     train(job, *WORKERS)
     ranges = tuple(SampleRange(*part) for part in job.executors[A].used)
     job.contribute(*WORKERS)
@@ -177,8 +176,7 @@ async def test_ranges_are_used_once() -> None:
     assert "were contributed before" in reason
 
 
-async def test_digest_of_the_file_must_be_the_one_that_is_stated() -> None:
-    job = begin()
+async def test_digest_of_the_file_must_be_the_one_that_is_stated(job: Job) -> None:
     train(job, A)
     message = job.executors[A].statement(job.leases[A])
     assert message.contribution is not None
@@ -188,8 +186,7 @@ async def test_digest_of_the_file_must_be_the_one_that_is_stated() -> None:
     assert "the executor states an update with digest" in reason
 
 
-async def test_second_update_of_a_round_is_refused() -> None:
-    job = begin()
+async def test_second_update_of_a_round_is_refused(job: Job) -> None:
     train(job, A)
     assert job.state(A) == (True, "")
     accepted, reason = job.state(A)
@@ -241,9 +238,8 @@ async def test_third_refusal_excludes_the_worker() -> None:
 
 
 @pytest.mark.parametrize("rounds", [[1], [1, 2, 3, 4], range(2, 100)])
-async def test_flood_of_refused_statements_has_few_effects(rounds: Sequence[int]) -> None:
+async def test_flood_of_refused_statements_has_few_effects(job: Job, rounds: Sequence[int]) -> None:
     """A worker that is stopped may take its time over it, and state whatever it likes meanwhile."""
-    job = begin()
     train(job, *WORKERS)
     task, effects = job.leases[A], []
     for number in range(100):
@@ -297,8 +293,7 @@ async def test_record_waits_until_the_parameter_server_says_who_is_a_member() ->
     assert sorted(members(job)) == sorted(map(str, WORKERS))
 
 
-async def test_sum_of_the_weights_tells_which_announcement_was_followed() -> None:
-    job = begin()
+async def test_sum_of_the_weights_tells_which_announcement_was_followed(job: Job) -> None:
     train(job, A, B)
     train(job, C, batches=3)
     job.contribute(*WORKERS)
@@ -359,8 +354,7 @@ async def test_update_under_way_is_not_late_while_its_worker_computes_the_digest
 # -------------------------------------------------------------------------------------------------------------- commits
 
 
-async def test_outer_update_is_committed_by_its_digest_only() -> None:
-    job = begin()
+async def test_outer_update_is_committed_by_its_digest_only(job: Job) -> None:
     job.hand_in(*WORKERS)
     header = job.server.step()
     assert isinstance(job.ask_commit(A, 1, header.digest), RetryAfter)
@@ -372,8 +366,7 @@ async def test_outer_update_is_committed_by_its_digest_only() -> None:
     assert "committed with another outer update" in other.reason
 
 
-async def test_older_term_is_refused() -> None:
-    job = begin()
+async def test_older_term_is_refused(job: Job) -> None:
     await whole_round(job)
     job.open()
     job.lease(WORKERS)
@@ -388,8 +381,7 @@ async def test_older_term_is_refused() -> None:
     assert [record["term"] for record in job.rounds] == [1, 2]
 
 
-async def test_outer_update_that_comes_again_is_received_and_recorded_once() -> None:
-    job = begin()
+async def test_outer_update_that_comes_again_is_received_and_recorded_once(job: Job) -> None:
     job.hand_in(*WORKERS)
     header = job.server.step()
     assert await job.push(header) is None
@@ -399,16 +391,13 @@ async def test_outer_update_that_comes_again_is_received_and_recorded_once() -> 
     assert await job.push(again) == "the outer update of round 1 was already received"
 
 
-async def test_outer_update_of_members_that_were_not_announced_is_refused() -> None:
-    job = begin()
+async def test_outer_update_of_members_that_were_not_announced_is_refused(job: Job) -> None:
     train(job, *WORKERS)
     header = PushHeader(STEPPED, 1, "outer-update", "outer", 100, digest_of("early"), SCHEDULER, term=1)
     assert await job.push(header) == "the members of round 1 were not announced"
 
 
-async def test_newest_weights_are_served_to_workers_and_the_momentum_to_the_parameter_server() -> None:
-    job = begin()
-
+async def test_newest_weights_are_served_to_workers_and_the_momentum_to_the_parameter_server(job: Job) -> None:
     def pull(peer: Any, name: str) -> PullSource | Refusal:
         return job.operator.on_pull_request(job.leases[peer], PullRequest(dataset=f"{JOB_ID}/{name}", index=0))
 
@@ -420,8 +409,7 @@ async def test_newest_weights_are_served_to_workers_and_the_momentum_to_the_para
     assert isinstance(pull(A, "journal.jsonl"), Refusal)
 
 
-async def test_worker_that_fetches_the_weights_is_counted() -> None:
-    job = begin()
+async def test_worker_that_fetches_the_weights_is_counted(job: Job) -> None:
     train(job, A)
     job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5}))
     job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0}))
@@ -433,8 +421,7 @@ async def test_worker_that_fetches_the_weights_is_counted() -> None:
     assert job.rounds[0]["loss"] == 0.5  # the second report takes nothing back
 
 
-async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> None:
-    job = begin()
+async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels(job: Job) -> None:
     for peer in (A, B, C):
         train(job, peer)
         job.contribute(peer)
@@ -445,8 +432,7 @@ async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels() -> N
     assert [(each["round"], each["loss"]) for each in job.named("round")] == [(1, 0.5)]
 
 
-async def test_summary_adds_up_where_the_time_of_a_worker_has_gone() -> None:
-    job = begin()
+async def test_summary_adds_up_where_the_time_of_a_worker_has_gone(job: Job) -> None:
     spent = {"compute_seconds": 3.0, "data_wait_seconds": 0.25, "report_wait_seconds": 0.5}
     job.report(A, RoundMetrics(round=1, metrics={"loss": 0.5} | spent))
     job.report(A, RoundMetrics(round=1, metrics={"weights_fetched": 1.0, "compute_seconds": 7.0}))
@@ -487,8 +473,7 @@ async def test_job_pauses_while_the_weights_find_no_room() -> None:
     assert deadline > job.now
 
 
-async def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
-    job = begin()
+async def test_push_that_finds_no_room_is_refused_until_there_is_some(job: Job) -> None:
     job.hand_in(*WORKERS)
     header = job.server.step()
     job.result.lacking = "100 bytes are free; free space on that disk"
@@ -507,8 +492,7 @@ async def test_push_that_finds_no_room_is_refused_until_there_is_some() -> None:
 # ------------------------------------------------------------------------------------------------------ restart, resume
 
 
-async def test_first_job_has_no_momentum_and_no_first_round() -> None:
-    job = begin()
+async def test_first_job_has_no_momentum_and_no_first_round(job: Job) -> None:
     train_config = job.specs[A].spec.training
     assert train_config is not None
     assert isinstance(train_config, TrainConfig)
@@ -546,8 +530,7 @@ async def test_refusals_before_a_restart_count() -> None:
     assert [excluded["worker"] for excluded in job.named("worker_excluded")] == [str(A)]
 
 
-async def test_update_that_was_refused_before_a_restart_does_not_count() -> None:
-    job = begin()
+async def test_update_that_was_refused_before_a_restart_does_not_count(job: Job) -> None:
     train(job, *WORKERS)
     held = set(positions(job.executors[A].used))
     job.contribute(*WORKERS)
@@ -560,9 +543,8 @@ async def test_update_that_was_refused_before_a_restart_does_not_count() -> None
     assert members(job) == [str(B), str(C)]
 
 
-async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged() -> None:
+async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged(job: Job) -> None:
     """The members without it were announced, and nobody knows whether the parameter server has accepted that."""
-    job = begin()
     job.hand_in(*WORKERS)
     header = job.server.step()
     job.holds_messages = True
@@ -574,8 +556,7 @@ async def test_worker_that_was_lost_before_the_restart_counts_if_it_was_averaged
     assert sorted(members(job)) == sorted(map(str, WORKERS))
 
 
-async def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue() -> None:
-    job = begin()
+async def test_worker_that_has_merged_the_last_committed_update_is_told_to_continue(job: Job) -> None:
     job.hand_in(*WORKERS)
     assert await job.push() is None
     job.merge(A)
@@ -615,8 +596,7 @@ async def test_executors_that_fail_are_lost_or_stay_when_all_is_merged_fail_no_j
 # ---------------------------------------------------------------------------------------------------------- older peers
 
 
-async def test_executors_that_have_stated_nothing_get_whole_slices() -> None:
-    job = begin()
+async def test_executors_that_have_stated_nothing_get_whole_slices(job: Job) -> None:
     given: list[SliceToUse] = []
     train(job, *WORKERS)
     job.lose(C)
@@ -637,8 +617,7 @@ def test_slice_of_unknown_size_is_given_without_an_end() -> None:
     assert (found.first, found.end) == (0, None)
 
 
-async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_it() -> None:
-    job = begin()
+async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_it(job: Job) -> None:
     job.hand_in(*WORKERS)
     held = set(positions(job.executors[C].used))
     header = job.server.step()
@@ -655,8 +634,7 @@ async def test_older_worker_that_drains_and_merges_before_the_record_is_part_of_
     assert held.isdisjoint(available(job))
 
 
-async def test_parameter_server_without_terms_closes_the_round_by_its_report() -> None:
-    job = begin()
+async def test_parameter_server_without_terms_closes_the_round_by_its_report(job: Job) -> None:
     job.hand_in(*WORKERS)
     header = job.server.step()
     plain = PushHeader(STEPPED, 1, header.kind, "outer", 100, header.digest, SCHEDULER)

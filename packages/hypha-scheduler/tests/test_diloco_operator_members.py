@@ -33,6 +33,11 @@ def begin(peers: tuple[Any, ...] = WORKERS, **changes: Any) -> Job:
     return job
 
 
+@pytest.fixture
+def job() -> Job:
+    return begin(rounds={"update_rounds": 9})
+
+
 def members(job: Job, number: int) -> set[str]:
     return {member["peer"] for member in job.rounds[number - 1]["members"]}
 
@@ -124,8 +129,7 @@ async def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> Non
     assert job.join(D) == RoundToJoin(round=1)
 
 
-async def test_worker_that_comes_back_has_a_number_of_its_own() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_worker_that_comes_back_has_a_number_of_its_own(job: Job) -> None:
     job.lose(A)
     job.acquire(A)
     assert train_config(job.specs[A]).member == 3
@@ -148,8 +152,7 @@ async def test_all_workers_follow_one_learning_rate_schedule() -> None:
     assert first.scheduler == joiner.scheduler
 
 
-async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_no_worker_joins_before_the_parameter_server_knows_it(job: Job) -> None:
     job.hand_in(*WORKERS)
     await job.finish_round(*WORKERS)
     job.holds_lists = True
@@ -165,8 +168,7 @@ async def test_no_worker_joins_before_the_parameter_server_knows_it() -> None:
 # ----------------------------------------------------------------------------------------------------- parameter server
 
 
-async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_is_not_complete(job: Job) -> None:
     job.hand_in(A, C)
     stated, job.executors[C].sent = job.executors[C].sent, None
     job.lose(SERVER)
@@ -179,9 +181,8 @@ async def test_worker_that_has_not_kept_its_update_is_left_out_of_a_round_that_i
     assert members(job, 1) == names(A, B)
 
 
-async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_arrived() -> None:
+async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_arrived(job: Job) -> None:
     """The executor of its worker may have been started again since the update arrived."""
-    job = begin(rounds={"update_rounds": 9})
     job.hand_in(*WORKERS)
     stated, job.executors[C].sent = job.executors[C].sent, None
     job.lose(SERVER)
@@ -194,8 +195,7 @@ async def test_parameter_server_decides_whether_an_update_that_was_not_kept_has_
     assert members(job, 1) == names(*WORKERS)
 
 
-async def test_last_outer_update_is_served_to_workers() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_last_outer_update_is_served_to_workers(job: Job) -> None:
     job.hand_in(*WORKERS)
     await job.finish_round(*WORKERS)
     found = job.operator.on_pull_request(job.leases[A], PullRequest(dataset=f"{JOB_ID}/outer-update", index=0))
@@ -203,8 +203,7 @@ async def test_last_outer_update_is_served_to_workers() -> None:
     assert job.result.updates[found.source] == job.commits[1][0]
 
 
-async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused(job: Job) -> None:
     job.hand_in(*WORKERS)
     old, header = job.leases[SERVER], job.server.step()
     job.lose(SERVER)
@@ -217,8 +216,7 @@ async def test_outer_update_of_a_parameter_server_that_was_replaced_is_refused()
     assert job.rounds[0]["term"] == 2
 
 
-async def test_members_that_a_parameter_server_rejects_replace_it() -> None:
-    job = begin(rounds={"update_rounds": 9})
+async def test_members_that_a_parameter_server_rejects_replace_it(job: Job) -> None:
     job.server.round = 7
     job.hand_in(*WORKERS)
     assert job.outcome is None

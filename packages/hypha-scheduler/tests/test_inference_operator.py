@@ -78,6 +78,11 @@ def begin(folder: Path, rows: tuple[int, ...] = ROWS, **tables: Any) -> Simulati
     return run
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Simulation:
+    return begin(tmp_path)
+
+
 def fetched(run: Simulation, task: TaskRef) -> int:
     found = run.fetch(task)
     assert isinstance(found, int)
@@ -96,8 +101,7 @@ ALL = sorted((index, row) for index, count in enumerate(ROWS) for row in range(c
 # ----------------------------------------------------------------------------------------------------------- whole jobs
 
 
-def test_a_job_ends_with_a_dataset_of_results(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_job_ends_with_a_dataset_of_results(run: Simulation) -> None:
     run.settle()
     run.close()
     assert run.ended == [EndJob()]
@@ -265,8 +269,7 @@ def test_every_row_counts_once_whatever_happens(tmp_path: Path, seed: int) -> No
 
 
 @pytest.mark.parametrize("moment", range(12))
-def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(tmp_path: Path, moment: int) -> None:
-    run = begin(tmp_path)
+def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(run: Simulation, moment: int) -> None:
     task = run.tasks[0]
     indices = [fetched(run, task), fetched(run, task)]
     for number, index in enumerate(indices):
@@ -296,8 +299,7 @@ def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(tmp_path: Path
 # --------------------------------------------------------------------------------------------------------------- slices
 
 
-def test_an_executor_has_at_most_two_slices_in_hand(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_an_executor_has_at_most_two_slices_in_hand(run: Simulation) -> None:
     task = run.tasks[0]
     first = fetched(run, task)
     assert fetched(run, task) != first
@@ -391,8 +393,7 @@ def test_a_silent_executor_is_given_up_and_its_slices_are_computed_by_others(
     assert run.ended == [EndJob()]
 
 
-def test_no_executor_is_given_up_while_data_nodes_are_away(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_no_executor_is_given_up_while_data_nodes_are_away(run: Simulation) -> None:
     fetched(run, run.tasks[0])
     run.context.has_data_nodes = False
     for _ in range(3):
@@ -404,8 +405,7 @@ def test_no_executor_is_given_up_while_data_nodes_are_away(tmp_path: Path) -> No
     assert run.operator.next_deadline() == pytest.approx(4 * FIRST_REPORT)
 
 
-def test_a_drained_worker_finishes_its_slice_and_is_replaced(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_drained_worker_finishes_its_slice_and_is_replaced(run: Simulation) -> None:
     task = run.tasks[0]
     index = fetched(run, task)
     run.tell(run.operator.on_lease_draining, task.lease, 30.0)
@@ -437,8 +437,7 @@ def test_a_slice_that_no_data_node_has_is_tried_again_and_then_named(tmp_path: P
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def test_a_part_that_came_twice_gets_a_receipt_and_is_dropped(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_part_that_came_twice_gets_a_receipt_and_is_dropped(run: Simulation) -> None:
     task = run.tasks[0]
     index = fetched(run, task)
     assert run.push(task, index) is None
@@ -452,8 +451,7 @@ def test_a_part_that_came_twice_gets_a_receipt_and_is_dropped(tmp_path: Path) ->
     assert results(run) == ALL
 
 
-def test_rates_are_between_the_first_and_the_last_part(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_rates_are_between_the_first_and_the_last_part(run: Simulation) -> None:
     task = run.tasks[0]
     run.now = 10.0  # the executor loads its model
     for _ in range(3):
@@ -466,8 +464,7 @@ def test_rates_are_between_the_first_and_the_last_part(tmp_path: Path) -> None:
     assert summary["tokens_per_second"] == 2 * (sum(ROWS[1:3]) - ROWS[1] // 5) / 4.0
 
 
-def test_a_part_of_a_slice_that_another_has_is_dropped(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_part_of_a_slice_that_another_has_is_dropped(run: Simulation) -> None:
     index = fetched(run, run.tasks[0])
     assert run.push(run.tasks[1], index) is None
     assert run.operator.summary({})["rows"] == 0
@@ -536,8 +533,7 @@ def test_a_mutated_part_is_valid_or_refused(tmp_path: Path, seed: int) -> None:
     assert max(map(len, refusals)) < 1000
 
 
-def test_a_worker_that_sends_two_invalid_parts_is_released(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_worker_that_sends_two_invalid_parts_is_released(run: Simulation) -> None:
     task = run.tasks[0]
     for _ in range(2):
         assert run.push(task, fetched(run, task), b"") is not None
@@ -552,15 +548,13 @@ def test_a_worker_that_sends_two_invalid_parts_is_released(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "name", ["part-8.jsonl", "part-01.jsonl", "../part-0.jsonl", "part--1.jsonl", "part-0.json", ""]
 )
-def test_a_file_that_is_no_part_is_refused(tmp_path: Path, name: str) -> None:
-    run = begin(tmp_path)
+def test_a_file_that_is_no_part_is_refused(run: Simulation, name: str) -> None:
     refusal = run.begin_push(run.tasks[0], name, b"{}\n")()
     assert refusal is not None
     assert "is the name of no part; expected part-N.jsonl, N from 0 to 7" in refusal
 
 
-def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_files_of_other_kinds_are_refused(run: Simulation) -> None:
     task = run.tasks[0]
     header = run.header(task, "part-0.jsonl", b"")
     wrong = msgspec.structs.replace(header, kind=OUTER_UPDATE)
@@ -569,8 +563,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     assert effects == ()
 
 
-def test_a_full_disk_fails_the_job_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = begin(tmp_path)
+def test_a_full_disk_fails_the_job_and_names_it(run: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     task = run.tasks[0]
     index = fetched(run, task)
     usage = type("Usage", (), {"free": 10})
@@ -582,8 +575,7 @@ def test_a_full_disk_fails_the_job_and_names_it(tmp_path: Path, monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def test_an_executor_that_cannot_do_the_job_ends_it(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_an_executor_that_cannot_do_the_job_ends_it(run: Simulation) -> None:
     run.end(run.tasks[0], TaskState.FAILED, 2)
     assert "cannot do this job: it ended (exit code 2)" in str(run.ended[0].failure)
 
@@ -674,8 +666,7 @@ def test_a_job_finishes_if_one_worker_is_healthy(tmp_path: Path, vice: str, heal
     assert results(run) == ALL
 
 
-def test_an_executor_that_says_it_cannot_do_the_job_is_not_believed_while_another_does_it(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_an_executor_that_says_it_cannot_do_the_job_is_not_believed_while_another_does_it(run: Simulation) -> None:
     one, two, _ = run.tasks
     fetched(run, one)
     run.send_first(one)
@@ -704,8 +695,7 @@ def test_a_worker_that_failed_twice_is_not_leased_again_for_a_minute(tmp_path: P
     assert run.operator.role_requests()[0].excluded == frozenset()
 
 
-def test_a_worker_whose_disk_is_full_is_released_at_once(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_worker_whose_disk_is_full_is_released_at_once(run: Simulation) -> None:
     task = run.tasks[0]
     fetched(run, task)
     run.end(task, TaskState.FAILED, 74)
@@ -939,8 +929,7 @@ def test_everything_wrong_with_the_dataset_is_named() -> None:
     ]
 
 
-def test_every_lease_runs_the_same_task(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_every_lease_runs_the_same_task(run: Simulation) -> None:
     starts = [effect for effect in run.effects if isinstance(effect, StartTask)]
     assert [start.task.name for start in starts] == ["inference-1", "inference-2", "inference-3"]
     spec: Any = starts[0].spec
@@ -954,8 +943,7 @@ def test_every_lease_runs_the_same_task(tmp_path: Path) -> None:
     assert run.operator.role_requests()[0].spec.executor[0] == ExecutorDescriptor("inference", "transformers")
 
 
-def test_a_task_that_is_not_running_gets_nothing(tmp_path: Path) -> None:
-    run = begin(tmp_path)
+def test_a_task_that_is_not_running_gets_nothing(run: Simulation) -> None:
     task = run.tasks[0]
     assert run.operator.next_slice(TaskRef(task.name, task.lease, 7), "questions", 0.0) is None
     assert run.operator.next_slice(task, "another", 0.0) is None

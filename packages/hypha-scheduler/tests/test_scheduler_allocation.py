@@ -178,12 +178,7 @@ class Lab:
 
 
 @asynccontextmanager
-async def open_lab(
-    count: int,
-    prepare: Callable[[list[Worker]], None] = lambda workers: None,
-    delays: Sequence[float] = (),
-    seed: int = 0,
-) -> AsyncIterator[Lab]:
+async def open_lab(count: int, delays: Sequence[float] = (), seed: int = 0) -> AsyncIterator[Lab]:
     """Open a scheduler and `count` workers; `delays` are the seconds of their links, one way."""
     network = MemoryNetwork(seed=seed, faults=Faults(delay=0.005))
     async with AsyncExitStack() as stack:
@@ -196,7 +191,6 @@ async def open_lab(
             workers.append(Worker(endpoint, tasks))
         for worker, delay in zip(workers, delays, strict=False):
             network.degrade(worker.endpoint.peer_id, scheduler.peer_id, Faults(delay=delay))
-        prepare(workers)
         for worker in workers:
             await tasks.start(worker.run)
         yield Lab(network, scheduler, tasks, workers)
@@ -216,6 +210,11 @@ async def grant() -> bool:
     return True
 
 
+async def late() -> bool:
+    await anyio.sleep(3.0)
+    return True
+
+
 def peers(offers: Sequence[AcceptedOffer]) -> set[PeerId]:
     return {offer.peer for offer in offers}
 
@@ -227,10 +226,8 @@ DELAYS = (0.005, 0.05, 0.15, 0.3)
 
 @pytest.mark.parametrize("delay", DELAYS)
 async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: float) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-
-    async with open_lab(2, prepare, [delay]) as lab:
+    async with open_lab(2, [delay]) as lab:
+        lab.workers[1].offers = False
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert allocator.seconds < 0.6 + 8 * delay
@@ -271,10 +268,8 @@ async def gateway_between(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 async def test_behind_a_gateway_a_cheaper_offer_that_comes_later_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first request reaches workers that the scheduler does not know: it cannot tell that all have answered."""
 
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[1].price = 100.0, 60.0
-
-    async with open_lab(2, prepare, [0.005, 0.04]) as lab:
+    async with open_lab(2, [0.005, 0.04]) as lab:
+        lab.workers[0].price, lab.workers[1].price = 100.0, 60.0
         near, far = lab.workers
         async with gateway_between(lab, monkeypatch):
             allocator = lab.allocator(role_request("train", 1))
@@ -290,11 +285,9 @@ async def test_behind_a_gateway_a_cheaper_offer_that_comes_later_wins(monkeypatc
 async def test_free_offers_that_are_never_granted_do_not_prevent_placement(
     grants: Callable[[], Awaitable[bool]],
 ) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        for cheat in workers[:2]:
+    async with open_lab(4) as lab:
+        for cheat in lab.workers[:2]:
             cheat.price, cheat.grants = 0.0, grants
-
-    async with open_lab(4, prepare) as lab:
         allocator = lab.allocator(role_request("train", 2))
         found = await allocator.allocate()
         assert peers(found) == {worker.endpoint.peer_id for worker in lab.workers[2:]}
@@ -303,10 +296,8 @@ async def test_free_offers_that_are_never_granted_do_not_prevent_placement(
 
 
 async def test_a_peer_that_grants_nothing_is_asked_ever_less_often() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[0].grants = 0.0, deny
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[0].price, lab.workers[0].grants = 0.0, deny
         allocator = lab.allocator(role_request("train", 2), timeout=60)
         with pytest.raises(AllocationError, match="1 did not grant an offer"):
             await allocator.allocate()
@@ -314,14 +305,8 @@ async def test_a_peer_that_grants_nothing_is_asked_ever_less_often() -> None:
 
 
 async def test_a_renewal_that_is_granted_late_is_released_unless_needed() -> None:
-    async def late() -> bool:
-        await anyio.sleep(3.0)
-        return True
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price, workers[0].grants = 50.0, late
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[0].price, lab.workers[0].grants = 50.0, late
         first, second = lab.workers
         assert peers(await lab.allocator(role_request("train", 1)).allocate()) == {second.endpoint.peer_id}
         await anyio.sleep(5.0)
@@ -330,14 +315,8 @@ async def test_a_renewal_that_is_granted_late_is_released_unless_needed() -> Non
 
 
 async def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> None:
-    async def late() -> bool:
-        await anyio.sleep(3.0)
-        return True
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].grants = late
-
-    async with open_lab(1, prepare) as lab:
+    async with open_lab(1) as lab:
+        lab.workers[0].grants = late
         allocator = lab.allocator(role_request("train", 1))
         assert len(await allocator.allocate()) == 1
         assert 3.0 < allocator.seconds < 4.0
@@ -347,10 +326,8 @@ async def test_a_renewal_that_is_granted_late_counts_while_it_is_needed() -> Non
 
 
 async def test_an_incomplete_set_is_released_for_others_and_sought_again() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].offers = False
-
-    async with open_lab(3, prepare) as lab:
+    async with open_lab(3) as lab:
+        lab.workers[2].offers = False
         allocator = lab.allocator(role_request("train", 3), timeout=60)
 
         async def appear() -> None:
@@ -369,13 +346,11 @@ async def test_an_incomplete_set_is_released_for_others_and_sought_again() -> No
 async def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
     """The missing worker appears after 30 s and is found within a publication."""
 
-    def prepare(workers: list[Worker]) -> None:
+    async with open_lab(4) as lab:
         small = Rejection(code="cpu", text="small", required=1.0, available=0.5)
-        workers[2].rejections = (small, BUSY)
-        workers[3].rejections = ()
-        workers[2].offers = workers[3].offers = False
-
-    async with open_lab(4, prepare) as lab:
+        lab.workers[2].rejections = (small, BUSY)
+        lab.workers[3].rejections = ()
+        lab.workers[2].offers = lab.workers[3].offers = False
         allocator = lab.allocator(role_request("train", 3), timeout=60)
 
         async def appear() -> None:
@@ -390,17 +365,15 @@ async def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
 
 @pytest.mark.parametrize("how", ["busy", "silent", "unreachable", "crowd"])
 async def test_an_incomplete_set_is_released_while_others_may_compete(how: str) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].rejections = (BUSY,)
-        workers[2].is_silent = how == "silent"
-        for worker in workers[3:]:
+    async with open_lab(24 if how == "crowd" else 4) as lab:
+        lab.workers[2].rejections = (BUSY,)
+        lab.workers[2].is_silent = how == "silent"
+        for worker in lab.workers[3:]:
             worker.rejections = (PRICE,)
-        for worker in workers[2:]:
+        for worker in lab.workers[2:]:
             worker.offers = False
         if how == "crowd":
-            workers[2].rejections = workers[3].rejections
-
-    async with open_lab(24 if how == "crowd" else 4, prepare) as lab:
+            lab.workers[2].rejections = lab.workers[3].rejections
         if how == "unreachable":
             lab.network.partition(lab.scheduler.peer_id, lab.workers[2].endpoint.peer_id)
         with pytest.raises(AllocationError):
@@ -412,12 +385,9 @@ async def test_an_incomplete_set_is_released_while_others_may_compete(how: str) 
 async def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_until_something_is_held() -> None:
     """Workers would otherwise share what one scheduler gives up among all others, and none would get a whole set."""
     windows: list[tuple[float, int | None]] = []
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-        workers[1].rejections = (BUSY,)
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[1].offers = False
+        lab.workers[1].rejections = (BUSY,)
         allocator = lab.allocator(role_request("train", 2), timeout=15)
 
         async def listen() -> None:
@@ -447,10 +417,8 @@ async def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_u
 
 
 async def test_a_set_that_is_large_enough_to_start_is_kept_until_the_timeout() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[2].offers = False
-
-    async with open_lab(3, prepare) as lab:
+    async with open_lab(3) as lab:
+        lab.workers[2].offers = False
         allocator = lab.allocator(role_request("train", 3), timeout=20, least=2)
         assert len(await allocator.allocate()) == 2
         assert allocator.seconds == pytest.approx(20)
@@ -486,10 +454,8 @@ def test_the_last_attempt_begins_in_time_before_the_deadline() -> None:
 
 
 async def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_missing() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[1].offers = False
         first = lab.workers[0]
         allocator = lab.allocator(role_request("train", 2), timeout=100, least=1)
 
@@ -506,10 +472,8 @@ async def test_a_lease_that_its_worker_ends_is_sought_again_while_others_are_mis
 
 
 async def test_an_offer_after_the_search_is_released() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[1].offers = False
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[1].offers = False
         first, second = lab.workers
         allocator = lab.allocator(role_request("train", 1))
         await allocator.allocate()
@@ -526,14 +490,8 @@ async def test_an_offer_after_the_search_is_released() -> None:
 
 
 async def test_renewals_in_flight_at_the_deadline_are_released() -> None:
-    async def late() -> bool:
-        await anyio.sleep(3.0)
-        return True
-
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].grants = late
-
-    async with open_lab(1, prepare) as lab:
+    async with open_lab(1) as lab:
+        lab.workers[0].grants = late
         with pytest.raises(AllocationError):
             await lab.allocator(role_request("train", 1), timeout=1.0).allocate()
         await anyio.sleep(5.0)
@@ -547,7 +505,8 @@ async def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest
     def gpu(available: float) -> Rejection:
         return Rejection(code="gpu", text="no", required=40.0, available=available)
 
-    def prepare(workers: list[Worker]) -> None:
+    caplog.set_level(logging.INFO, "hypha_scheduler.allocation")
+    async with open_lab(9) as lab:
         codes = [
             (gpu(16.0), PRICE),
             (BUSY, gpu(24.0)),
@@ -559,12 +518,9 @@ async def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest
             (Rejection(code="newer", text="no"),),
             (PRICE, Rejection(code="draining", text="drains")),
         ]
-        for worker, rejections in zip(workers, codes, strict=True):
+        for worker, rejections in zip(lab.workers, codes, strict=True):
             worker.offers, worker.rejections = False, rejections
-        workers[4].offers, workers[4].price, workers[4].amounts = True, 500.0, Resources(gpu=40)
-
-    caplog.set_level(logging.INFO, "hypha_scheduler.allocation")
-    async with open_lab(9, prepare) as lab:
+        lab.workers[4].offers, lab.workers[4].price, lab.workers[4].amounts = True, 500.0, Resources(gpu=40)
         wanted = RoleRequest(
             "train",
             WorkerSpec(resources=Resources(gpu=40), executor=(ExecutorDescriptor("train", "train"),)),
@@ -590,10 +546,8 @@ async def test_reasons_are_counted_while_waiting_and_in_the_error(caplog: pytest
 
 
 async def test_unreachable_workers_do_not_end_the_search() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        workers[0].price = 10.0
-
-    async with open_lab(2, prepare) as lab:
+    async with open_lab(2) as lab:
+        lab.workers[0].price = 10.0
         first, second = lab.workers
 
         async def vanish() -> bool:

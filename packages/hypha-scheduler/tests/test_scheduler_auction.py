@@ -58,6 +58,12 @@ def auction(train: int = 3, auction_settings: AuctionSettings | None = None) -> 
     return made
 
 
+@pytest.fixture
+def made() -> Auction:
+    """Return an auction for one worker that trains, and a parameter server."""
+    return auction(train=1)
+
+
 def offer(
     number: int,
     price: float = 100,
@@ -193,8 +199,7 @@ def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
 
 
-def test_free_offer_ranks_first() -> None:
-    made = auction(train=1)
+def test_free_offer_ranks_first(made: Auction) -> None:
     made.add_offer(PEERS[0], offer(0, 1.0, cpu=64.0), 1.0)
     made.add_offer(PEERS[1], offer(1, 0.0), 1.0)
     assert [bid.peer for bid in made.decide(1.2)] == [PEERS[1]]
@@ -210,8 +215,7 @@ def test_parameter_server_avoids_peers_needed_for_training() -> None:
     assert roles == {PEERS[0]: "train", PEERS[1]: "train", PEERS[2]: "aggregate"}
 
 
-def test_decision_is_due_after_the_decision_window() -> None:
-    made = auction(train=1)
+def test_decision_is_due_after_the_decision_window(made: Auction) -> None:
     made.add_offer(PEERS[0], offer(0, 500), 1.0)
     assert made.decide_at(1.0) is None
     made.add_offer(PEERS[1], offer(1), 2.0)
@@ -223,14 +227,12 @@ def test_decision_is_due_after_the_decision_window() -> None:
 
 
 @pytest.mark.parametrize("candidates", [None, []])
-def test_without_known_candidates_better_offers_may_come(candidates: list[PeerId] | None) -> None:
-    made = auction(train=1)
+def test_without_known_candidates_better_offers_may_come(made: Auction, candidates: list[PeerId] | None) -> None:
     made.add_offer(PEERS[1], offer(1), 2.0)
     assert not made.all_offers_in(candidates, 2.1)
 
 
-def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window() -> None:
-    made = auction(train=1)
+def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window(made: Auction) -> None:
     made.add_offer(PEERS[1], offer(1), 2.0)
     made.add_offer(PEERS[1], offer(2), 2.2)
     assert made.decide_at(2.2) == 2.0 + DECISION_WINDOW
@@ -243,17 +245,15 @@ def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window()
     [(500, 0.0, 0.25), (500, 0.3, 0.175), (1100, 0.3, 0.25), (700, 0.5, 0.175), (60_000, 1.9, 0.075)],
 )
 def test_an_offer_is_decided_while_its_renewal_can_still_arrive(
-    timeout_ms: int, round_trip: float, seconds: float
+    made: Auction, timeout_ms: int, round_trip: float, seconds: float
 ) -> None:
-    made = auction(train=1)
     assert made.add_offer(PEERS[0], offer(0, timeout_ms=timeout_ms), 1.0, round_trip)
     at = made.decide_at(1.0)
     assert at == pytest.approx(1.0 + seconds)
     assert made.decide(at) != ()
 
 
-def test_an_offer_that_cannot_be_accepted_in_time_does_not_count() -> None:
-    made = auction(train=1)
+def test_an_offer_that_cannot_be_accepted_in_time_does_not_count(made: Auction) -> None:
     assert not made.add_offer(PEERS[0], offer(0), 1.0, round_trip=0.51)
     assert made.add_offer(PEERS[1], offer(1), 1.0, round_trip=0.3)
     assert made.decide_at(1.18) is not None
@@ -261,17 +261,15 @@ def test_an_offer_that_cannot_be_accepted_in_time_does_not_count() -> None:
     assert made.decide(1.195) == ()
 
 
-def test_a_peer_is_not_blamed_for_an_offer_that_was_accepted_at_the_last_moment() -> None:
+def test_a_peer_is_not_blamed_for_an_offer_that_was_accepted_at_the_last_moment(made: Auction) -> None:
     """Unless it offered less than the usual life: then the short notice is its own."""
-    made = auction(train=1)
     for index, timeout_ms, blamed in ((0, 500, False), (1, 90, True)):
         assert made.add_offer(PEERS[index], offer(index, timeout_ms=timeout_ms), 1.0)
         [chosen] = made.decide(1.0 + timeout_ms / 1000 - 0.05)
         assert (made.deny(chosen.lease, 1.5) > 0) is blamed
 
 
-def test_offers_for_a_filled_role_are_unneeded_while_another_role_lacks_workers() -> None:
-    made = auction(train=1)
+def test_offers_for_a_filled_role_are_unneeded_while_another_role_lacks_workers(made: Auction) -> None:
     assert made.add_offer(PEERS[0], offer(0), 1.0)
     [chosen] = made.decide(1.1)
     assert made.add_offer(PEERS[1], offer(1), 1.1)
@@ -281,8 +279,7 @@ def test_offers_for_a_filled_role_are_unneeded_while_another_role_lacks_workers(
     assert made.take_unneeded(1.2) == ()
 
 
-def test_expired_offer_is_not_selected() -> None:
-    made = auction(train=1)
+def test_expired_offer_is_not_selected(made: Auction) -> None:
     made.add_offer(PEERS[0], offer(0), 1.0)
     assert made.decide(1.6) == ()
 
@@ -310,8 +307,7 @@ def test_a_peer_has_an_offer_for_each_request_of_a_role_whose_leases_may_share_i
     assert made.decide(1.1) == ()
 
 
-def test_the_next_best_offer_is_due_at_once_after_a_denial_or_a_late_answer() -> None:
-    made = auction(train=1)
+def test_the_next_best_offer_is_due_at_once_after_a_denial_or_a_late_answer(made: Auction) -> None:
     for number in range(3):
         made.add_offer(PEERS[number], offer(number, 10.0 * number), 1.0)
     [first] = made.decide(1.25)
@@ -330,8 +326,7 @@ def test_the_next_best_offer_is_due_at_once_after_a_denial_or_a_late_answer() ->
     assert not made.confirm(second.lease)
 
 
-def test_leases_granted_after_the_search_are_not_needed() -> None:
-    made = auction(train=1)
+def test_leases_granted_after_the_search_are_not_needed(made: Auction) -> None:
     made.add_offer(PEERS[0], offer(0), 1.0)
     [bid] = made.decide(1.1)
     made.close()

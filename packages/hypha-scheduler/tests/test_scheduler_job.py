@@ -24,7 +24,6 @@ from support.scripted_jobs import ScriptedStart, ScriptedWorker
 from hypha_net import dataset_directory, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
-from hypha_net.testing.memory_network import Faults
 from hypha_proto.codec import to_json
 from hypha_proto.commands import CommandAnswer, SetMembers
 from hypha_proto.contributions import STATE_CONTRIBUTION, StateContribution
@@ -348,13 +347,10 @@ async def data_node(endpoint: MemoryEndpoint, tmp: Path, form: str | None = None
 
 @asynccontextmanager
 async def open_network(
-    tmp_path: Path,
-    prepare: Callable[[list[Worker]], None] = lambda workers: None,
-    faults: Faults | None = None,
-    form: str | None = None,
+    tmp_path: Path, form: str | None = None
 ) -> AsyncIterator[tuple[SchedulerService, list[Worker], SharedState]]:
     """Open three training workers, a parameter server, a data node and a scheduler."""
-    network = MemoryNetwork(seed=7, faults=faults or Faults())
+    network = MemoryNetwork(seed=7)
     shared = SharedState(tmp_path)
     async with AsyncExitStack() as stack:
         stack.enter_context(anyio.fail_after(1000))
@@ -362,7 +358,6 @@ async def open_network(
         endpoints = [await stack.enter_async_context(network.endpoint(name)) for name in "abcpsd"]
         workers = [Worker(endpoint, shared=shared) for endpoint in endpoints[:3]]
         workers.append(Worker(endpoints[3], shared=shared, role="aggregate"))
-        prepare(workers)
         for worker in workers:
             await tasks.start(worker.run)
         await data_node(endpoints[5], tmp_path, form)
@@ -441,12 +436,10 @@ async def test_a_job_that_its_audit_does_not_prove_fails(
 
 
 async def test_the_job_ends_after_the_evaluation_of_its_last_round(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         for worker in workers[:3]:
             worker.batch_seconds = 20.0  # a share may take four times as long as it would be trained
             worker.evaluation_seconds = 2 * diloco_operator._EXECUTOR_EXIT_TIMEOUT
-
-    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         await service.run_job(
             job(model, dataset={"dataset": "digits", "evaluation": "held-out"}, rounds={"evaluate_every": 3})
         )
@@ -506,10 +499,8 @@ async def test_a_dataset_that_does_not_fit_is_refused_before_any_lease(
 
 
 async def test_result_states_the_bytes_that_peers_moved_for_this_job(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[0].traffic = (700, 30)
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         result = json.loads((await service.run_job(job(model))).read_text())
         stated = {peer["peer"]: (peer["bytes_sent"], peer["bytes_received"]) for peer in result["workers"]}
         assert stated == {str(worker.endpoint.peer_id): worker.traffic for worker in workers[:3]}
@@ -534,11 +525,9 @@ async def test_start_of_each_worker_is_logged_once(
 async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_last_line(
     tmp_path: Path, model: Path
 ) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[1].fails_after = 5
         workers[1].offers_left = 1
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model, resources={"min_workers": 3, "allocation_timeout": 1.0}))
         assert "exit code 3" in messages[0]
@@ -550,10 +539,8 @@ async def test_job_without_a_replacement_of_a_failed_executor_fails_with_its_las
 
 @pytest.mark.parametrize("role", ["train", "aggregate"])
 async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path, model: Path, role: str) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[2 if role == "train" else 3].is_silent = True
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         wanted = job(model, resources={"min_workers": 2, "allocation_timeout": 1.0})
         if role == "train":
             path = await service.run_job(wanted)
@@ -569,10 +556,8 @@ async def test_worker_that_does_not_start_its_task_counts_as_lost(tmp_path: Path
 
 
 async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[3].skipped_round = 2
-
-    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model))
         assert "the outer update of round 2 never came" in messages[0]
@@ -581,10 +566,8 @@ async def test_missing_outer_update_fails_the_job(tmp_path: Path, model: Path) -
 async def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Path, model: Path) -> None:
     """It does not wait for the third worker until `allocation_timeout`, 20 s."""
 
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[0].refuses = True
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
         peers = {str(worker.endpoint.peer_id) for worker in workers[1:3]}
         assert {entry["peer"] for entry in result["workers"]} == peers
@@ -601,12 +584,9 @@ async def test_allocation_error_explains_missing_offers(
         return frozenset(endpoint.connected())  # as on a real network, where a worker without an offer never connects
 
     monkeypatch.setattr(MemoryEndpoint, "topic_peers", connected)
-
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         workers[0].refuses = True
         workers[1].price = 500.0
-
-    async with open_network(tmp_path, prepare) as (service, workers, _shared):
         with pytest.raises(AllocationError) as caught:
             await service.run_job(job(model, resources={"allocation_timeout": 1.5}))
         text = str(caught.value)
@@ -713,13 +693,11 @@ async def test_unknown_dataset_fails_the_job(tmp_path: Path, model: Path) -> Non
 async def test_a_job_continues_without_a_slice_that_no_provider_has(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def prepare(workers: list[Worker]) -> None:
-        for worker in workers:
-            worker.unusable = frozenset({2, 5})
-            worker.repeats_messages = True
-
     with caplog.at_level(logging.WARNING, "hypha_scheduler.strategies.diloco"):
-        async with open_network(tmp_path, prepare) as (service, _workers, shared):
+        async with open_network(tmp_path) as (service, workers, shared):
+            for worker in workers:
+                worker.unusable = frozenset({2, 5})
+                worker.repeats_messages = True
             result = json.loads((await service.run_job(job(model))).read_text())
             assert result["rounds"] == 3
             assert [entry["slice"] for entry in result["slices_set_aside"]] == [2, 5]
@@ -735,11 +713,9 @@ async def test_a_job_continues_without_a_slice_that_no_provider_has(
 
 
 async def test_a_job_without_a_usable_slice_fails_and_says_why(tmp_path: Path, model: Path) -> None:
-    def prepare(workers: list[Worker]) -> None:
+    async with open_network(tmp_path) as (service, workers, _shared):
         for worker in workers[:3]:
             worker.unusable = frozenset(range(SLICES))
-
-    async with open_network(tmp_path, prepare) as (service, _workers, _shared):
         with expect_failure() as messages:
             await service.run_job(job(model))
         assert messages[0].startswith("dataset 'digits': all 8 slices were set aside; the last, slice ")

@@ -459,6 +459,12 @@ def zeros(tmp_path: Path) -> Path:
     return make_job(tmp_path / "job", "BF16", 0.0)
 
 
+@pytest.fixture
+def result(zeros: Path) -> ResultModel:
+    """Return the model of a job that writes a checkpoint and evaluates after each round."""
+    return ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
+
+
 async def advance(result: ResultModel, number: int) -> None:
     await result.advance(update(result.directory, number, value=1.0), number)
 
@@ -513,10 +519,9 @@ async def test_without_evaluation_the_last_good_one_is_kept_until_the_end(zeros:
     assert checkpoints(zeros) == ["index.json", "round-5"]
 
 
-async def test_the_last_and_the_best_are_kept(zeros: Path) -> None:
+async def test_the_last_and_the_best_are_kept(result: ResultModel, zeros: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 1.5, 4: 2.0, 5: 1.75, 6: 1.25}
     seen = {}
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     for number, loss in losses.items():
         await take_checkpoint(result, number)
         seen[number] = checkpoints(zeros)
@@ -549,8 +554,7 @@ async def test_the_best_has_both_an_evaluation_and_a_checkpoint(zeros: Path) -> 
     assert checkpoints(zeros) == ["index.json", "round-14", "round-6"]
 
 
-async def test_a_share_that_comes_late_still_decides(zeros: Path) -> None:
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_share_that_comes_late_still_decides(result: ResultModel, zeros: Path) -> None:
     await take_checkpoint(result, 1)
     result.evaluated(1, 1.0, None, 10)
     await take_checkpoint(result, 2)
@@ -563,8 +567,7 @@ async def test_a_share_that_comes_late_still_decides(zeros: Path) -> None:
     assert checkpoints(zeros) == ["index.json", "round-1", "round-3"]
 
 
-async def test_checkpoints_that_nobody_evaluates_do_not_pile_up(zeros: Path) -> None:
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_checkpoints_that_nobody_evaluates_do_not_pile_up(result: ResultModel, zeros: Path) -> None:
     for number in range(1, 9):
         await take_checkpoint(result, number)
     assert checkpoints(zeros) == ["index.json", "round-7", "round-8"]
@@ -574,9 +577,8 @@ async def test_checkpoints_that_nobody_evaluates_do_not_pile_up(zeros: Path) -> 
     ("number", "loss", "samples"), [(1, math.nan, 1), (1, 0.0, 0), (1, 0.0, math.nan), (1, 0.0, 1e300), (9, 0.0, 1)]
 )
 async def test_an_evaluation_that_makes_no_sense_is_ignored(
-    zeros: Path, number: int, loss: float, samples: float, caplog: pytest.LogCaptureFixture
+    result: ResultModel, zeros: Path, number: int, loss: float, samples: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
     await take_checkpoint(result, 1)
     result.evaluated(number, loss, None, samples)
     await result.finish()
@@ -613,10 +615,9 @@ async def test_rounds_go_on_while_a_checkpoint_is_written(zeros: Path, monkeypat
 
 
 async def test_results_that_arrive_while_the_index_is_written_count(
-    zeros: Path, monkeypatch: pytest.MonkeyPatch
+    result: ResultModel, zeros: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Evaluations.record
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
 
     def interrupted(found: Evaluations) -> dict[str, Any]:
         before = dict(found._results)
@@ -649,8 +650,7 @@ async def test_a_checkpoint_for_which_there_is_no_room_is_left_out(
     assert "the checkpoint of round 1 could not be written: [Errno 28] No space left on device" in caplog.text
 
 
-async def test_a_resumed_job_keeps_its_checkpoints_and_evaluations(zeros: Path) -> None:
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_resumed_job_keeps_its_checkpoints_and_evaluations(result: ResultModel, zeros: Path) -> None:
     for number in (1, 2, 3, 4):
         await take_checkpoint(result, number)
         result.evaluated(number, float(number), None, 10)

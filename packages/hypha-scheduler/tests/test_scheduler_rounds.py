@@ -141,6 +141,11 @@ def make(minimum: int = 2, rounds: int = 2) -> Rounds:
     return made
 
 
+@pytest.fixture
+def rounds() -> Rounds:
+    return make()
+
+
 def test_too_few_members_pause_the_job_with_the_reason() -> None:
     rounds = make(minimum=3)
     [effect] = rounds.worker_lost(PEERS[1], "its lease was not renewed", 3.0)
@@ -159,9 +164,8 @@ def expire_next(rounds: Rounds) -> tuple[float, tuple[Effect, ...]]:
 
 
 @pytest.mark.parametrize(("trained", "waited"), [(1, 0.5), (4, 2.0), (20, 5.0)])
-def test_round_continues_without_late_workers(trained: int, waited: float) -> None:
+def test_round_continues_without_late_workers(rounds: Rounds, trained: int, waited: float) -> None:
     """The two others wait no longer together than it has trained, and never over twice a silence that is suspicious."""
-    rounds = make()
     for at in range(2, trained + 1):
         rounds.batch_done(PEERS[2], 16, at)
     rounds.batch_done(PEERS[0], 16, trained + 1.0)
@@ -185,8 +189,7 @@ def run_round(rounds: Rounds, number: int, posted: dict[PeerId, float], stepped:
     return closed
 
 
-def test_waits_include_the_time_until_a_late_worker_is_left_out() -> None:
-    rounds = make()
+def test_waits_include_the_time_until_a_late_worker_is_left_out(rounds: Rounds) -> None:
     for peer, at in ((PEERS[0], 2.0), (PEERS[1], 3.0)):
         rounds.metrics_reported(peer, 1, 0.5)
         rounds.update_started(peer, at)
@@ -198,8 +201,7 @@ def test_waits_include_the_time_until_a_late_worker_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["before its update", "while it sends its update"])
-def test_waits_include_the_time_until_a_worker_is_lost(again: bool) -> None:
-    rounds = make()
+def test_waits_include_the_time_until_a_worker_is_lost(rounds: Rounds, again: bool) -> None:
     for peer, at in ((PEERS[0], 2.0), (PEERS[1], 3.0), (PEERS[2], 4.0))[: 3 if again else 2]:
         rounds.metrics_reported(peer, 1, 0.5)
         rounds.update_started(peer, at)
@@ -209,8 +211,7 @@ def test_waits_include_the_time_until_a_worker_is_lost(again: bool) -> None:
     assert closed.waits == {PEERS[0]: 30.0, PEERS[1]: 29.0}
 
 
-def test_waits_without_late_workers_end_with_the_last_update() -> None:
-    rounds = make()
+def test_waits_without_late_workers_end_with_the_last_update(rounds: Rounds) -> None:
     closed = run_round(rounds, 1, {PEERS[0]: 2.0, PEERS[1]: 3.0, PEERS[2]: 5.0}, 8.0)
     assert closed.waits == {PEERS[0]: 3.0, PEERS[1]: 2.0, PEERS[2]: 0.0}
 
@@ -282,8 +283,7 @@ def test_last_round_does_not_wait_for_a_late_executor() -> None:
     assert rounds.batch_done(PEERS[1], 16, 13.0) == Done()
 
 
-def test_parameter_server_that_takes_no_outer_step_is_replaced() -> None:
-    rounds = make()
+def test_parameter_server_that_takes_no_outer_step_is_replaced(rounds: Rounds) -> None:
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
     due, [overdue, paused] = expire_next(rounds)
@@ -307,8 +307,7 @@ def test_outer_step_deadline_includes_the_round_timeout() -> None:
     assert rounds.closed == 1
 
 
-def test_repeated_reports_get_the_same_response() -> None:
-    rounds = make()
+def test_repeated_reports_get_the_same_response(rounds: Rounds) -> None:
     for peer in PEERS[:3]:
         rounds.update_started(peer, 2.0)
     assert isinstance(rounds.outer_step_taken(3.0)[0], Acknowledged)
@@ -335,8 +334,7 @@ def test_every_round_is_reported_if_workers_without_loss_merge_before_the_outer_
 
 
 @pytest.mark.parametrize("report", ["updated", "merged", "not a member"])
-def test_unexpected_reports_get_an_error(report: str) -> None:
-    rounds = make()
+def test_unexpected_reports_get_an_error(rounds: Rounds, report: str) -> None:
     answer = {
         "updated": lambda: rounds.outer_step_taken(1.0)[0],
         "merged": lambda: rounds.update_merged(PEERS[0], 1.0),
@@ -441,8 +439,7 @@ def test_draining_workers_stay_as_long_as_the_job_needs_them() -> None:
     assert isinstance(effect, Paused)
 
 
-def test_drain_of_a_stranger_changes_nothing() -> None:
-    rounds = make()
+def test_drain_of_a_stranger_changes_nothing(rounds: Rounds) -> None:
     rounds.drain(PEERS[4])
     assert rounds.members == set(PEERS[:3])
 

@@ -40,8 +40,12 @@ def offered(now: float = 0.0, **terms: object) -> LeaseManager:
     return manager
 
 
-def test_an_offer_lasts_half_a_second_and_a_renewed_lease_ten() -> None:
-    manager = offered()
+@pytest.fixture
+def manager() -> LeaseManager:
+    return offered()
+
+
+def test_an_offer_lasts_half_a_second_and_a_renewed_lease_ten(manager: LeaseManager) -> None:
     assert manager.sweep(0.49) == []
     assert manager.renew(ID, MINE, 0.49).remaining(0.49) == 10.0
     assert manager.sweep(10.48) == []
@@ -94,8 +98,7 @@ def test_a_lease_without_a_job_is_not_held_without_renewals_when_the_end_is_repo
     assert manager.leases == ()
 
 
-def test_an_offer_that_could_not_be_sent_is_cancelled() -> None:
-    manager = offered()
+def test_an_offer_that_could_not_be_sent_is_cancelled(manager: LeaseManager) -> None:
     manager.cancel_offer(ID)
     assert manager.leases == ()
     manager = offered()
@@ -147,8 +150,7 @@ def test_a_provisional_offer_is_dropped_and_cannot_start_afterwards() -> None:
         manager.start_offer(ID, 2.1, 0.0)
 
 
-def test_an_accepted_offer_does_not_start_again() -> None:
-    manager = offered()
+def test_an_accepted_offer_does_not_start_again(manager: LeaseManager) -> None:
     manager.renew(ID, MINE, 0.1)
     with pytest.raises(LeaseError):
         manager.start_offer(ID, 0.2, 0.0)
@@ -163,8 +165,7 @@ def renew_until(manager: LeaseManager, start: float, end: float) -> None:
         now += 3.0
 
 
-def test_a_lease_on_which_no_job_ever_ran_ends() -> None:
-    manager = offered()
+def test_a_lease_on_which_no_job_ever_ran_ends(manager: LeaseManager) -> None:
     manager.renew(ID, MINE, 0.4)
     renew_until(manager, 0.4, 60.0)
     [lease] = manager.leases
@@ -228,8 +229,7 @@ def test_usage_counts_what_each_scheduler_has() -> None:
     assert manager.usage == {MINE: LeaseUsage(offers=1, leases=3, jobs=1)}
 
 
-def test_a_scheduler_whose_lease_is_over_is_not_a_stranger() -> None:
-    manager = offered()
+def test_a_scheduler_whose_lease_is_over_is_not_a_stranger(manager: LeaseManager) -> None:
     manager.sweep(0.5)
     for use in (lambda: manager.renew(ID, MINE, 0.6), lambda: manager.release(ID, MINE)):
         with pytest.raises(LeaseError, match="not renewed in time") as caught:
