@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from support.authority import Authority
-from support.scripted_jobs import OpenJobs, open_scripted_jobs
+from support.scripted_jobs import Lab, OpenJobs, ScriptedJob, ScriptedStrategy, open_scripted_jobs
+
+OpenJob = Callable[..., AbstractAsyncContextManager[tuple[Lab, Any]]]
 
 
 @pytest.fixture
@@ -25,6 +28,22 @@ def authority(tmp_path: Path) -> Authority:
 def open_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OpenJobs:
     """Return `support.scripted_jobs.open_scripted_jobs`, for this test."""
     return partial(open_scripted_jobs, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def open_job(open_jobs: OpenJobs) -> OpenJob:
+    """Return a function that opens a lab and starts a job in it, which succeeds at the end of the context."""
+
+    @asynccontextmanager
+    async def opened(
+        strategy: ScriptedStrategy | None = None, job: ScriptedJob | None = None, **settings: Any
+    ) -> AsyncIterator[tuple[Lab, Any]]:
+        async with open_jobs(strategy, **settings) as lab:
+            operator = await lab.start(job)
+            yield lab, operator
+            await lab.finish(operator)
+
+    return opened
 
 
 @pytest.fixture

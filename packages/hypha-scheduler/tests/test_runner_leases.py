@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from hypha_scheduler.strategies.base import (
 )
 
 pytestmark = pytest.mark.virtual_clock
+
+OpenJob = Callable[..., Any]
 
 
 def journal(lab: Lab) -> list[dict[str, Any]]:
@@ -200,22 +203,19 @@ def shortages(lab: Lab) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "shortage"]
 
 
-async def test_lost_lease_is_replaced_while_the_demand_stays(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator: QuietOperator = await lab.start()
+async def test_lost_lease_is_replaced_while_the_demand_stays(open_job: OpenJob) -> None:
+    async with open_job() as (lab, operator):
         [[first]] = await operator.until("acquired")
         lab.worker(first).forgotten.add(first.id)
         [(lost, reason)] = await operator.until("lost")
         assert (lost, "no longer has its lease" in reason) == (first, True)
         _, [second] = await operator.until("acquired", 2)
         assert second.id != first.id
-        await lab.finish(operator)
 
 
-async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(open_jobs: OpenJobs) -> None:
+async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_comes_back(open_job: OpenJob) -> None:
     """A worker that drains is replaced before its lease ends; it may be the only one that comes."""
-    async with open_jobs(workers=1) as lab:
-        operator: QuietOperator = await lab.start()
+    async with open_job(workers=1) as (lab, operator):
         [[first]] = await operator.until("acquired")
         operator.demand = (role(count=2),)
         operator.refresh()
@@ -226,16 +226,12 @@ async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_
         with anyio.fail_after(10):
             _, [second] = await operator.until("acquired", 2)
         assert second.peer == first.peer
-        await lab.finish(operator)
 
 
 @pytest.mark.parametrize("how", ["lost", "released"])
-async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(
-    open_jobs: OpenJobs, how: str
-) -> None:
+async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_back(open_job: OpenJob, how: str) -> None:
     """Its task would run on for as long as a scheduler may be away, and hold what a new lease needs."""
-    async with open_jobs() as lab:
-        operator: QuietOperator = await lab.start(ScriptedJob(seconds=60.0))
+    async with open_job(job=ScriptedJob(seconds=60.0)) as (lab, operator):
         [[first]] = await operator.until("acquired")
         worker, network = lab.worker(first), lab.endpoint._network
         network.partition(lab.peer, first.peer)
@@ -250,14 +246,12 @@ async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_bac
         network.heal(lab.peer, first.peer)
         await worker.until(lambda: worker.released)
         assert [lease for lease, _ in worker.released] == [first.id]
-        await lab.finish(operator)
 
 
 @pytest.mark.parametrize("how", ["stopped", "not started"])
-async def test_lease_that_went_with_its_task_is_replaced(open_jobs: OpenJobs, how: str) -> None:
+async def test_lease_that_went_with_its_task_is_replaced(open_job: OpenJob, how: str) -> None:
     """A task that was stopped for good, or did not start, takes its lease along."""
-    async with open_jobs() as lab:
-        operator: QuietOperator = await lab.start()
+    async with open_job() as (lab, operator):
         [[first]] = await operator.until("acquired")
         lab.worker(first).is_silent = how == "not started"
         operator.act(StartTask(operator.task(), SPEC))
@@ -270,7 +264,6 @@ async def test_lease_that_went_with_its_task_is_replaced(open_jobs: OpenJobs, ho
         assert isinstance(updates[-1][1], TaskNotStarted if how == "not started" else TaskEnded)
         assert second.id != first.id
         assert operator.told("lost") == []
-        await lab.finish(operator)
 
 
 async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: OpenJobs) -> None:
@@ -300,9 +293,8 @@ async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: O
         await lab.finish(operator)
 
 
-async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator: QuietOperator = await lab.start()
+async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_job: OpenJob) -> None:
+    async with open_job() as (lab, operator):
         [[first]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
@@ -311,7 +303,6 @@ async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_jobs: OpenJobs
         _, [second] = await operator.until("acquired", 2)
         assert second.peer != first.peer
         assert lab.worker(first).released == []
-        await lab.finish(operator)
 
 
 async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> None:
@@ -339,10 +330,10 @@ async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> 
         assert lab.worker(other).released == [(other.id, "the job is done")]
 
 
-async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: OpenJobs) -> None:
+async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_job: OpenJob) -> None:
     strategy = ScriptedStrategy(demand=[role(count=2, minimum=2, distinct=False)], dataset=True)
-    async with open_jobs(strategy, workers=1, cores=2) as lab:
-        operator: QuietOperator = await lab.acquire()
+    async with open_job(strategy, workers=1, cores=2) as (lab, operator):
+        await operator.until("acquired")
         one, two = operator.leases
         assert one.peer == two.peer
         [worker] = lab.workers
@@ -355,7 +346,6 @@ async def test_several_leases_of_a_job_on_one_peer_are_told_apart(open_jobs: Ope
             assert operator.told("progress")[-1][0] == task
             assert isinstance(await worker.slice(lab.peer, about), SliceAssigned)
             assert operator.told("slice")[-1][0] == task
-        await lab.finish(operator)
 
 
 async def test_search_that_finds_too_few_keeps_nothing_and_goes_on(open_jobs: OpenJobs) -> None:
@@ -447,10 +437,9 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
         simulate(partial(case, seed), seed=seed)
 
 
-async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(open_jobs: OpenJobs) -> None:
+async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_start(open_job: OpenJob) -> None:
     strategy = ScriptedStrategy(demand=[role(count=2, minimum=2)])
-    async with open_jobs(strategy) as lab:
-        operator: QuietOperator = await lab.start()
+    async with open_job(strategy) as (lab, operator):
         [(idle, newest)] = await operator.until("acquired")
         operator.demand = (role(count=1),)
         task = operator.task("late", lease=1)
@@ -458,7 +447,6 @@ async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_star
         assert await operator.until("update") == [(task, TaskStarted())]
         await lab.worker(idle).until(lambda: lab.worker(idle).released)
         assert lab.worker(newest).released == []
-        await lab.finish(operator)
 
 
 def events(lab: Lab, kind: str) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ import json
 import random
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,8 @@ from hypha_scheduler.strategies.base import (
 
 pytestmark = pytest.mark.virtual_clock
 
+OpenJob = Callable[..., Any]
+
 SPEC = TaskSpec(executor="shell/bash")
 DIGEST = "blake3:" + "ab" * 32
 REFUSED = "hypha.scheduler.task_reports.refused"
@@ -127,6 +131,17 @@ async def start(lab: Lab, spec: TaskSpec = SPEC, *, attempt: int = 0) -> tuple[A
     await worker.tell(begin, started=Started())
     assert operator.told("update")[-1] == (operator.task(attempt=attempt), TaskStarted())
     return operator, worker, begin
+
+
+@asynccontextmanager
+async def running(
+    open_jobs: OpenJobs, spec: TaskSpec = SPEC, **more: int
+) -> AsyncIterator[tuple[Lab, Any, TaskStreamWorker, TaskDefinition]]:
+    """Open a lab with a job as `start` returns it, which succeeds at the end of the context."""
+    async with open_jobs(streams=False) as lab:
+        operator, worker, begin = await start(lab, spec, **more)
+        yield lab, operator, worker, begin
+        await lab.finish(operator)
 
 
 def events(context: JobContext, *names: str) -> list[dict[str, Any]]:
@@ -213,9 +228,9 @@ async def test_nothing_is_lost_or_repeated_while_streams_break(open_jobs: OpenJo
         await lab.finish(operator)
 
 
-async def test_definitions_wait_for_the_first_stream(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+async def test_definitions_wait_for_the_first_stream(open_job: OpenJob) -> None:
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC), StopTask(operator.task(), "too late", keep_lease=True))
         await anyio.sleep(10)
         worker = await open_stream(lab, operator.leases[0])
@@ -223,12 +238,11 @@ async def test_definitions_wait_for_the_first_stream(open_jobs: OpenJobs) -> Non
         assert [entry.start is not None for entry in worker.definitions] == [True, False]
         await worker.tell(stop, cancelled=TaskCancelled(reason="too late"))
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.CANCELLED, "too late")
-        await lab.finish(operator)
 
 
-async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(open_job: OpenJob) -> None:
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         operator.demand = ()
         worker = await open_stream(lab, operator.leases[0])
         operator.act(StartTask(operator.task(), SPEC))
@@ -245,13 +259,12 @@ async def test_a_task_that_no_worker_confirms_is_not_started_and_its_lease_goes(
         await worker.until_ended()
         assert (await worker.open()).refused == "no job of this scheduler holds that lease"
         assert operator.told("lost") == []
-        await lab.finish(operator)
 
 
-async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: OpenJobs) -> None:
+async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_job: OpenJob) -> None:
     """The definitions pile up until the limit of the channel."""
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         operator.demand = ()
         task = operator.task()
         operator.act(StartTask(task, SPEC), *(StopTask(task, "", drain_seconds=1) for _ in range(MAX_PENDING)))
@@ -259,7 +272,6 @@ async def test_a_worker_that_acknowledges_nothing_loses_its_lease(open_jobs: Ope
         assert update == TaskEnded(TaskState.CANCELLED)
         scripted = lab.worker(operator.leases[0])
         await scripted.until(lambda: scripted.released)
-        await lab.finish(operator)
 
 
 async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
@@ -297,8 +309,7 @@ async def test_reports_are_acknowledged_when_their_effects_are_carried_out(
 
 
 async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab)
+    async with running(open_jobs) as (lab, operator, worker, begin):
         stop = StopTask(operator.task(), "enough", keep_lease=True)
         operator.act(stop, stop)  # a second one does no harm
         heard = await worker.until("stop")
@@ -310,13 +321,11 @@ async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
         await anyio.sleep(100)
         assert len([entry for entry in worker.definitions if entry.stop is not None]) == 1
         assert lab.worker(operator.leases[0]).released == []
-        await lab.finish(operator)
 
 
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJobs, drains: bool) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, _ = await start(lab)
+    async with running(open_jobs) as (_lab, operator, worker, _):
         operator.demand = ()
         began = anyio.current_time()
         operator.act(StopTask(operator.task(), "enough", keep_lease=True, drain_seconds=20 * drains))
@@ -326,12 +335,10 @@ async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJ
         assert kinds == (["drain", "stop"] if drains else ["stop"])
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
         await worker.until_ended()
-        await lab.finish(operator)
 
 
 async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab)
+    async with running(open_jobs) as (lab, operator, worker, begin):
         operator.act(StopTask(operator.task(), "move over", drain_seconds=20))
         heard = await worker.until("drain")
         assert heard.drain == DrainTask(left_ms=20_000, reason="move over")
@@ -341,12 +348,10 @@ async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.FINISHED, exit_code=0)
         await anyio.sleep(100)
         assert lab.worker(operator.leases[0]).released == []
-        await lab.finish(operator)
 
 
 async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, _ = await start(lab)
+    async with running(open_jobs) as (lab, operator, worker, _):
         operator.demand = ()
         operator.act(StopTask(operator.task(), "over"))
         assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "over")
@@ -354,12 +359,10 @@ async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: 
         scripted = lab.worker(operator.leases[0])
         await scripted.until(lambda: scripted.released)
         assert [entry.stop for entry in worker.definitions] == [None]
-        await lab.finish(operator)
 
 
 async def test_a_lost_lease_ends_its_task_and_its_stream(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab)
+    async with running(open_jobs) as (lab, operator, worker, begin):
         operator.demand = ()
         scripted = lab.worker(operator.leases[0])
         scripted.forgotten.add(operator.leases[0].id)
@@ -371,20 +374,17 @@ async def test_a_lost_lease_ends_its_task_and_its_stream(open_jobs: OpenJobs) ->
         worker.report(begin, finished=TaskFinished(outputs=()))
         await anyio.sleep(10)
         assert len(operator.heard) == before
-        await lab.finish(operator)
 
 
 async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(open_jobs: OpenJobs) -> None:
     """Its worker may have ended, and its lease with it."""
-    async with open_jobs(streams=False) as lab:
-        operator, worker, _ = await start(lab)
+    async with running(open_jobs) as (lab, operator, worker, _):
         operator.demand = ()
         lab.worker(operator.leases[0]).forgotten.add(operator.leases[0].id)
         began = anyio.current_time()
         await worker.cut()
         await operator.until("lost")
         assert anyio.current_time() - began < 1.0
-        await lab.finish(operator)
 
 
 # ------------------------------------------------------------------------------------------------------ hostile reports
@@ -393,8 +393,7 @@ async def test_a_lease_is_renewed_at_once_when_its_stream_breaks(open_jobs: Open
 async def test_reports_of_other_attempts_are_refused_and_counted(
     open_jobs: OpenJobs, recorded: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab, attempt=1)
+    async with running(open_jobs, attempt=1) as (_lab, operator, worker, begin):
         before = len(operator.heard)
         for false in ({"number": 0}, {"number": 2}, {"task": "other"}, {"job_id": uuid.uuid4()}):
             attempt = msgspec.structs.replace(begin.attempt, **false)
@@ -409,7 +408,6 @@ async def test_reports_of_other_attempts_are_refused_and_counted(
         assert len(operator.told("update")) == 2
         refusals = [record for record in caplog.records if "refused: it is about an attempt" in record.getMessage()]
         assert len(refusals) == 1  # a minute for each lease
-        await lab.finish(operator)
 
 
 ASKED = TaskSpec(
@@ -466,8 +464,7 @@ def finished(*outputs: StoredOutput) -> dict[str, Any]:
 async def test_a_report_that_contradicts_the_task_ends_its_attempt(
     open_jobs: OpenJobs, recorded: Any, what: dict[str, Any], why: str
 ) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab, ASKED)
+    async with running(open_jobs, ASKED) as (_lab, operator, worker, begin):
         await worker.tell(begin, **what)
         task, update = operator.told("update")[-1]
         assert (task, update.state, update.outputs) == (operator.task(), TaskState.FAILED, ())
@@ -481,16 +478,13 @@ async def test_a_report_that_contradicts_the_task_ends_its_attempt(
         await worker.finish(again, MODEL, LOG)
         ended = TaskEnded(TaskState.FINISHED, exit_code=0, outputs=(MODEL, LOG))
         assert operator.told("update")[-1] == (operator.task(attempt=1), ended)
-        await lab.finish(operator)
 
 
 async def test_an_empty_report_is_of_a_later_version_and_skipped(open_jobs: OpenJobs, recorded: Any) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator, worker, begin = await start(lab)
+    async with running(open_jobs) as (_lab, operator, worker, begin):
         before = len(operator.heard)
         await worker.tell(begin)
         assert (len(operator.heard), recorded.total(REFUSED)) == (before, 0)
-        await lab.finish(operator)
 
 
 # -------------------------------------------------------------------------------------------------------------- streams
@@ -518,9 +512,9 @@ async def test_streams_of_other_leases_are_refused(open_jobs: OpenJobs, recorded
         assert recorded.total("hypha.scheduler.task_streams.refused") == 3
 
 
-async def test_streams_of_a_peer_are_bounded(open_jobs: OpenJobs) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+async def test_streams_of_a_peer_are_bounded(open_job: OpenJob) -> None:
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         worker = lab.worker(operator.leases[0])
         idle = [await worker.endpoint.open_stream(lab.peer, [TASKS]) for _ in range(MAX_STREAMS)]
         assert await refused(lab, worker, operator.leases[0].id) == "over 64 streams"
@@ -532,7 +526,6 @@ async def test_streams_of_a_peer_are_bounded(open_jobs: OpenJobs) -> None:
             with pytest.raises(NetError):  # no first message in time
                 await stream.receive_some()
         assert await refused(lab, worker, operator.leases[0].id) is None
-        await lab.finish(operator)
 
 
 async def test_a_stream_may_come_before_the_answer_to_its_renewal(open_jobs: OpenJobs) -> None:
@@ -564,16 +557,15 @@ async def test_a_stream_may_come_before_the_answer_to_its_renewal(open_jobs: Ope
 
 @pytest.mark.parametrize("data", [b"", b"\xff", (1 << 20).to_bytes(4, "little"), b"\x03\0\0\0\x83\x01\x02"])
 async def test_a_malformed_first_message_ends_the_stream(
-    open_jobs: OpenJobs, caplog: pytest.LogCaptureFixture, data: bytes
+    open_job: OpenJob, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         stream: Stream = await lab.workers[0].endpoint.open_stream(lab.peer, [TASKS])
         await stream.send_eof(data)
         with pytest.raises(NetError):
             await stream.receive_some()
         assert "Traceback" not in caplog.text
-        await lab.finish(operator)
 
 
 def with_flipped_bit(data: bytes, chance: random.Random) -> bytes:
@@ -633,14 +625,13 @@ async def test_a_job_survives_whatever_its_worker_sends(open_jobs: OpenJobs, cap
 
 
 async def test_a_peer_whose_role_does_not_allow_it_gets_no_stream(
-    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
+    open_job: OpenJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_jobs(streams=False) as lab:
-        operator = await lab.acquire()
+    async with open_job(streams=False) as (lab, operator):
+        await operator.until("acquired")
         monkeypatch.setattr(lab.endpoint, "is_authorized", lambda _peer, what: what != TASKS)
         with pytest.raises(NetError):
             await refused(lab, lab.worker(operator.leases[0]), operator.leases[0].id)
-        await lab.finish(operator)
 
 
 # ------------------------------------------------------------------------------------------------------------ resources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from hypha_scheduler.strategies.base import (
 )
 
 pytestmark = pytest.mark.virtual_clock
+
+OpenJob = Callable[..., Any]
 
 
 async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> ScriptedWorker:
@@ -106,10 +109,9 @@ async def test_stopped_task_leaves_its_lease_for_the_next_one(open_jobs: OpenJob
         assert operator.told("lost") == []
 
 
-async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_jobs: OpenJobs) -> None:
+async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_job: OpenJob) -> None:
     """The worker never reports the end."""
-    async with open_jobs() as lab:
-        operator = await lab.start()
+    async with open_job() as (lab, operator):
         worker = await start_task(lab, operator)
         operator.demand = (role(count=0),)
         worker.ends_cancelled = False
@@ -117,12 +119,11 @@ async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_jobs: Open
         with anyio.fail_after(120):
             assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
         await worker.until(lambda: worker.released)
-        await lab.finish(operator)
 
 
-async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator = await lab.acquire()
+async def test_task_on_a_lost_lease_does_not_start(open_job: OpenJob) -> None:
+    async with open_job() as (lab, operator):
+        await operator.until("acquired")
         first = operator.leases[0]
         worker = lab.worker(first)
         worker.forgotten.add(first.id)
@@ -131,12 +132,10 @@ async def test_task_on_a_lost_lease_does_not_start(open_jobs: OpenJobs) -> None:
         [(task, update)] = await operator.until("update")
         assert (task, update) == (operator.task(), TaskNotStarted("its lease is no longer held"))
         assert worker.started == []
-        await lab.finish(operator)
 
 
-async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator = await lab.start()
+async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(open_job: OpenJob) -> None:
+    async with open_job() as (lab, operator):
         worker = await start_task(lab, operator)
         stream = worker.streams[operator.leases[0].id]
         commands = [SetWorkers(workers=(PeerId.from_public_key(bytes([number]) * 32),)) for number in range(3)]
@@ -157,18 +156,15 @@ async def test_commands_arrive_in_their_order_and_answers_reach_the_operator(ope
         operator.act(SendCommand(operator.task(), commands[0], "too late"))
         await anyio.sleep(100)
         assert len(operator.told("result")) == 3
-        await lab.finish(operator)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-async def test_message_and_work_outcomes_reach_the_operator(
-    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_message_and_work_outcomes_reach_the_operator(open_job: OpenJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "JITTER", (1.0, 1.0))
-    async with open_jobs() as lab:
-        operator = await lab.acquire()
+    async with open_job() as (_lab, operator):
+        await operator.until("acquired")
         peer, nobody = operator.leases[0].peer, PeerId.from_public_key(bytes(32))
         delays = (1.0, 2.0)
         began = anyio.current_time()
@@ -199,11 +195,10 @@ async def test_message_and_work_outcomes_reach_the_operator(
         outcomes = dict(await operator.until("result", 7))  # type: ignore[arg-type]
         assert outcomes["work"] == "a result"
         assert {tag: outcomes[tag] for tag in failures} == failures
-        await lab.finish(operator)
 
 
 async def test_own_methods_reach_the_operator_from_its_tasks_only(
-    open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch
+    open_job: OpenJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answering(QuietOperator):
         def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
@@ -220,8 +215,7 @@ async def test_own_methods_reach_the_operator_from_its_tasks_only(
         return RefusalKnown(), ()
 
     monkeypatch.setattr(Answering, "on_message", note)
-    async with open_jobs(strategy) as lab:
-        operator = await lab.start()
+    async with open_job(strategy) as (lab, operator):
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
         for job_id in (operator.context.job_id, uuid.uuid4()):
@@ -230,10 +224,9 @@ async def test_own_methods_reach_the_operator_from_its_tasks_only(
             for sender in (worker, stranger):
                 assert await rpc.call(sender.endpoint, lab.peer, UPDATE_REFUSED, about) == RefusalKnown()
         assert heard == [operator.task()]
-        await lab.finish(operator)
 
 
-async def test_messages_that_wait_do_not_wake_each_other(open_jobs: OpenJobs) -> None:
+async def test_messages_that_wait_do_not_wake_each_other(open_job: OpenJob) -> None:
     asked: list[float] = []
 
     class Waiting(QuietOperator):
@@ -244,21 +237,19 @@ async def test_messages_that_wait_do_not_wake_each_other(open_jobs: OpenJobs) ->
             return (RetryAfter(1.0) if now - asked[0] < 3.0 else RefusalKnown()), ()
 
     strategy = ScriptedStrategy(Waiting, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
-    async with open_jobs(strategy) as lab:
-        operator = await lab.start()
+    async with open_job(strategy) as (lab, operator):
         worker = await start_task(lab, operator)
         about = UpdateRefused(attempt=worker.last, round=1, peer=worker.endpoint.peer_id, reason="r")
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(rpc.call, worker.endpoint, lab.peer, UPDATE_REFUSED, about)
         assert len(asked) <= 16  # every second, and at other events
-        await lab.finish(operator)
 
 
-async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open_jobs: OpenJobs) -> None:
+async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open_job: OpenJob) -> None:
     strategy = ScriptedStrategy(dataset=True)
-    async with open_jobs(strategy) as lab:
-        operator = await lab.acquire()
+    async with open_job(strategy) as (lab, operator):
+        await operator.until("acquired")
         [mine, stranger, _] = sorted(lab.workers, key=lambda worker: worker.endpoint.peer_id != operator.leases[0].peer)
         first, job_id = operator.task(), operator.context.job_id
         others = (replace(first, name="other"), replace(first, attempt=1))
@@ -287,7 +278,6 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open
         assert len(operator.told("progress")) == 1
         await mine.end(first.lease.id)
         assert await speak() == 0  # a task that has ended
-        await lab.finish(operator)
 
 
 async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: OpenJobs) -> None:
@@ -378,13 +368,12 @@ async def test_one_request_is_assigned_as_many_slices_as_it_asks_for_and_there_a
         assert [record["slice"] for record in records if record["record"] == "assigned"] == [0, 1, 2, 3, 4, 5, 5]
 
 
-async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -> None:
+async def test_requests_of_one_peer_that_wait_are_limited(open_job: OpenJob) -> None:
     class Barrier(QuietOperator):
         def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
             return RetryAfter(8.0)
 
-    async with open_jobs(ScriptedStrategy(Barrier, dataset=True)) as lab:
-        operator = await lab.start()
+    async with open_job(ScriptedStrategy(Barrier, dataset=True)) as (lab, operator):
         worker = await start_task(lab, operator)
         answers: list[Any] = []
 
@@ -397,19 +386,17 @@ async def test_requests_of_one_peer_that_wait_are_limited(open_jobs: OpenJobs) -
             await anyio.sleep(1.0)
             assert answers == [WireError(message=NO_FREE_SLICE)] * 5  # they may ask again
         assert len(answers) == MAX_WAITING + 5
-        await lab.finish(operator)
 
 
-async def test_deadlines_are_told_when_they_have_passed(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator = await lab.acquire()
+async def test_deadlines_are_told_when_they_have_passed(open_job: OpenJob) -> None:
+    async with open_job() as (_lab, operator):
+        await operator.until("acquired")
         for seconds in (100.0, 5.0):  # the second replaces the first, which lies further away
             operator.deadline = due = anyio.current_time() + seconds
             operator.refresh()
         [(told,)] = await operator.until("deadline")
         assert told == pytest.approx(due, abs=0.01)
         assert anyio.current_time() == pytest.approx(due, abs=0.01)
-        await lab.finish(operator)
 
 
 async def test_a_job_that_needs_no_lease_can_end_at_its_start(open_jobs: OpenJobs) -> None:
@@ -426,25 +413,23 @@ async def test_a_job_that_needs_no_lease_can_end_at_its_start(open_jobs: OpenJob
         assert operator.leases == []
 
 
-async def test_notices_from_before_the_operator_exists_are_delivered(open_jobs: OpenJobs) -> None:
+async def test_notices_from_before_the_operator_exists_are_delivered(open_job: OpenJob) -> None:
     def make(context: Any) -> QuietOperator:
         context.notify("listening", 7)
         return QuietOperator(context)
 
-    async with open_jobs(ScriptedStrategy(make)) as lab:
-        operator = await lab.start()
+    async with open_job(ScriptedStrategy(make)) as (_lab, operator):
         assert await operator.until("message") == [(None, "listening", 7)]
-        await lab.finish(operator)
 
 
-async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs: OpenJobs, tmp_path: Path) -> None:
+async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_job: OpenJob, tmp_path: Path) -> None:
     class Receiving(QuietOperator):
         def on_push_request(self, task: TaskRef, header: Any, now: float) -> Any:
             return PushTarget(self.context.directory / f"{task.name}-{header.name}", 1000), ()
 
     strategy = ScriptedStrategy(Receiving, demand=[role(count=2, minimum=2, distinct=False)])
-    async with open_jobs(strategy, workers=1, cores=2) as lab:
-        operator = await lab.acquire()
+    async with open_job(strategy, workers=1, cores=2) as (lab, operator):
+        await operator.until("acquired")
         job_id = operator.context.job_id
         operator.act(*(StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)))
         await operator.until("update", 2)
@@ -463,7 +448,6 @@ async def test_pushed_file_is_told_of_once_and_refused_after_its_task(open_jobs:
         with pytest.raises(TransferRefusedError, match="no task of this job runs there"):
             await target.on_complete(size, digest)
         assert len(operator.told("pushed")) == 2
-        await lab.finish(operator)
 
 
 # ------------------------------------------------------------------------------------------------- errors of a strategy
